@@ -1,0 +1,37 @@
+"""Every error Paceline raises on purpose, by whose mistake it is.
+
+Yours (`UsageError`), theirs (`PeerError`), ours (`ProtocolBug`). A message says what happened, where (worker,
+table, clock), what was expected and what was found, and what to do about it.
+"""
+
+
+class PacelineError(Exception):
+    """The base of every error below; catch it to catch them all."""
+
+
+class UsageError(PacelineError):
+    """You asked for something that cannot be done: a wrong setting, name, shape or value."""
+
+
+class PeerError(PacelineError):
+    """Another process failed us: it went away, answered nonsense, or refused."""
+
+
+class ConnectionLost(PeerError):
+    """The connection to a peer ended; whether its last message arrived is not known."""
+
+
+class DeadlineExceeded(PeerError):
+    """A wait reached its deadline; the message names what was waited for."""
+
+
+class AuthenticationFailed(PeerError):
+    """A peer could not prove that it belongs to this job."""
+
+
+class Refused(PeerError):
+    """A server refused a request for good; repeating it will not help."""
+
+
+class ProtocolBug(PacelineError):
+    """A state that must not exist. The message carries the story that led to it; please report it whole."""
