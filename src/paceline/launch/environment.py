@@ -1,0 +1,91 @@
+"""The environment variables: the one place in Paceline that reads them or hands them on."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+
+SPEC: Final = "PACELINE_SPEC"
+RANK: Final = "PACELINE_RANK"
+LOCAL_RANK: Final = "PACELINE_LOCAL_RANK"
+INCARNATION: Final = "PACELINE_INCARNATION"
+LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
+NUM_THREADS: Final = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this worker stands in a launched job.
+
+    `incarnation` starts at 0 and grows by one each time the worker's process is started again.
+    """
+
+    spec_path: Path
+    rank: int
+    local_rank: int
+    incarnation: int = 0
+
+    def as_environment(self) -> dict[str, str]:
+        """Return the variables from which `find_place` finds this place again."""
+        return {
+            SPEC: str(self.spec_path),
+            RANK: str(self.rank),
+            LOCAL_RANK: str(self.local_rank),
+            INCARNATION: str(self.incarnation),
+        }
+
+
+def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
+    """Return this process's place in a launched job, or None when nobody launched it.
+
+    Raises UsageError when the variables are incomplete or not numbers.
+
+    >>> find_place({}) is None
+    True
+    >>> find_place({"PACELINE_SPEC": "/run/cluster.json", "PACELINE_RANK": "2"}).rank
+    2
+    """
+    spec_path = variables.get(SPEC)
+    if spec_path is None:
+        return None
+    rank = _number(variables, RANK, default=None)
+    return Place(
+        spec_path=Path(spec_path),
+        rank=rank,
+        local_rank=_number(variables, LOCAL_RANK, default=rank),
+        incarnation=_number(variables, INCARNATION, default=0),
+    )
+
+
+def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
+    """Return the process id of the launcher that started this process, or None when there is none."""
+    return _number(variables, LAUNCHER, default=None) if LAUNCHER in variables else None
+
+
+def child_environment(
+    num_processes: int, num_cores: int, variables: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return what every process of a local job inherits.
+
+    Processes that share a machine share its cores: unless the user chose a number, each computes with
+    `num_cores // num_processes` threads, at least one. Output is not held back, so that nothing a killed process
+    has said is lost.
+    """
+    fair_share = max(1, num_cores // num_processes)
+    defaults = {NUM_THREADS: str(fair_share), "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **variables, LAUNCHER: str(os.getpid())}
+
+
+def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the user leaves colours on (NO_COLOR is unset or empty, the terminal is not dumb)."""
+    return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
+
+
+def _number(variables: Mapping[str, str], name: str, *, default: int | None) -> int:
+    text = variables.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise UsageError(f"the environment variable {name} must be a whole number >= 0, got {text!r}")
+    return int(text)

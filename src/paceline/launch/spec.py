@@ -1,0 +1,104 @@
+"""What the processes of one job must agree on, as one small file.
+
+The launcher writes it, everybody else reads it. The job's secret is not in it: the token has a file of its own,
+and never travels by command line or environment.
+"""
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from paceline.errors import DeadlineExceeded, UsageError
+
+TransportName = Literal["shm", "tcp", "memory"]
+TraceLevel = Literal["steps", "full"]
+
+TOKEN_NAME: Final = "token"
+TOKEN_BYTES: Final = 32
+POLL_INTERVAL_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """One job: its size, how its processes reach each other, and how long they wait for each other.
+
+    `addresses` holds one address per server, in the order of their ranks; empty until all servers listen.
+
+    >>> spec = ClusterSpec(job="3f", num_workers=4, num_servers=2, transport="shm", run_dir="/tmp/run")
+    >>> spec.generation, spec.addresses
+    (1, ())
+    """
+
+    job: str
+    num_workers: int
+    num_servers: int
+    transport: TransportName
+    run_dir: str
+    consistency: str | None = None
+    scale: str | None = None
+    addresses: tuple[str, ...] = ()
+    trace: TraceLevel = "steps"
+    generation: int = 1
+    join_timeout_s: float = 60.0
+    wait_timeout_s: float = 600.0
+    grace_s: float = 5.0
+
+    @staticmethod
+    def read(path: Path) -> "ClusterSpec":
+        """Read a spec; raises UsageError when the file is missing or is not a spec."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=ClusterSpec)
+        except OSError as error:
+            raise UsageError(f"cannot read the cluster spec {path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{path} is not a cluster spec: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Write the spec, readable by this user only; a reader sees either all of it or no file."""
+        write_private(path, msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+
+def wait_spec(path: Path, timeout_s: float) -> ClusterSpec:
+    """Block until the launcher has written the spec at `path`, and read it.
+
+    Raises DeadlineExceeded when it is still missing after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(
+                f"no cluster spec at {path} after {timeout_s:g} s: the servers did not start listening "
+                "in time, or the launcher is gone; look at what the servers printed"
+            )
+        time.sleep(POLL_INTERVAL_S)
+    return ClusterSpec.read(path)
+
+
+def write_token(run_dir: Path) -> None:
+    """Make a fresh secret for the job in `run_dir`, readable by this user only."""
+    write_private(run_dir / TOKEN_NAME, secrets.token_bytes(TOKEN_BYTES))
+
+
+def read_token(run_dir: Path) -> bytes:
+    """Return the job's secret; raises UsageError when it is missing or too short to be one."""
+    path = run_dir / TOKEN_NAME
+    try:
+        token = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the job's token {path}: {error.strerror}") from error
+    if len(token) < TOKEN_BYTES:
+        raise UsageError(f"the job's token {path} has {len(token)} bytes, expected {TOKEN_BYTES}")
+    return token
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600 that appears at once and whole."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    unfinished.rename(path)
