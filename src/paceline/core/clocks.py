@@ -1,0 +1,57 @@
+"""Who has finished which clock. Clocks start at 0; clock c is finished by the tick that says c + 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Clocks:
+    """The vector clock of the workers that take part.
+
+    `slowest = m` means that every member has finished the clocks 0 .. m - 1.
+    """
+
+    # Invariant: every value is >= slowest, and one equals it unless there is no member.
+    _of: dict[int, int] = field(default_factory=dict[int, int])
+    # Invariant: never decreases, not even when the last member leaves.
+    slowest: int = 0
+
+    def __contains__(self, worker: int) -> bool:
+        """Say whether the worker takes part."""
+        return worker in self._of
+
+    def __len__(self) -> int:
+        """Count the members."""
+        return len(self._of)
+
+    def of(self, worker: int) -> int:
+        """Return the number of clocks that this member has finished."""
+        return self._of[worker]
+
+    def add(self, worker: int) -> int:
+        """Let a worker take part from the slowest clock on; a later start would hide its updates from the bound."""
+        self._of[worker] = self.slowest
+        return self.slowest
+
+    def remove(self, worker: int) -> None:
+        """Forget a worker; the slowest clock may jump by more than one."""
+        if self._of.pop(worker, None) is not None:
+            self._recompute()
+
+    def advance(self, worker: int, clock: int) -> None:
+        """Record that a member has finished all clocks below `clock`; an older tick changes nothing."""
+        before = self._of[worker]
+        if clock <= before:
+            return
+        self._of[worker] = clock
+        if before == self.slowest:
+            self._recompute()
+
+    def past(self, clock: int) -> list[int]:
+        """Return the members that have finished `clock`, in ascending rank."""
+        return sorted(worker for worker, own in self._of.items() if own > clock)
+
+    def _recompute(self) -> None:
+        if self._of:
+            self.slowest = max(self.slowest, min(self._of.values()))

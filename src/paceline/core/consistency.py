@@ -1,0 +1,158 @@
+"""Consistency as a product of four independent answers, and the named points of that product.
+
+| axis    | question                                              | values                                        |
+|---------|-------------------------------------------------------|-----------------------------------------------|
+| bound   | how many clocks may a reader be ahead of the slowest  | 0, s, None (never waits)                      |
+| visible | when may others see an update                         | on_arrival; on_clock (its clock is complete)  |
+| deliver | how do values travel                                  | on_pull; on_clock (pushed to subscribers)     |
+| backups | how many workers may miss a clock (the quorum axis)   | 0 = all complete it; b = the first n of n + b |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from paceline.errors import UsageError
+
+Visible = Literal["on_arrival", "on_clock"]
+Deliver = Literal["on_pull", "on_clock"]
+
+_NAMES = "bsp, ssp:S, essp:S, asynchronous, backup:B"
+_AXES = "bound=S|none,visible=on_arrival|on_clock,deliver=on_pull|on_clock,backups=B"
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """When a worker may read, what it may see, who sends it and who has to wait.
+
+    Every legal mix of the axes may be used, named or not. `str(c)` and `Consistency.parse` are inverse.
+
+    Raises:
+        UsageError: an axis has a value that it cannot take.
+
+    Example:
+        >>> Consistency.parse("ssp:3") == ssp(3)
+        True
+        >>> str(Consistency(bound=2, visible="on_clock"))
+        'bound=2,visible=on_clock,deliver=on_pull,backups=0'
+    """
+
+    bound: int | None
+    visible: Visible = "on_arrival"
+    deliver: Deliver = "on_pull"
+    backups: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values outside the axes."""
+        if self.bound is not None and self.bound < 0:
+            raise UsageError(
+                f"staleness bound is {self.bound}, expected 0 or more clocks (or none to never wait). "
+                f"Known consistencies: {_NAMES}."
+            )
+        if self.backups < 0:
+            raise UsageError(f"number of backup workers is {self.backups}, expected 0 or more.")
+        if self.backups and self.visible != "on_clock":
+            raise UsageError(
+                "backup workers need visible=on_clock: a quorum completes a clock, "
+                "and updates that show on arrival belong to no clock that could be completed."
+            )
+
+    def __str__(self) -> str:
+        """Return the shortest text that `parse` turns back into this value."""
+        s = self.bound
+        for name, point in (
+            ("bsp", bsp()),
+            ("asynchronous", asynchronous()),
+            (f"ssp:{s}", None if s is None else ssp(s)),
+            (f"essp:{s}", None if s is None else essp(s)),
+            (f"backup:{self.backups}", backup(self.backups) if self.backups else None),
+        ):
+            if point == self:
+                return name
+        bound = "none" if s is None else s
+        return f"bound={bound},visible={self.visible},deliver={self.deliver},backups={self.backups}"
+
+    @staticmethod
+    def parse(text: str) -> Consistency:
+        """Read `bsp`, `ssp:3`, `essp:3`, `asynchronous`, `backup:1` or `bound=2,visible=on_clock,...`.
+
+        Raises:
+            UsageError: the text names no consistency; the message lists what would.
+        """
+        stripped = text.strip().lower()
+        if "=" in stripped:
+            return _parse_axes(stripped)
+        name, colon, argument = stripped.partition(":")
+        if name in ("bsp", "asynchronous", "async") and not colon:
+            return bsp() if name == "bsp" else asynchronous()
+        if name in ("ssp", "essp", "backup") and colon:
+            number = _integer(argument, text)
+            return {"ssp": ssp, "essp": essp, "backup": backup}[name](number)
+        if name in ("ssp", "essp", "backup"):
+            raise UsageError(f"consistency '{text}' lacks its number: write {name}:3, for example.")
+        raise UsageError(f"unknown consistency '{text}'. Expected one of {_NAMES}, or {_AXES}.")
+
+    def needs(self, clock: int) -> int:
+        """Return the value clock that a read at `clock` must at least have: `clock - bound`, never below 0."""
+        return 0 if self.bound is None else max(0, clock - self.bound)
+
+
+def bsp() -> Consistency:
+    """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible point."""
+    return Consistency(bound=0, visible="on_clock")
+
+
+def ssp(staleness: int) -> Consistency:
+    """Stale synchronous (Ho et al., NIPS 2013): a read at clock c sees at least all clocks below c - staleness."""
+    return Consistency(bound=staleness)
+
+
+def essp(staleness: int) -> Consistency:
+    """Eager SSP (Dai et al., AAAI 2015): the same bound, and servers push new values when the clock advances."""
+    return Consistency(bound=staleness, deliver="on_clock")
+
+
+def asynchronous() -> Consistency:
+    """No bound: reads and writes never wait for another worker."""
+    return Consistency(bound=None)
+
+
+def backup(backups: int) -> Consistency:
+    """Bsp that closes a clock with all but `backups` workers (Chen et al., 2016); late pushes are refused.
+
+    Raises:
+        UsageError: `backups` is below 1.
+    """
+    if backups < 1:
+        raise UsageError(f"backup:{backups} asks for {backups} backup workers, expected 1 or more (or bsp).")
+    return Consistency(bound=0, visible="on_clock", backups=backups)
+
+
+def _parse_axes(text: str) -> Consistency:
+    """Read `bound=2,visible=on_clock,deliver=on_pull,backups=0`; only `bound` must be there."""
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        axis, _, value = part.partition("=")
+        given[axis.strip()] = value.strip()
+    unknown = sorted(set(given) - {"bound", "visible", "deliver", "backups"})
+    if unknown or "bound" not in given:
+        problem = f"has no axis '{unknown[0]}'" if unknown else "does not say its bound"
+        raise UsageError(f"consistency '{text}' {problem}. Expected {_AXES}.")
+    visible, deliver = given.get("visible", "on_arrival"), given.get("deliver", "on_pull")
+    for name, choice, allowed in (("visible", visible, Visible), ("deliver", deliver, Deliver)):
+        if choice not in get_args(allowed):
+            raise UsageError(f"consistency '{text}': {name} is '{choice}', expected {' or '.join(get_args(allowed))}.")
+    return Consistency(
+        bound=None if given["bound"] == "none" else _integer(given["bound"], text),
+        visible=cast("Visible", visible),
+        deliver=cast("Deliver", deliver),
+        backups=_integer(given.get("backups", "0"), text),
+    )
+
+
+def _integer(text: str, whole: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"consistency '{whole}': '{text}' is not a whole number.") from None

@@ -1,0 +1,73 @@
+"""Who takes part on this server: lives of workers, their leases, and the end of each life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.ledger import Ledger
+from paceline.core.messages import Sender
+
+
+@dataclass(slots=True)
+class Life:
+    """One incarnation of one worker, while it takes part or is expected to."""
+
+    incarnation: int
+    joined_at: int | None = None  # the clock it was told at its join; None while it is only expected
+    lease_until: float | None = None  # given up at this time unless it comes (back); None while connected
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+@dataclass(slots=True)
+class Membership:
+    """The lives of all workers, by rank. An incarnation that has ended never comes back."""
+
+    generation: int
+    _lives: dict[int, Life] = field(default_factory=dict[int, Life])
+    # Invariant: every incarnation up to the one named here is over.
+    _ended: dict[int, int] = field(default_factory=dict[int, int])
+
+    def expect(self, worker: int, until: float) -> None:
+        """Count on a worker that has not joined yet, until its lease ends."""
+        self._lives[worker] = Life(incarnation=0, lease_until=until)
+
+    def begin(self, sender: Sender, clock: int) -> None:
+        """Start a life that has joined at this clock."""
+        self._lives[sender.worker] = Life(sender.incarnation, joined_at=clock)
+
+    def end(self, worker: int) -> None:
+        """End the current life of a worker."""
+        self._ended[worker] = self._lives.pop(worker).incarnation
+
+    def current(self, worker: int) -> Life | None:
+        """Return the life of this worker that takes part or is expected."""
+        return self._lives.get(worker)
+
+    def has_ended(self, sender: Sender) -> bool:
+        """Say whether this incarnation is over."""
+        return sender.incarnation <= self._ended.get(sender.worker, -1)
+
+    def objection(self, sender: Sender) -> str:
+        """Say why this sender may not act, or nothing."""
+        if sender.generation != self.generation:
+            return f"it belongs to generation {sender.generation} of the job, this is generation {self.generation}"
+        life = self._lives.get(sender.worker)
+        if life and life.joined_at is not None and life.incarnation == sender.incarnation:
+            return ""
+        if self.has_ended(sender) or (life and life.incarnation > sender.incarnation):
+            return (
+                f"incarnation {sender.incarnation} of worker {sender.worker} is over; a restarted worker must join anew"
+            )
+        return f"incarnation {sender.incarnation} of worker {sender.worker} has not joined"
+
+    def next_deadline(self) -> float | None:
+        """Return when the first lease ends."""
+        return min((life.lease_until for life in self._lives.values() if life.lease_until is not None), default=None)
+
+    def overdue(self, now: float) -> list[tuple[int, Life]]:
+        """Return the workers whose lease has ended."""
+        return [
+            (worker, life)
+            for worker, life in sorted(self._lives.items())
+            if life.lease_until is not None and life.lease_until <= now
+        ]

@@ -1,0 +1,64 @@
+"""What a worker has said and nobody has answered yet: repeated, with growing pauses, until it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.messages import FromWorker
+
+# What is asked, of which server; a later message under the same key replaces the earlier one.
+Key = tuple[int, str, int | str]
+
+_LONGEST_PAUSE = 12  # times the first one
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """One message that waits for its answer."""
+
+    message: FromWorker
+    due: float
+    attempts: int = 1
+    bare: bool = False
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Unanswered messages by key, each with the time when it is repeated."""
+
+    retry_s: float
+    _unanswered: dict[Key, Unanswered] = field(default_factory=dict[Key, Unanswered])
+
+    def add(self, key: Key, message: FromWorker, now: float) -> None:
+        """Expect an answer under this key."""
+        self._unanswered[key] = Unanswered(message, due=now + self.retry_s)
+
+    def answered(self, key: Key) -> bool:
+        """Note an answer; say whether one was expected."""
+        return self._unanswered.pop(key, None) is not None
+
+    def make_bare(self, key: Key) -> None:
+        """Repeat this one without its tensor from now on: the server has it."""
+        if key in self._unanswered:
+            self._unanswered[key].bare = True
+
+    def message(self, key: Key) -> FromWorker | None:
+        """Return what waits under this key."""
+        entry = self._unanswered.get(key)
+        return entry.message if entry else None
+
+    def for_server(self, server: int) -> list[Unanswered]:
+        """Return all that this server has not answered, in the order it was first said."""
+        return [entry for key, entry in self._unanswered.items() if key[0] == server]
+
+    def next_due(self) -> float | None:
+        """Return when something is to be repeated next."""
+        return min((entry.due for entry in self._unanswered.values()), default=None)
+
+    def repeat_due(self, now: float) -> list[tuple[int, Unanswered]]:
+        """Return (server, message) of all that is due; the pause before the next time doubles."""
+        due = [(key[0], entry) for key, entry in self._unanswered.items() if entry.due <= now]
+        for _, entry in due:
+            entry.due = now + self.retry_s * min(2**entry.attempts, _LONGEST_PAUSE)
+            entry.attempts += 1
+        return due

@@ -1,0 +1,71 @@
+"""Which server owns which elements of a table: integers in, ranges out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from paceline.errors import UsageError
+
+Cut = Literal["anywhere", "between_tensors"]
+
+# Cuts lie on multiples of this many elements from the start of a tensor, so that the vector loops of a piece take the
+# same path as those of the whole tensor: bsp over several servers stays bit-identical to one process.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements `[start, stop)` of a flat table, owned by one server; empty when the table is too small for it."""
+
+    server: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+def partition(lengths: Sequence[int], num_servers: int, *, cut: Cut = "anywhere") -> tuple[Range, ...]:
+    """Cut a table of tensors with `lengths` elements into one contiguous range a server, balanced by size.
+
+    Args:
+        lengths: elements of each tensor, in the table's order.
+        num_servers: how many ranges to make; some may be empty when the table is small.
+        cut: "anywhere" for element-wise rules, "between_tensors" for rules that need whole tensors.
+
+    Raises:
+        UsageError: more servers than elements (or than tensors, where they cannot be cut).
+
+    Example:
+        >>> [(r.start, r.stop) for r in partition([100, 100], 2)]
+        [(0, 100), (100, 200)]
+    """
+    total = sum(lengths)
+    pieces = total if cut == "anywhere" else len(lengths)
+    if num_servers > pieces:
+        what = "parameters" if cut == "anywhere" else "tensors, and its update rule needs each of them whole"
+        raise UsageError(
+            f"{num_servers} servers for a table of {pieces} {what}. Use at most {pieces} server(s) for it."
+        )
+    starts = list(accumulate(lengths, initial=0))
+    cuts = [0, *(_nearest_cut(starts, total * k // num_servers, cut) for k in range(1, num_servers)), total]
+    return tuple(Range(server, a, max(a, b)) for server, (a, b) in enumerate(pairwise(_rising(cuts))))
+
+
+def _nearest_cut(starts: list[int], wanted: int, cut: Cut) -> int:
+    """Return the allowed cut nearest to `wanted`: tensor boundaries, and inside a tensor multiples of ALIGNMENT."""
+    below = max(start for start in starts if start <= wanted)
+    above = min(start for start in starts if start >= wanted)
+    if cut == "anywhere" and below < above:
+        inside = below + (wanted - below + ALIGNMENT // 2) // ALIGNMENT * ALIGNMENT
+        return min(inside, above)
+    return below if wanted - below <= above - wanted else above
+
+
+def _rising(cuts: list[int]) -> list[int]:
+    return list(accumulate(cuts, max))

@@ -1,0 +1,66 @@
+"""The readers of one table on one server: who waits for a value, and who is sent every new one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.messages import Pull
+
+
+@dataclass(slots=True)
+class _Subscriber:
+    sent: int  # the clock it was last sent
+    busy: bool  # Invariant: at most one delivery is under way to a subscriber, so a slow one costs one buffer
+
+
+@dataclass(slots=True)
+class Readers:
+    """Pulls that wait for the clock, and subscribers that get new values when it advances."""
+
+    subscribing: bool
+    _waiting: dict[int, Pull] = field(default_factory=dict[int, Pull])
+    _last_request: dict[int, int] = field(default_factory=dict[int, int])
+    _subscribers: dict[int, _Subscriber] = field(default_factory=dict[int, _Subscriber])
+
+    def ask(self, pull: Pull, clock: int) -> bool:
+        """Take in a pull and say whether it is answered now; else it waits. An overtaken copy is ignored."""
+        worker = pull.sender.worker
+        if pull.request < self._last_request.get(worker, 0):
+            return False
+        self._last_request[worker] = pull.request
+        if pull.needs > clock:
+            self._waiting[worker] = pull
+            return False
+        self.answered(pull, clock)
+        return True
+
+    def answered(self, pull: Pull, clock: int) -> None:
+        """Note that values of this clock are on their way to the reader, who is a subscriber from then on."""
+        self._waiting.pop(pull.sender.worker, None)
+        if self.subscribing:
+            self._subscribers[pull.sender.worker] = _Subscriber(sent=clock, busy=False)
+
+    def ready(self, clock: int) -> list[Pull]:
+        """Return the waiting pulls that this clock satisfies, lowest rank first (it may have jumped)."""
+        return [pull for _, pull in sorted(self._waiting.items()) if pull.needs <= clock]
+
+    def deliverable(self, clock: int) -> list[int]:
+        """Return the subscribers that are free and have not been sent this clock; they are busy from now on."""
+        free = [
+            worker for worker, reader in sorted(self._subscribers.items()) if not reader.busy and reader.sent < clock
+        ]
+        for worker in free:
+            self._subscribers[worker] = _Subscriber(sent=clock, busy=True)
+        return free
+
+    def taken(self, worker: int, clock: int) -> None:
+        """Note that a subscriber has taken in its delivery; a copy of an older notice changes nothing."""
+        reader = self._subscribers.get(worker)
+        if reader and reader.sent == clock:
+            reader.busy = False
+
+    def forget(self, worker: int) -> None:
+        """Drop all that a worker waits for or subscribes to."""
+        self._waiting.pop(worker, None)
+        self._last_request.pop(worker, None)
+        self._subscribers.pop(worker, None)

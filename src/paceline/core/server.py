@@ -1,0 +1,411 @@
+"""The server's side of the protocol, as a pure machine: events in, effects out, time as an argument.
+
+Rules this file keeps, whatever arrives in whatever order:
+1. A read is answered once the table's clock is at least what the reader needs, and not before.
+2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer.
+3. Nothing from an ended life or another generation changes anything.
+4. Whoever waits only for workers that are gone is released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.clocks import Clocks
+from paceline.core.closing import Closing, Contributors
+from paceline.core.consistency import Consistency
+from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
+from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
+from paceline.core.ledger import WINDOW
+from paceline.core.membership import Life
+from paceline.core.membership import Membership as Lives
+from paceline.core.messages import (
+    Applied,
+    Clock,
+    Closed,
+    Delivered,
+    Fetched,
+    Follow,
+    Held,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Pull,
+    PullRefused,
+    Push,
+    PushId,
+    PushRefused,
+    Sender,
+    Taken,
+    Ticked,
+    WorkerRefused,
+)
+from paceline.core.readers import Readers
+from paceline.core.settings import ServerSettings
+from paceline.errors import ProtocolBug
+
+ServerEvent = (
+    Declared | Spoiled | Disconnected | Died | Timeout | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
+)
+
+LEAD = 0  # the server that decides who contributes to a clock
+
+
+@dataclass(slots=True)
+class _Table:
+    consistency: Consistency
+    readers: Readers
+    closing: Closing
+    # Counts the updates applied here; a reader uses it to tell a newer value from an older one.
+    version: int = 0
+    ask_lead_at: float = 0.0
+
+
+@dataclass(slots=True)
+class ServerCore:
+    """One server's protocol state. Drive it with `handle`, and again when `next_deadline` has passed."""
+
+    settings: ServerSettings
+    started: float
+    _clocks: Clocks = field(default_factory=Clocks)
+    _lives: Lives = field(init=False)
+    _tables: dict[str, _Table] = field(default_factory=dict[str, _Table])
+
+    def __post_init__(self) -> None:
+        """Count on the expected workers from the start, so that no early one runs ahead of them."""
+        self._lives = Lives(self.settings.generation)
+        for worker in self.settings.workers:
+            self._lives.expect(worker, self.started + self.settings.join_timeout_s)
+            self._clocks.add(worker)
+
+    # -- driving -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ServerEvent, now: float) -> list[ServerEffect]:
+        """Take in one event and return what is to be done, in this order."""
+        effects: list[ServerEffect] = []
+        match event:
+            case Push():
+                self._on_push(event, "", effects)
+            case Clock():
+                self._on_clock(event, effects)
+            case Pull():
+                self._on_pull(event, effects)
+            case Taken():
+                self._on_taken(event, effects)
+            case Spoiled():
+                self._on_push(event.push, event.reason, effects)
+            case Join():
+                self._on_join(event, effects)
+            case Leave():
+                self._on_leave(event, effects)
+            case Closed():
+                self._on_closed(event, now, effects)
+            case Follow():
+                self._on_follow(event, effects)
+            case Declared():
+                self._on_declared(event, now, effects)
+            case Disconnected():
+                self._on_disconnected(event, now)
+            case Died():
+                self._on_died(event, effects)
+            case Timeout():
+                self._on_timeout(now, effects)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """Return when `handle(Timeout(), now)` is due next, or None."""
+        asks = [t.ask_lead_at for t in self._tables.values() if t.consistency.visible == "on_clock"]
+        candidates = [*(asks if self._follows else ()), *filter(None, [self._lives.next_deadline()])]
+        return min(candidates, default=None)
+
+    def clock_of(self, table: str) -> int:
+        """Return m: every update of the clocks below m is in this table here."""
+        entry = self._tables[table]
+        return entry.closing.clock if entry.consistency.visible == "on_clock" else self._clocks.slowest
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether no worker takes part or is expected."""
+        return len(self._clocks) == 0
+
+    @property
+    def _follows(self) -> bool:
+        return self.settings.server != LEAD
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def _on_push(self, push: Push, spoiled: str, effects: list[ServerEffect]) -> None:
+        life = self._life_of(_sender(push.id), effects)
+        if life is None:
+            return
+        life.ledger.settle(push.settled)
+        if life.ledger.is_late(push):
+            return
+        if life.ledger.overflows(push):
+            reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes"
+            effects.append(self._to(push.id, WorkerRefused(_sender(push.id), reason)))
+            return
+        known = life.ledger.answer(push)
+        if known is not None:
+            effects.append(self._to(push.id, known))
+            return
+        self._decide_push(push, spoiled, life, effects)
+
+    def _decide_push(self, push: Push, spoiled: str, life: Life, effects: list[ServerEffect]) -> None:
+        """Answer a push that is seen for the first time."""
+        table = self._tables.get(push.table)
+        if spoiled or table is None:
+            self._answer(push.id, push.table, PushRefused(push.id, spoiled or self._unknown(push.table)), effects)
+        elif table.consistency.visible == "on_arrival":
+            effects.append(Apply(push.table, (push.id,)))
+            table.version += 1
+            self._answer(push.id, push.table, Applied(push.id), effects)
+        elif push.clock < table.closing.clock:
+            reason = f"clock {push.clock} of table '{push.table}' is closed, the table stands at {table.closing.clock}"
+            self._answer(push.id, push.table, PushRefused(push.id, reason), effects)
+        else:
+            table.closing.hold(push.id, push.clock)
+            effects.append(Hold(push.id))
+            self._answer(push.id, push.table, Held(push.id), effects)
+
+    def _answer(
+        self, push_id: PushId, table: str, answer: Held | Applied | PushRefused, effects: list[ServerEffect]
+    ) -> None:
+        life = self._lives.current(push_id.worker)
+        if life and life.incarnation == push_id.incarnation:
+            life.ledger.record(table, answer)
+        effects.append(self._to(push_id, answer))
+
+    # -- clocks ------------------------------------------------------------------------------------------------------
+
+    def _on_clock(self, event: Clock, effects: list[ServerEffect]) -> None:
+        sender = event.sender
+        if self._life_of(sender, effects) is None:
+            return
+        for name, clock in event.withdrawn:
+            if name in self._tables:
+                self._tables[name].closing.withdraw(sender.worker, sender.incarnation, clock)
+        before = self._clocks.slowest
+        self._clocks.advance(sender.worker, event.clock)
+        effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
+        self._progress(before, effects)
+
+    def _progress(self, before: int, effects: list[ServerEffect]) -> None:
+        """Follow a change of the clocks: close what is complete, then release and deliver."""
+        for name, table in self._tables.items():
+            if table.consistency.visible == "on_clock":
+                self._close_complete(name, table, effects)
+            elif self._clocks.slowest > before:
+                self._release(name, table, effects)
+
+    def _close_complete(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+        """On the lead: close every clock that enough workers have finished, and tell those who wait to know."""
+        while not self._follows and len(self._clocks):
+            finished = self._clocks.past(table.closing.clock)
+            if len(finished) < max(1, len(self._clocks) - table.consistency.backups):
+                return
+            clock = table.closing.clock
+            contributors = table.closing.decide([(worker, self._incarnation(worker)) for worker in finished])
+            self._close(name, table, contributors, effects)
+            for server in table.closing.followers_of(clock):
+                effects.append(Tell(server, Closed(self.settings.generation, name, clock, contributors)))
+
+    def _close(self, name: str, table: _Table, contributors: Contributors, effects: list[ServerEffect]) -> None:
+        clock = table.closing.clock
+        applied, refused = table.closing.close(contributors)
+        if applied:
+            effects.append(Apply(name, tuple(applied)))
+            table.version += 1
+        for push_id in applied:
+            self._answer(push_id, name, Applied(push_id), effects)
+        for push_id in refused:
+            effects.append(Discard(push_id))
+            reason = f"clock {clock} of table '{name}' was completed without worker {push_id.worker}"
+            self._answer(push_id, name, PushRefused(push_id, reason), effects)
+        self._release(name, table, effects)
+
+    def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
+        table = self._tables.get(event.table)
+        if event.generation != self.settings.generation or table is None or event.clock != table.closing.clock:
+            return
+        self._close(event.table, table, event.contributors, effects)
+        self._ask_lead(event.table, table, now, effects)
+
+    def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
+        table = self._tables.get(event.table)
+        if event.generation != self.settings.generation or table is None:
+            return
+        contributors = table.closing.follow(event.server, event.clock)
+        if contributors is not None:
+            closed = Closed(event.generation, event.table, event.clock, contributors)
+            effects.append(Tell(event.server, closed))
+
+    def _ask_lead(self, name: str, table: _Table, now: float, effects: list[ServerEffect]) -> None:
+        table.ask_lead_at = now + self.settings.retry_s
+        follow = Follow(self.settings.generation, self.settings.server, name, table.closing.clock)
+        effects.append(Tell(LEAD, follow))
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def _on_pull(self, pull: Pull, effects: list[ServerEffect]) -> None:
+        if self._life_of(pull.sender, effects) is None:
+            return
+        table = self._tables.get(pull.table)
+        if table is None:
+            refusal = PullRefused(pull.request, pull.table, self._unknown(pull.table))
+            effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
+        elif table.readers.ask(pull, self.clock_of(pull.table)):
+            effects.append(self._values(pull, table))
+
+    def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
+        table = self._tables.get(event.table)
+        if table is not None and self._life_of(event.sender, effects) is not None:
+            table.readers.taken(event.sender.worker, event.clock)
+            self._deliver(event.table, table, effects)
+
+    def _release(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+        clock = self.clock_of(name)
+        effects.append(Advanced(name, clock))
+        for pull in table.readers.ready(clock):
+            table.readers.answered(pull, clock)
+            effects.append(self._values(pull, table))
+        self._deliver(name, table, effects)
+
+    def _deliver(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+        clock = self.clock_of(name)
+        for worker in table.readers.deliverable(clock):
+            life = self._living(worker)
+            includes = life.ledger.applied_in(name)
+            message = Delivered(name, clock, table.version, life.ledger.settled, includes)
+            effects.append(Serve(worker, life.incarnation, message))
+
+    def _values(self, pull: Pull, table: _Table) -> Serve:
+        ledger = self._living(pull.sender.worker).ledger
+        message = Fetched(
+            pull.request,
+            pull.table,
+            self.clock_of(pull.table),
+            table.version,
+            ledger.settled,
+            ledger.applied_in(pull.table),
+        )
+        return Serve(pull.sender.worker, pull.sender.incarnation, message)
+
+    # -- tables ------------------------------------------------------------------------------------------------------
+
+    def _on_declared(self, event: Declared, now: float, effects: list[ServerEffect]) -> None:
+        known = self._tables.get(event.table)
+        if known is not None:
+            if known.consistency != event.consistency:
+                raise ProtocolBug(
+                    f"table '{event.table}' is declared with {event.consistency}, but exists with {known.consistency}"
+                )
+            return
+        followers = 0 if self._follows else self.settings.num_servers - 1
+        table = _Table(
+            event.consistency,
+            Readers(subscribing=event.consistency.deliver == "on_clock"),
+            Closing(followers, clock=self._clocks.slowest),
+        )
+        self._tables[event.table] = table
+        if self._follows and event.consistency.visible == "on_clock":
+            self._ask_lead(event.table, table, now, effects)
+
+    # -- members -----------------------------------------------------------------------------------------------------
+
+    def _on_join(self, event: Join, effects: list[ServerEffect]) -> None:
+        sender = event.sender
+        life = self._lives.current(sender.worker)
+        if life and life.incarnation == sender.incarnation and life.joined_at is not None:
+            life.lease_until = None
+            effects.append(Reply(sender.worker, sender.incarnation, Joined(life.joined_at)))
+            return
+        stale = sender.generation != self.settings.generation or self._lives.has_ended(sender)
+        if stale or (life and life.incarnation > sender.incarnation):
+            refusal = WorkerRefused(sender, self._lives.objection(sender))
+            effects.append(Reply(sender.worker, sender.incarnation, refusal))
+            return
+        if life and life.joined_at is not None:
+            self._give_up(sender.worker, life, "died", "a new incarnation joins in its place", effects)
+        self._admit(sender, effects)
+
+    def _admit(self, sender: Sender, effects: list[ServerEffect]) -> None:
+        """Let a life begin, at the slowest clock (a worker that was expected keeps the place it has)."""
+        clock = (
+            self._clocks.of(sender.worker)
+            if sender.worker in self._clocks
+            else max([self._clocks.add(sender.worker), *(t.closing.clock for t in self._tables.values())])
+        )
+        self._clocks.advance(sender.worker, clock)
+        self._lives.begin(sender, clock)
+        effects.append(Membership(sender.worker, sender.incarnation, "joined"))
+        effects.append(Reply(sender.worker, sender.incarnation, Joined(clock)))
+
+    def _on_leave(self, event: Leave, effects: list[ServerEffect]) -> None:
+        sender = event.sender
+        life = self._lives.current(sender.worker)
+        if life and life.incarnation == sender.incarnation and not self._lives.objection(sender):
+            self._give_up(sender.worker, life, "left", "", effects)
+        effects.append(Reply(sender.worker, sender.incarnation, Left()))
+
+    def _on_disconnected(self, event: Disconnected, now: float) -> None:
+        life = self._lives.current(event.worker)
+        if life and life.incarnation == event.incarnation and life.joined_at is not None:
+            life.lease_until = now + self.settings.lease_s
+
+    def _on_died(self, event: Died, effects: list[ServerEffect]) -> None:
+        life = self._lives.current(event.worker)
+        if life and life.incarnation == event.incarnation:
+            self._give_up(event.worker, life, "died", event.reason, effects)
+
+    def _on_timeout(self, now: float, effects: list[ServerEffect]) -> None:
+        for worker, life in self._lives.overdue(now):
+            waited = self.settings.lease_s if life.joined_at is not None else self.settings.join_timeout_s
+            did = "did not come back" if life.joined_at is not None else "did not join"
+            self._give_up(worker, life, "died", f"it {did} within {waited:g} s", effects)
+        for name, table in self._tables.items():
+            if self._follows and table.consistency.visible == "on_clock" and table.ask_lead_at <= now:
+                self._ask_lead(name, table, now, effects)
+
+    def _give_up(self, worker: int, life: Life, change: str, reason: str, effects: list[ServerEffect]) -> None:
+        """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it."""
+        for table in self._tables.values():
+            table.readers.forget(worker)
+            effects += [Discard(push_id) for push_id in table.closing.drop(worker, life.incarnation)]
+        self._lives.end(worker)
+        before = self._clocks.slowest
+        self._clocks.remove(worker)
+        effects.append(Membership(worker, life.incarnation, change, reason))
+        self._progress(before, effects)
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Life | None:
+        """Return the life that this sender is, or refuse it."""
+        objection = self._lives.objection(sender)
+        if objection:
+            effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, objection)))
+            return None
+        return self._lives.current(sender.worker)
+
+    def _living(self, worker: int) -> Life:
+        life = self._lives.current(worker)
+        if life is None:
+            raise ProtocolBug(f"worker {worker} is served values but takes no part; lives: {self._lives}")
+        return life
+
+    def _incarnation(self, worker: int) -> int:
+        return self._living(worker).incarnation
+
+    def _unknown(self, table: str) -> str:
+        names = ", ".join(sorted(self._tables)) or "none"
+        return f"there is no table '{table}' on server {self.settings.server}; tables: {names}"
+
+    @staticmethod
+    def _to(push_id: PushId, message: Held | Applied | PushRefused | WorkerRefused) -> Reply:
+        return Reply(push_id.worker, push_id.incarnation, message)
+
+
+def _sender(push_id: PushId) -> Sender:
+    return Sender(push_id.generation, push_id.worker, push_id.incarnation)

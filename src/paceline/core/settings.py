@@ -1,0 +1,46 @@
+"""What the cores are told once, at their start. Times are seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.messages import Sender
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server core is told once.
+
+    Args:
+        server: rank of this server; rank 0 is the lead.
+        num_servers: how many servers share the tables.
+        workers: ranks that are expected to join; the clock waits for them until `join_timeout_s` has passed.
+        lease_s: how long a worker may be disconnected before it is given up.
+        retry_s: how often an unanswered question to the lead is repeated.
+    """
+
+    server: int
+    num_servers: int
+    generation: int = 1
+    workers: tuple[int, ...] = ()
+    join_timeout_s: float = 60.0
+    lease_s: float = 5.0
+    retry_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker core is told once.
+
+    Args:
+        sender: generation, rank and incarnation of this worker.
+        num_servers: how many servers there are; clocks are told to all of them.
+        retry_s: after how long an unanswered message is repeated for the first time; the pauses double, up to 12 times
+            this. Long on carriers that lose nothing, short on those that do.
+        max_attempts: how often a message is sent before the worker gives up.
+    """
+
+    sender: Sender
+    num_servers: int
+    retry_s: float = 5.0
+    max_attempts: int = 20

@@ -1,0 +1,330 @@
+"""The worker's side of the protocol, as a pure machine: wishes and answers in, messages and results out.
+
+Rules this file keeps:
+1. A tick is sent only after every server has every push that it closes; so a tick seen anywhere vouches for all parts.
+2. A retry repeats the same message with the same identity.
+3. The cached copy only ever gets newer, and a read is served from it only while it is fresh enough for the reader's
+   own clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.consistency import Consistency
+from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.events import (
+    Arrived,
+    Connected,
+    Opened,
+    Timeout,
+    WantClock,
+    WantJoin,
+    WantLeave,
+    WantPush,
+    WantRead,
+)
+from paceline.core.messages import (
+    Applied,
+    Clock,
+    Delivered,
+    Fetched,
+    FromWorker,
+    Held,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Pull,
+    PullRefused,
+    Push,
+    PushId,
+    PushRefused,
+    Taken,
+    Ticked,
+    WorkerRefused,
+)
+from paceline.core.outbox import Key, Outbox
+from paceline.core.settings import WorkerSettings
+from paceline.errors import ProtocolBug
+
+WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead
+
+
+@dataclass(slots=True)
+class _Reading:
+    request: int
+    needs: int
+    refresh: bool
+    awaited: set[int]  # servers whose part is not fresh enough yet
+    source: str = "fetch"
+
+
+@dataclass(slots=True)
+class _Table:
+    consistency: Consistency
+    servers: tuple[int, ...]
+    # (clock, version) of the cached part of each server. Invariant: both only grow. Absent = never seen.
+    have: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    reading: _Reading | None = None
+
+    def fresh(self, server: int, needs: int) -> bool:
+        return server in self.have and self.have[server][0] >= needs
+
+
+@dataclass(slots=True)
+class _Pushed:
+    push: Push
+    unseen: set[int]  # servers that have not said that they have it
+    unsettled: set[int]  # servers that have neither applied nor refused it
+
+
+@dataclass(slots=True)
+class WorkerCore:
+    """One worker's protocol state. Drive it with `handle`, and again when `next_deadline` has passed."""
+
+    settings: WorkerSettings
+    clock: int = 0
+    _joined: dict[int, int] = field(default_factory=dict[int, int])
+    _has_joined: bool = False
+    _tables: dict[str, _Table] = field(default_factory=dict[str, _Table])
+    _pushed: dict[int, _Pushed] = field(default_factory=dict[int, _Pushed])
+    _next_seq: int = 0
+    _next_request: int = 1
+    # Invariant: every push of the clocks below is on every server that has a part in it.
+    _ticked: int = 0
+    _withdrawn: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    _leaving: bool = False
+    _left: set[int] = field(default_factory=set[int])
+    _outbox: Outbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start with nothing said."""
+        self._outbox = Outbox(self.settings.retry_s)
+
+    # -- driving -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
+        """Take in one event and return what is to be done, in this order."""
+        effects: list[WorkerEffect] = []
+        match event:
+            case Arrived():
+                self._on_arrived(event, now, effects)
+            case WantPush():
+                self._on_push(event.table, now, effects)
+            case WantClock():
+                self.clock += 1
+                self._tick(now, effects)
+            case WantRead():
+                self._on_read(event, now, effects)
+            case Timeout():
+                self._on_timeout(now, effects)
+            case Opened():
+                self._tables.setdefault(event.table, _Table(event.consistency, event.servers))
+            case WantJoin():
+                self._say_to_all("join", Join(self.settings.sender), now, effects)
+            case WantLeave():
+                self._on_leave(now, effects)
+            case Connected():
+                self._on_connected(event.server, effects)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """Return when `handle(Timeout(), now)` is due next, or None."""
+        return self._outbox.next_due()
+
+    @property
+    def settled(self) -> int:
+        """All pushes below this sequence number are answered by everyone."""
+        return min(self._pushed, default=self._next_seq)
+
+    def num_unsettled(self, table: str) -> int:
+        """Count the pushes of this table that some server has neither applied nor refused."""
+        return sum(pushed.push.table == table for pushed in self._pushed.values())
+
+    # -- pushes and clocks -------------------------------------------------------------------------------------------
+
+    def _on_push(self, name: str, now: float, effects: list[WorkerEffect]) -> None:
+        sender, table = self.settings.sender, self._tables[name]
+        push_id = PushId(sender.generation, sender.worker, sender.incarnation, self._next_seq)
+        push = Push(push_id, name, self.clock, self.settled)
+        self._next_seq += 1
+        self._pushed[push_id.seq] = _Pushed(push, set(table.servers), set(table.servers))
+        for server in table.servers:
+            self._say((server, "push", push_id.seq), push, now, effects)
+
+    def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
+        """Tell the servers the clocks that are finished, as far as all pushes that belong to them have arrived."""
+        unseen = (p.push.clock for p in self._pushed.values() if p.unseen and p.push.clock < self.clock)
+        ready = min(unseen, default=self.clock)
+        if ready > self._ticked:
+            self._ticked = ready
+            withdrawn = tuple(sorted(self._withdrawn))
+            self._say_to_all("clock", Clock(self.settings.sender, ready, withdrawn), now, effects)
+
+    def _on_push_answer(
+        self, server: int, answer: Held | Applied | PushRefused, now: float, effects: list[WorkerEffect]
+    ) -> None:
+        pushed = self._pushed.get(answer.id.seq)
+        if pushed is None or server not in pushed.unsettled:
+            return
+        pushed.unseen.discard(server)
+        key = (server, "push", answer.id.seq)
+        if isinstance(answer, Held):
+            self._outbox.make_bare(key)
+        else:
+            self._outbox.answered(key)
+            pushed.unsettled.discard(server)
+            refused = answer.reason if isinstance(answer, PushRefused) else ""
+            if refused:
+                self._withdrawn.add((pushed.push.table, pushed.push.clock))
+            effects.append(Release(server, answer.id, refused))
+        if not pushed.unsettled:
+            del self._pushed[answer.id.seq]
+        self._tick(now, effects)
+        self._leave_when_settled(now, effects)
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def _on_read(self, want: WantRead, now: float, effects: list[WorkerEffect]) -> None:
+        table = self._tables[want.table]
+        needs = self.clock if want.exact else table.consistency.needs(self.clock)
+        awaited = {s for s in table.servers if want.refresh or not table.fresh(s, needs)}
+        reading = _Reading(self._next_request, needs, want.refresh, awaited)
+        self._next_request += 1
+        table.reading = reading
+        if not awaited:
+            reading.source = "delivery" if table.consistency.deliver == "on_clock" else "cache"
+        for server in sorted(awaited):
+            pull = Pull(self.settings.sender, reading.request, want.table, self.clock, needs)
+            self._say((server, "pull", want.table), pull, now, effects)
+        self._finish_read(want.table, table, now, effects)
+
+    def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
+        table = self._tables[message.table]
+        if (message.clock, message.version) >= table.have.get(server, (-1, -1)):
+            table.have[server] = (message.clock, message.version)
+            effects.append(Install(server, message.table, message.settled, message.includes))
+        if isinstance(message, Delivered):
+            effects.append(Send(server, Taken(self.settings.sender, message.table, message.clock)))
+        else:
+            self._on_answered_pull(server, message, effects)
+        reading = table.reading
+        if reading and server in reading.awaited and table.fresh(server, reading.needs):
+            if isinstance(message, Fetched) and message.request == reading.request:
+                reading.awaited.discard(server)
+            elif not reading.refresh:
+                reading.awaited.discard(server)
+                reading.source = "delivery"
+        self._finish_read(message.table, table, now, effects)
+
+    def _on_answered_pull(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
+        key: Key = (server, "pull", message.table)
+        asked = self._outbox.message(key)
+        if not isinstance(asked, Pull) or asked.request != message.request:
+            return
+        self._outbox.answered(key)
+        if message.clock < asked.needs:
+            effects.append(
+                Fail(
+                    f"server {server} answered a pull of table '{message.table}' with values of clock {message.clock}, "
+                    f"but worker {self.settings.sender.worker} at clock {asked.clock} needs {asked.needs}; "
+                    "the server breaks the staleness bound"
+                )
+            )
+
+    def _finish_read(self, name: str, table: _Table, now: float, effects: list[WorkerEffect]) -> None:
+        reading = table.reading
+        if reading is None or reading.awaited:
+            return
+        table.reading = None
+        for server in table.servers:
+            self._outbox.answered((server, "pull", name))
+        oldest = min(clock for clock, _ in table.have.values())
+        effects.append(ReadDone(reading.request, name, oldest, reading.source))
+        if table.consistency.backups and oldest > self.clock:
+            # The others went on without this worker: what it computes from here belongs to the clock it has read.
+            self.clock = oldest
+            self._tick(now, effects)
+
+    # -- joining and leaving -----------------------------------------------------------------------------------------
+
+    def _on_joined(self, server: int, message: Joined, now: float, effects: list[WorkerEffect]) -> None:
+        self._outbox.answered((server, "join", 0))
+        self._joined[server] = message.clock
+        if len(self._joined) < self.settings.num_servers or self._has_joined:
+            return
+        self._has_joined = True
+        self.clock = max(self._joined.values())
+        self._ticked = min(self._joined.values())
+        effects.append(JoinDone(self.clock))
+        self._tick(now, effects)
+
+    def _on_leave(self, now: float, effects: list[WorkerEffect]) -> None:
+        self._leaving = True
+        if any(pushed.push.clock == self.clock for pushed in self._pushed.values()):
+            self.clock += 1
+            self._tick(now, effects)
+        self._leave_when_settled(now, effects)
+
+    def _leave_when_settled(self, now: float, effects: list[WorkerEffect]) -> None:
+        if self._leaving and not self._pushed:
+            self._leaving = False
+            self._say_to_all("leave", Leave(self.settings.sender), now, effects)
+
+    def _on_left(self, server: int, effects: list[WorkerEffect]) -> None:
+        self._outbox.answered((server, "clock", 0))
+        if self._outbox.answered((server, "leave", 0)):
+            self._left.add(server)
+            if len(self._left) == self.settings.num_servers:
+                effects.append(LeaveDone())
+
+    # -- answers, retries, connections -------------------------------------------------------------------------------
+
+    def _on_arrived(self, event: Arrived, now: float, effects: list[WorkerEffect]) -> None:
+        server, message = event.server, event.message
+        match message:
+            case Held() | Applied() | PushRefused():
+                self._on_push_answer(server, message, now, effects)
+            case Fetched() | Delivered():
+                self._on_values(server, message, now, effects)
+            case Ticked():
+                self._on_ticked(server, message)
+            case Joined():
+                self._on_joined(server, message, now, effects)
+            case Left():
+                self._on_left(server, effects)
+            case PullRefused():
+                effects.append(Fail(f"server {server} refused a pull: {message.reason}"))
+            case WorkerRefused():
+                effects.append(Fail(f"server {server} refused worker {message.sender.worker}: {message.reason}"))
+            case _:
+                raise ProtocolBug(f"a worker has no use for {message} from server {server}")
+
+    def _on_ticked(self, server: int, message: Ticked) -> None:
+        asked = self._outbox.message((server, "clock", 0))
+        if isinstance(asked, Clock) and message.clock >= asked.clock:
+            self._outbox.answered((server, "clock", 0))
+        if all(self._outbox.message((s, "clock", 0)) is None for s in range(self.settings.num_servers)):
+            self._withdrawn = {entry for entry in self._withdrawn if entry[1] >= self._ticked}
+
+    def _on_connected(self, server: int, effects: list[WorkerEffect]) -> None:
+        if self._has_joined:
+            effects.append(Send(server, Join(self.settings.sender)))
+        effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
+
+    def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
+        for server, entry in self._outbox.repeat_due(now):
+            if entry.attempts > self.settings.max_attempts:
+                what = type(entry.message).__name__.lower()
+                effects.append(Fail(f"server {server} has not answered a {what} in {entry.attempts - 1} attempts"))
+                return
+            effects.append(Send(server, entry.message, entry.bare))
+
+    def _say(self, key: Key, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
+        self._outbox.add(key, message, now)
+        effects.append(Send(key[0], message))
+
+    def _say_to_all(self, kind: str, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
+        for server in range(self.settings.num_servers):
+            self._say((server, kind, 0), message, now, effects)
