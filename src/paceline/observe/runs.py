@@ -1,0 +1,113 @@
+"""Reading traces back: a whole run at once, or a live one piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.observe.trace import (
+    Applied,
+    Evaluated,
+    Handled,
+    Membership,
+    MinClock,
+    Read,
+    Record,
+    Refusal,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+_decoder = msgspec.json.Decoder(Record)
+_R = TypeVar("_R", Read, Step, Evaluated, MinClock, Applied, Refusal, Membership, Handled)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The records of all processes of a run, by kind, each kind sorted by time."""
+
+    reads: tuple[Read, ...] = ()
+    steps: tuple[Step, ...] = ()
+    evaluations: tuple[Evaluated, ...] = ()
+    min_clocks: tuple[MinClock, ...] = ()
+    applied: tuple[Applied, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    memberships: tuple[Membership, ...] = ()
+    handled: tuple[Handled, ...] = ()
+
+
+def read_run(folder: Path) -> Run:
+    """Read the traces of a run from `<folder>/trace/*.jsonl`; a torn last line of a killed process is skipped.
+
+    Raises UsageError when there is no trace, or when a whole line is not a record.
+    """
+    paths = sorted((folder / "trace").glob("*.jsonl"))
+    if not paths:
+        raise UsageError(
+            f"No trace was found: expected files like worker-0.jsonl in {folder / 'trace'}. "
+            "Give the folder of a run (the one that holds 'trace')."
+        )
+    return gather(record for path in paths for record in decode_lines(path.read_bytes(), path))
+
+
+def gather(records: Iterable[Record]) -> Run:
+    """Sort records into a run, by kind and time."""
+    ordered = sorted(records, key=attrgetter("t"))
+    return Run(
+        reads=_of_kind(ordered, Read),
+        steps=_of_kind(ordered, Step),
+        evaluations=_of_kind(ordered, Evaluated),
+        min_clocks=_of_kind(ordered, MinClock),
+        applied=_of_kind(ordered, Applied),
+        refusals=_of_kind(ordered, Refusal),
+        memberships=_of_kind(ordered, Membership),
+        handled=_of_kind(ordered, Handled),
+    )
+
+
+def _of_kind(records: list[Record], kind: type[_R]) -> tuple[_R, ...]:
+    return tuple(record for record in records if isinstance(record, kind))
+
+
+def decode_lines(content: bytes, path: Path) -> list[Record]:
+    """Decode the whole lines of a trace file; what follows the last newline is still being written, or torn."""
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        return _decoder.decode_lines(whole)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{path} is not a trace of this version of paceline: {error}. Remove the file, or read it with the "
+            "version that wrote it."
+        ) from error
+
+
+class Tail:
+    """Follows the worker traces of a live run.
+
+    tail = Tail(run_folder / "trace")
+    for record in tail.poll(): ...
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Invariant: every offset is just behind a newline of its file.
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[Record]:
+        """Return the records that were written since the last call; never blocks; a missing folder is empty."""
+        return [record for path in sorted(self._folder.glob("worker-*.jsonl")) for record in self._news(path)]
+
+    def _news(self, path: Path) -> list[Record]:
+        offset = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read()
+        self._offsets[path] = offset + content.rfind(b"\n") + 1
+        return decode_lines(content, path)

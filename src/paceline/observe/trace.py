@@ -1,0 +1,188 @@
+"""The trace: what happened in one process, as JSON lines, one record a line, in `<run>/trace/<role>-<rank>.jsonl`.
+
+Every `t` is `time.monotonic()` in seconds, so times of processes on one host compare. Clocks start at 0, and a
+*value clock* m says that all updates with a clock below m are in.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import TYPE_CHECKING, Literal, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    from io import BufferedWriter
+    from pathlib import Path
+    from types import TracebackType
+
+FLUSH_INTERVAL_S = 0.25
+
+
+class Read(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
+    """A worker at `clock` got the values of a table, complete up to `value_clock`."""
+
+    t: float
+    worker: int
+    table: str
+    clock: int
+    value_clock: int
+    waited_s: float
+    source: Literal["fetch", "cache", "delivery"]
+
+    @property
+    def differential(self) -> int:
+        """Return the clock differential: age of the values minus the reader's clock; -1 is the freshest."""
+        return self.value_clock - 1 - self.clock
+
+    @property
+    def staleness(self) -> int:
+        """Return by how many clocks the values lag behind the reader: 0 is the freshest, s the bound of ssp(s)."""
+        return self.clock - self.value_clock
+
+
+class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
+    """A worker finished `clock`.
+
+    `t` is taken before the tick is sent, so that no other worker can pass on it earlier. `step_s` is the time since
+    the previous clock was finished, of which `wait_s` was spent waiting for others.
+    """
+
+    t: float
+    worker: int
+    clock: int
+    samples: int
+    loss: float | None
+    wait_s: float
+    step_s: float
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
+    """A worker measured the model on held-out data; `accuracy` is a share between 0 and 1."""
+
+    t: float
+    worker: int
+    clock: int
+    loss: float
+    accuracy: float
+
+
+class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
+    """On this server all workers have now finished every clock below `clock` for this table."""
+
+    t: float
+    server: int
+    table: str
+    clock: int
+
+
+class Applied(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
+    """A server applied the updates of these workers, in this order."""
+
+    t: float
+    server: int
+    table: str
+    workers: tuple[int, ...]
+    clock: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
+    """A server refused a request for good."""
+
+    t: float
+    server: int
+    worker: int
+    table: str
+    reason: str
+
+
+class Membership(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
+    """A server saw a worker come or go."""
+
+    t: float
+    server: int
+    worker: int
+    incarnation: int
+    event: Literal["joined", "left", "died"]
+
+
+class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
+    """A core handled one event with these effects: the full protocol log, written only when asked for."""
+
+    t: float
+    server_or_worker: str
+    event: dict[str, object]
+    effects: list[dict[str, object]]
+
+
+Record = Read | Step | Evaluated | MinClock | Applied | Refusal | Membership | Handled
+
+
+def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:
+    """Return where a process of a run writes its trace."""
+    return run_folder / "trace" / f"{role}-{rank}.jsonl"
+
+
+class Trace:
+    """Writes the records of one process; with path None it writes nothing.
+
+    Records are buffered and written at the latest by the first `record` that is 0.25 s younger than the last write,
+    and by `flush` and `close`. Appends to an existing file (a worker that returns), whose torn last line it drops.
+    May be used from several threads. Raises OSError when the file cannot be written.
+
+        with Trace(trace_path(run_folder, "worker", 0)) as trace:
+            trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01))
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._lock = Lock()
+        self._encoder = msgspec.json.Encoder()
+        # Invariant: in the order of record(); empty when there is no file.
+        self._buffer: list[Record] = []
+        self._flushed_t = 0.0
+        self._file = None if path is None else _open_mended(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def record(self, record: Record) -> None:
+        """Add one record; writes to the file when the last write is 0.25 s older than the record."""
+        with self._lock:
+            if self._file is None:
+                return
+            self._buffer.append(record)
+            if record.t - self._flushed_t >= FLUSH_INTERVAL_S:
+                self._flushed_t = record.t
+                self._write()
+
+    def flush(self) -> None:
+        """Write what is buffered: worth a call before a long wait."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Write what is buffered and close the file; what is recorded later is dropped."""
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write(self) -> None:
+        if self._file is not None and self._buffer:
+            self._file.write(self._encoder.encode_lines(self._buffer))
+            self._file.flush()
+            self._buffer.clear()
+
+
+def _open_mended(path: Path) -> BufferedWriter:
+    """Open for appending, without the torn line that a killed process may have left at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+    return file

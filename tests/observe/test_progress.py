@@ -1,0 +1,87 @@
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.progress import Board, WorkerRow, plain_line
+from paceline.observe.trace import Step, Trace, trace_path
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def two_workers(run: Path) -> None:
+    """Worker 0 finishes three clocks without waiting; worker 1 finishes two and waits a quarter of the time."""
+    with Trace(trace_path(run, "worker", 0)) as trace:
+        for clock in range(3):
+            trace.record(Step(100.0 + clock, 0, clock, 64, 0.5 - 0.1 * clock, 0.0, 0.5))
+    with Trace(trace_path(run, "worker", 1)) as trace:
+        for clock in range(2):
+            trace.record(Step(100.5 + clock, 1, clock, 64, 0.6, 0.25, 1.0))
+
+
+def test_rows_say_clock_loss_rate_lead_and_waiting(tmp_path: Path) -> None:
+    two_workers(tmp_path)
+    board = Board(tmp_path / "trace", 2, stream=io.StringIO())
+    board.refresh(0.0)
+    assert board.rows() == [
+        WorkerRow(0, clock=3, loss=pytest.approx(0.4), samples_per_s=128.0, lead=1, wait_share=0.0),
+        WorkerRow(1, clock=2, loss=pytest.approx(0.6), samples_per_s=64.0, lead=0, wait_share=0.25),
+    ]
+
+
+def test_rates_forget_what_is_older_than_the_window(tmp_path: Path) -> None:
+    with Trace(trace_path(tmp_path, "worker", 0)) as trace:
+        trace.record(Step(100.0, 0, 0, 1, 9.0, 0.0, 1.0))
+        trace.record(Step(106.0, 0, 1, 30, 1.0, 1.5, 3.0))
+    board = Board(tmp_path / "trace", 1, stream=io.StringIO())
+    board.refresh(0.0)
+    assert board.rows() == [WorkerRow(0, 2, loss=1.0, samples_per_s=10.0, lead=0, wait_share=0.5)]
+
+
+def test_without_a_terminal_one_line_every_two_seconds_and_a_last_one(tmp_path: Path) -> None:
+    out = io.StringIO()
+    board = Board(tmp_path / "trace", 2, stream=out)
+    for now in (50.0, 51.0, 52.0):
+        board.refresh(now)
+    assert out.getvalue() == ""  # nothing to tell yet
+    two_workers(tmp_path)
+    for now in (53.0, 53.9, 54.0, 54.25, 55.0):
+        board.refresh(now)
+    board.close()
+    line = "clock 3 2  |  lead +1 +0  |  loss 0.5000  |  192 samples/s  |  waiting 0% 25%"
+    assert out.getvalue().splitlines() == [f"4 s  |  {line}", f"5 s  |  {line}"]
+
+
+def test_a_line_for_many_workers_says_the_range() -> None:
+    rows = [WorkerRow(worker, 10 + worker, None, 5.0, worker, worker / 20) for worker in range(12)]
+    assert plain_line(rows, 60.0) == (
+        "60 s  |  clock 10 .. 21  |  lead +0 .. +11  |  loss -  |  60 samples/s  |  waiting 0% .. 55%"
+    )
+
+
+def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    two_workers(tmp_path)
+    out, stdout = Terminal(), sys.stdout
+    board = Board(tmp_path / "trace", 2, stream=out)
+    board.refresh(10.0)
+    board.refresh(12.0)
+    board.close()
+    assert sys.stdout is stdout
+    for text in ("waiting", "slowest", "+1", "0.4000", "0.6000", "128", "25%", "2 s"):
+        assert text in out.getvalue()
+
+
+def test_a_terminal_that_cannot_redraw_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    two_workers(tmp_path)
+    out = Terminal()
+    board = Board(tmp_path / "trace", 2, stream=out)
+    board.refresh(10.0)
+    board.close()
+    assert out.getvalue().startswith("0 s  |  clock 3 2  |")

@@ -1,0 +1,140 @@
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.observe.runs import Tail, read_run
+from paceline.observe.trace import (
+    Applied,
+    Evaluated,
+    Handled,
+    Membership,
+    MinClock,
+    Read,
+    Record,
+    Refusal,
+    Step,
+    Trace,
+    trace_path,
+)
+
+ONE_OF_EACH: list[Record] = [
+    Read(1.0, 0, "w", 3, 2, 0.25, "fetch"),
+    Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0),
+    Step(2.5, 0, 4, 32, None, 0.0, 0.5),
+    Evaluated(3.0, 0, 4, 0.4, 0.9),
+    MinClock(4.0, 1, "w", 3),
+    Applied(5.0, 1, "w", (2, 0, 1), 3),
+    Refusal(6.0, 1, 2, "w", "not a number"),
+    Membership(7.0, 1, 2, 1, "died"),
+    Handled(8.0, "server-1", {"name": "Push", "clock": 3}, [{"name": "Apply"}, {"name": "Reply"}]),
+]
+
+
+def step(t: float, worker: int = 0, clock: int = 0) -> Step:
+    return Step(t, worker, clock, 32, 0.5, 0.0, 1.0)
+
+
+def test_every_kind_of_record_survives_the_round_trip(tmp_path: Path) -> None:
+    with Trace(trace_path(tmp_path, "worker", 0)) as trace:
+        for record in ONE_OF_EACH:
+            trace.record(record)
+    run = read_run(tmp_path)
+    read_back = [
+        *run.reads, *run.steps, *run.evaluations, *run.min_clocks,
+        *run.applied, *run.refusals, *run.memberships, *run.handled,
+    ]  # fmt: skip
+    assert read_back == ONE_OF_EACH
+
+
+def test_a_line_names_its_kind_and_fields(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "server", 1)
+    with Trace(path) as trace:
+        trace.record(MinClock(4.0, 1, "w", 3))
+    assert path.read_text() == '{"kind":"min_clock","t":4.0,"server":1,"table":"w","clock":3}\n'
+    assert path == tmp_path / "trace" / "server-1.jsonl"
+
+
+def test_records_of_several_processes_are_sorted_by_time(tmp_path: Path) -> None:
+    for rank, times in ((0, (1.0, 4.0)), (1, (2.0, 3.0))):
+        with Trace(trace_path(tmp_path, "worker", rank)) as trace:
+            for t in times:
+                trace.record(step(t, rank))
+    assert [(record.t, record.worker) for record in read_run(tmp_path).steps] == [
+        (1.0, 0), (2.0, 1), (3.0, 1), (4.0, 0),
+    ]  # fmt: skip
+
+
+def test_records_are_on_disk_within_a_quarter_of_a_second_of_recording(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    trace = Trace(path)
+    trace.record(step(10.0))
+    trace.record(step(10.1))
+    trace.record(step(10.2))
+    assert path.read_bytes().count(b"\n") == 1
+    trace.record(step(10.25))
+    assert path.read_bytes().count(b"\n") == 4
+    trace.record(step(10.3))
+    trace.flush()
+    assert path.read_bytes().count(b"\n") == 5
+    trace.close()
+
+
+def test_a_trace_without_a_path_writes_nothing_and_a_closed_one_drops(tmp_path: Path) -> None:
+    with Trace(None) as silent:
+        silent.record(step(1.0))
+    trace = Trace(trace_path(tmp_path, "worker", 0))
+    trace.close()
+    trace.record(step(1.0))
+    trace.close()
+    assert [path.name for path in tmp_path.rglob("*.jsonl")] == ["worker-0.jsonl"]
+    assert read_run(tmp_path).steps == ()
+
+
+def test_a_torn_last_line_is_skipped_and_mended_when_the_worker_returns(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    with Trace(path) as trace:
+        trace.record(step(1.0))
+    with path.open("ab") as file:
+        file.write(b'{"kind":"step","t":2.0,"wor')
+    assert read_run(tmp_path).steps == (step(1.0),)
+    with Trace(path) as trace:
+        trace.record(step(3.0, clock=1))
+    assert read_run(tmp_path).steps == (step(1.0), step(3.0, clock=1))
+
+
+def test_a_broken_whole_line_is_refused_by_name(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    path.parent.mkdir()
+    path.write_text('{"kind":"yodel"}\n')
+    with pytest.raises(UsageError, match=r"worker-0\.jsonl is not a trace.*yodel"):
+        read_run(tmp_path)
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No trace was found"):
+        read_run(tmp_path)
+
+
+def test_the_tail_returns_each_whole_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace" / "worker-0.jsonl"
+    tail = Tail(path.parent)
+    assert tail.poll() == []
+    with Trace(path) as trace:
+        trace.record(step(1.0))
+    line = path.read_bytes()
+    assert tail.poll() == [step(1.0)]
+    assert tail.poll() == []
+    with path.open("ab") as file:
+        file.write(line[:10])
+        file.flush()
+        assert tail.poll() == []
+        file.write(line[10:])
+    assert tail.poll() == [step(1.0)]
+
+
+def test_the_tail_follows_every_worker_and_no_server(tmp_path: Path) -> None:
+    for role, rank in (("worker", 1), ("worker", 0), ("server", 0)):
+        with Trace(trace_path(tmp_path, role, rank)) as trace:
+            trace.record(step(1.0, rank))
+    assert Tail(tmp_path / "trace").poll() == [step(1.0, 0), step(1.0, 1)]
