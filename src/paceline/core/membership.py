@@ -24,8 +24,8 @@ class Membership:
 
     generation: int
     _lives: dict[int, Life] = field(default_factory=dict[int, Life])
-    # Invariant: every incarnation up to the one named here is over.
-    _ended: dict[int, int] = field(default_factory=dict[int, int])
+    # Invariant: every incarnation up to the one named here is over; the flag says that this one left by itself.
+    _ended: dict[int, tuple[int, bool]] = field(default_factory=dict[int, tuple[int, bool]])
 
     def expect(self, worker: int, until: float) -> None:
         """Count on a worker that has not joined yet, until its lease ends."""
@@ -35,9 +35,9 @@ class Membership:
         """Start a life that has joined at this clock."""
         self._lives[sender.worker] = Life(sender.incarnation, joined_at=clock)
 
-    def end(self, worker: int) -> None:
+    def end(self, worker: int, *, left: bool) -> None:
         """End the current life of a worker."""
-        self._ended[worker] = self._lives.pop(worker).incarnation
+        self._ended[worker] = (self._lives.pop(worker).incarnation, left)
 
     def current(self, worker: int) -> Life | None:
         """Return the life of this worker that takes part or is expected."""
@@ -45,7 +45,11 @@ class Membership:
 
     def has_ended(self, sender: Sender) -> bool:
         """Say whether this incarnation is over."""
-        return sender.incarnation <= self._ended.get(sender.worker, -1)
+        return sender.incarnation <= self._ended.get(sender.worker, (-1, False))[0]
+
+    def has_left(self, sender: Sender) -> bool:
+        """Say whether this incarnation left by itself, so that what still arrives from it is a late copy."""
+        return sender.generation == self.generation and self._ended.get(sender.worker) == (sender.incarnation, True)
 
     def objection(self, sender: Sender) -> str:
         """Say why this sender may not act, or nothing."""

@@ -38,9 +38,10 @@ class Outbox:
         return self._unanswered.pop(key, None) is not None
 
     def make_bare(self, key: Key) -> None:
-        """Repeat this one without its tensor from now on: the server has it."""
+        """Repeat this one without its tensor from now on, and patiently: the server has it."""
         if key in self._unanswered:
             self._unanswered[key].bare = True
+            self._unanswered[key].attempts = 1
 
     def message(self, key: Key) -> FromWorker | None:
         """Return what waits under this key."""

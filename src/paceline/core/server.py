@@ -369,11 +369,15 @@ class ServerCore:
                 self._ask_lead(name, table, now, effects)
 
     def _give_up(self, worker: int, life: Life, change: str, reason: str, effects: list[ServerEffect]) -> None:
-        """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it."""
+        """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it.
+
+        Only the lead drops: another server may have yet to apply a clock that the lead has closed with this worker.
+        """
         for table in self._tables.values():
             table.readers.forget(worker)
-            effects += [Discard(push_id) for push_id in table.closing.drop(worker, life.incarnation)]
-        self._lives.end(worker)
+            if not self._follows:
+                effects += [Discard(push_id) for push_id in table.closing.drop(worker, life.incarnation)]
+        self._lives.end(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)
         effects.append(Membership(worker, life.incarnation, change, reason))
@@ -385,7 +389,8 @@ class ServerCore:
         """Return the life that this sender is, or refuse it."""
         objection = self._lives.objection(sender)
         if objection:
-            effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, objection)))
+            if not self._lives.has_left(sender):
+                effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, objection)))
             return None
         return self._lives.current(sender.worker)
 

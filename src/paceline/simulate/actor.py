@@ -1,0 +1,154 @@
+"""One simulated worker: joins, then reads, computes, pushes and ticks, and leaves after its clocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
+from paceline.core.messages import Push, Sender
+from paceline.core.settings import WorkerSettings
+from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.simulate.history import Read
+
+if TYPE_CHECKING:
+    from paceline.simulate.world import World
+
+_TABLE = "w"
+
+
+@dataclass(slots=True)
+class Actor:
+    """The user's loop around a worker core, on virtual time."""
+
+    world: World
+    worker: int
+    incarnation: int
+    core: WorkerCore = field(init=False)
+    alive: bool = True
+    joined: bool = False
+    leaving: bool = False
+    left: bool = False
+    failed: str = ""
+    paused_until: float = 0.0
+    waited_s: float = 0.0
+    _asked_at: float = 0.0
+    _asked_clock: int = 0
+    _arrived_length: int = 0
+    _parts: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
+    _alarm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Make the core of this life."""
+        scenario = self.world.scenario
+        sender = Sender(generation=1, worker=self.worker, incarnation=self.incarnation)
+        self.core = WorkerCore(WorkerSettings(sender, scenario.num_servers, retry_s=scenario.retry_s, max_attempts=60))
+
+    @property
+    def done(self) -> bool:
+        """Say whether nothing more is to be expected of this worker."""
+        return self.left or bool(self.failed) or (not self.alive and not self._comes_back)
+
+    @property
+    def _comes_back(self) -> bool:
+        return self.world.scenario.fate.restart and self.incarnation == 0
+
+    def describe(self) -> str:
+        """Say where this worker stands."""
+        return f"incarnation {self.incarnation} at clock {self.core.clock}, joined {self.joined}, alive {self.alive}"
+
+    def begin(self) -> None:
+        """Open the table and ask to take part."""
+        servers = tuple(range(self.world.scenario.num_servers))
+        self._handle(Opened(_TABLE, self.world.scenario.consistency, servers))
+        self._handle(WantJoin())
+
+    def receive(self, server: int, message: object, length: int) -> None:
+        """Take in a server's message; a stopped process does so when it goes on."""
+        if self.paused_until > self.world.now:
+            delay = self.paused_until - self.world.now
+            self.world.at(delay, lambda: self.receive(server, message, length))
+            return
+        self._arrived_length = length
+        self._handle(Arrived(server, message))
+
+    def reconnected(self, server: int) -> None:
+        """Find the connection to a server made again."""
+        self._handle(Connected(server))
+
+    def _handle(self, event: WorkerEvent) -> None:
+        if not self.alive or self.left or self.failed:
+            return
+        effects = self.core.handle(event, self.world.now)
+        self.world.record(f"worker {self.worker}.{self.incarnation}", event, effects)
+        for effect in effects:
+            self._perform(effect)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is None or (self._alarm is not None and self.world.now < self._alarm <= deadline):
+            return
+        self._alarm = deadline
+
+        def ring() -> None:
+            self._alarm = None
+            self._handle(Timeout())
+
+        self.world.at(max(0.0, deadline - self.world.now), ring)
+
+    def _perform(self, effect: WorkerEffect) -> None:
+        match effect:
+            case Send():
+                if isinstance(effect.message, Push) and not effect.bare:
+                    self._note_push(effect.message)
+                self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
+            case Install():
+                own = frozenset(effect.includes) | frozenset(range(effect.settled))
+                self._parts[effect.server] = (self._arrived_length, own)
+            case JoinDone():
+                self.joined = True
+                self.world.history.replaced[self.worker] = self.incarnation
+                self._read()
+            case ReadDone():
+                self._on_values(effect)
+            case LeaveDone():
+                self.left = True
+            case Fail():
+                self.failed = effect.reason
+            case Release():
+                pass
+
+    def _note_push(self, push: Push) -> None:
+        made = self.world.history.made.get((self.worker, self.incarnation), [])
+        if not made or made[-1][0].seq < push.id.seq:
+            self.world.history.pushed(push.id, push.clock)
+
+    def _read(self) -> None:
+        refresh = self.world.rng.random() < self.world.scenario.refresh
+        self._asked_at, self._asked_clock = self.world.now, self.core.clock
+        self._handle(WantRead(_TABLE, refresh=refresh))
+
+    def _on_values(self, done: ReadDone) -> None:
+        waited = self.world.now - self._asked_at
+        self.waited_s += waited
+        clock = self._asked_clock
+        life = (self.worker, self.incarnation)
+        read = Read(self.world.now, life, clock, done.clock, waited, done.source, dict(self._parts))
+        self.world.history.read(read, self.world.members())
+        scenario, rng = self.world.scenario, self.world.rng
+        compute_s = rng.uniform(*scenario.compute_s) * scenario.stragglers.slowdown(self.worker, rng)
+        self.world.at(compute_s, self._finish_clock)
+
+    def _finish_clock(self) -> None:
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until - self.world.now, self._finish_clock)
+            return
+        self._handle(WantPush(_TABLE))
+        self._handle(WantClock())
+        if self.core.clock >= self.world.scenario.num_clocks:
+            self.leaving = True
+            self._handle(WantLeave())
+        else:
+            self._read()

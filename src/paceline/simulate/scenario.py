@@ -1,0 +1,109 @@
+"""What is rehearsed: the cluster, how fast its workers are, what the network and fate do to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+from paceline.core.consistency import Consistency, bsp
+from paceline.errors import UsageError
+
+StragglerKind = Literal["none", "transient", "persistent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Which workers are slow, how often and how much.
+
+    Args:
+        kind: "transient" slows a random share of the clocks of every worker, "persistent" always slows rank 0.
+        share: share of clocks that are slow (transient only).
+        factor: how many times longer a slow clock takes.
+    """
+
+    kind: StragglerKind = "none"
+    share: float = 0.1
+    factor: float = 4.0
+
+    @staticmethod
+    def parse(text: str) -> Stragglers:
+        """Read `none`, `transient:SHARE:FACTOR` or `persistent:FACTOR`.
+
+        Raises:
+            UsageError: the text is none of these.
+
+        Example:
+            >>> Stragglers.parse("transient:0.1:4")
+            Stragglers(kind='transient', share=0.1, factor=4.0)
+        """
+        name, *numbers = text.split(":")
+        try:
+            values = [float(number) for number in numbers]
+        except ValueError:
+            values = [-1.0]
+        if name == "none" and not values:
+            return Stragglers()
+        if name == "transient" and len(values) == 2 and 0 <= values[0] <= 1 and values[1] >= 1:
+            return Stragglers("transient", share=values[0], factor=values[1])
+        if name == "persistent" and len(values) == 1 and values[0] >= 1:
+            return Stragglers("persistent", factor=values[0])
+        raise UsageError(
+            f"unknown straggler model '{text}'. Expected none, transient:SHARE:FACTOR (transient:0.1:4 makes one "
+            "clock in ten take four times as long) or persistent:FACTOR (rank 0 is always slower)."
+        )
+
+    def slowdown(self, worker: int, rng: Random) -> float:
+        """Return how many times longer the next clock of this worker takes."""
+        if self.kind == "persistent":
+            return self.factor if worker == 0 else 1.0
+        return self.factor if self.kind == "transient" and rng.random() < self.share else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What happens to messages on their way. Probabilities are per message."""
+
+    latency_s: tuple[float, float] = (0.0001, 0.0005)
+    drop: float = 0.0
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    cut: float = 0.0
+
+    @property
+    def keeps_order(self) -> bool:
+        """Say whether messages between two peers arrive in the order in which they were sent, or not at all."""
+        return self.reorder == 0 and self.duplicate == 0 and self.drop == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What happens to workers: `deaths` are killed at random times, `pauses` stop and come back as zombies.
+
+    A killed worker comes back as its next incarnation when `restart` is set.
+    """
+
+    deaths: int = 0
+    pauses: int = 0
+    restart: bool = False
+    joins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One rehearsal, repeatable to the last event by its seed. Times are virtual seconds."""
+
+    consistency: Consistency = field(default_factory=bsp)
+    num_workers: int = 4
+    num_servers: int = 2
+    num_clocks: int = 50
+    compute_s: tuple[float, float] = (0.009, 0.011)
+    apply_s: float = 0.0
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    network: Network = field(default_factory=Network)
+    fate: Fate = field(default_factory=Fate)
+    # Probability that a read asks the servers although its cached copy would do.
+    refresh: float = 1.0
+    lease_s: float = 0.05
+    retry_s: float = 0.02
+    seed: int = 0

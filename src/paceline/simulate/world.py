@@ -1,0 +1,246 @@
+"""Virtual time: real cores, joined by a network made of a heap and a seeded random generator."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
+from paceline.core.events import Declared, Died, Disconnected, Timeout
+from paceline.core.messages import Applied, BetweenServers, FromWorker, Push, PushId, PushRefused
+from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.settings import ServerSettings
+from paceline.simulate.actor import Actor
+from paceline.simulate.history import History, Violation
+from paceline.simulate.scenario import Scenario
+
+TABLE = "w"
+_LIMIT_S = 10_000.0
+
+
+@dataclass(slots=True)
+class _Server:
+    core: ServerCore
+    busy_until: float = 0.0
+    held: dict[PushId, int] = field(default_factory=dict[PushId, int])  # push -> its clock
+    alarm: float | None = None
+
+
+@dataclass(slots=True)
+class World:
+    """One rehearsal. `run` returns its history, checked against the rules of the scenario's consistency.
+
+    Raises:
+        Violation: a rule was broken, or a worker waits for ever.
+    """
+
+    scenario: Scenario
+    trace: list[str] | None = None
+    now: float = 0.0
+    num_events: int = 0
+    history: History = field(init=False)
+    rng: Random = field(init=False)
+    actors: dict[int, Actor] = field(default_factory=dict[int, Actor])
+    _servers: list[_Server] = field(default_factory=list[_Server])
+    _heap: list[tuple[float, int, Callable[[], None]]] = field(
+        default_factory=list[tuple[float, int, Callable[[], None]]]
+    )
+    _sent: int = 0
+    _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    # Messages on a connection that was cut since are lost.
+    _epoch: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
+
+    def __post_init__(self) -> None:
+        """Set up servers and workers, and draw their fates."""
+        s = self.scenario
+        self.rng = Random(s.seed)
+        self.history = History(s.consistency, s.num_servers, s.network.keeps_order and s.network.cut == 0)
+        for server in range(s.num_servers):
+            settings = ServerSettings(
+                server, s.num_servers, workers=tuple(range(s.num_workers)), lease_s=s.lease_s, retry_s=s.retry_s
+            )
+            self._servers.append(_Server(ServerCore(settings, started=0.0)))
+            self._to_server(server, Declared(TABLE, s.consistency))
+        for worker in range(s.num_workers):
+            self.start(worker, 0)
+        self._draw_fates()
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> History:
+        """Let everything happen until every worker has left."""
+        while self._heap and not self._all_done():
+            self.now, _, action = heapq.heappop(self._heap)
+            if self.now > _LIMIT_S:
+                break
+            self.num_events += 1
+            action()
+        if not self._all_done():
+            waiting = {w: a.describe() for w, a in self.actors.items() if not a.done}
+            raise Violation(f"L1: at {self.now:g} s these workers have not finished: {waiting}")
+        self.history.finish()
+        return self.history
+
+    def at(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Do something later; what is due at the same time happens in the order it was asked for."""
+        self._sent += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._sent, action))
+
+    def record(self, who: str, event: object, effects: object) -> None:
+        """Add a line to the trace, if one is kept."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:.6f} {who} {event} -> {effects}")
+
+    def start(self, worker: int, incarnation: int) -> None:
+        """Start one life of a worker."""
+        self.actors[worker] = Actor(self, worker, incarnation)
+        self.at(0.0, self.actors[worker].begin)
+
+    def members(self) -> dict[tuple[int, int], int]:
+        """Return the clock of every worker that takes part, whatever the servers believe."""
+        return {
+            (worker, actor.incarnation): actor.core.clock
+            for worker, actor in self.actors.items()
+            if actor.alive and actor.joined and not actor.leaving
+        }
+
+    def _all_done(self) -> bool:
+        return all(actor.done for actor in self.actors.values())
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def to_server_from(self, actor: Actor, server: int, message: FromWorker, *, bare: bool) -> None:
+        """Carry a worker's message to a server."""
+        if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
+            raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
+        if self.rng.random() < self.scenario.network.cut:
+            self.cut(actor, server)
+            return
+        link = (actor.worker, actor.incarnation, server)
+        epoch = self._epoch.get(link, 0)
+
+        def arrive() -> None:
+            if self._epoch.get(link, 0) == epoch:
+                self._to_server(server, message)
+
+        self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
+
+    def cut(self, actor: Actor, server: int) -> None:
+        """Cut one connection: what is on its way is lost; it is made again a little later."""
+        link = (actor.worker, actor.incarnation, server)
+        self._epoch[link] = self._epoch.get(link, 0) + 1
+        self.at(0.0, lambda: self._to_server(server, Disconnected(actor.worker, actor.incarnation)))
+        self.at(self.scenario.lease_s / 10, lambda: actor.reconnected(server))
+
+    def _carry(self, source: str, target: str, arrive: Callable[[], None]) -> None:
+        network, rng = self.scenario.network, self.rng
+        if rng.random() < network.drop:
+            return
+        due = self.now + rng.uniform(*network.latency_s)
+        if rng.random() >= network.reorder:
+            due = max(due, self._last_arrival.get((source, target), 0.0))
+            self._last_arrival[source, target] = due
+        self.at(due - self.now, arrive)
+        if rng.random() < network.duplicate:
+            self.at(due - self.now + rng.uniform(*network.latency_s), arrive)
+
+    def _to_server(self, server: int, event: ServerEvent) -> None:
+        entry = self._servers[server]
+        if entry.busy_until > self.now:
+            self.at(entry.busy_until - self.now, lambda: self._to_server(server, event))
+            return
+        if isinstance(event, Push):
+            entry.held[event.id] = event.clock
+        effects = entry.core.handle(event, self.now)
+        self.record(f"server {server}", event, effects)
+        for effect in effects:
+            self._perform(server, entry, effect)
+        self._set_alarm(server, entry)
+
+    def _set_alarm(self, server: int, entry: _Server) -> None:
+        deadline = entry.core.next_deadline()
+        if deadline is None or (entry.alarm is not None and entry.alarm <= deadline and entry.alarm > self.now):
+            return
+        entry.alarm = deadline
+
+        def ring() -> None:
+            entry.alarm = None
+            self._to_server(server, Timeout())
+
+        self.at(max(0.0, deadline - self.now), ring)
+
+    # -- what servers ask for ----------------------------------------------------------------------------------------
+
+    def _perform(self, server: int, entry: _Server, effect: ServerEffect) -> None:
+        match effect:
+            case Apply():
+                clocks = [entry.held[push_id] for push_id in effect.ids]
+                self.history.applied(server, effect.ids, clocks)
+                entry.busy_until = self.now + self.scenario.apply_s
+            case Reply():
+                if isinstance(effect.message, Applied | PushRefused):
+                    refused = isinstance(effect.message, PushRefused)
+                    self.history.answered(server, effect.message.id, refused=refused)
+                self._to_worker(server, effect.worker, effect.incarnation, effect.message, 0)
+            case Serve():
+                length = len(self.history.shards[server].order)
+                self._to_worker(server, effect.worker, effect.incarnation, effect.message, length)
+            case Tell():
+                self._between(server, effect.server, effect.message)
+            case Membership():
+                if effect.change != "joined":
+                    self.history.gone.add((effect.worker, effect.incarnation))
+            case Hold() | Discard() | Advanced():
+                pass
+
+    def _to_worker(self, server: int, worker: int, incarnation: int, message: object, length: int) -> None:
+        link = (worker, incarnation, server)
+        epoch = self._epoch.get(link, 0)
+
+        def arrive() -> None:
+            actor = self.actors[worker]
+            if actor.incarnation == incarnation and self._epoch.get(link, 0) == epoch:
+                actor.receive(server, message, length)
+
+        self._carry(f"server {server}", f"worker {worker}.{incarnation}", arrive)
+
+    def _between(self, source: int, target: int, message: BetweenServers) -> None:
+        self._carry(f"server {source}", f"server {target}", lambda: self._to_server(target, message))
+
+    # -- fate --------------------------------------------------------------------------------------------------------
+
+    def _draw_fates(self) -> None:
+        s = self.scenario
+        span = s.num_clocks * s.compute_s[1]
+        victims = self.rng.sample(range(s.num_workers), k=min(s.num_workers - 1, s.fate.deaths + s.fate.pauses))
+        for index, worker in enumerate(victims):
+            action = self._kill if index < s.fate.deaths else self._pause
+            self.at(self.rng.uniform(0, span), lambda worker=worker, action=action: action(worker))
+        for index in range(s.fate.joins):
+            worker = s.num_workers + index
+            self.at(self.rng.uniform(0, span), lambda worker=worker: self.start(worker, 0))
+
+    def _kill(self, worker: int) -> None:
+        actor = self.actors[worker]
+        if actor.done:
+            return
+        actor.alive = False
+        incarnation = actor.incarnation
+        for server in range(self.scenario.num_servers):
+            told = Died(worker, incarnation, "killed by the scenario")
+            event = told if self.rng.random() < 0.5 else Disconnected(worker, incarnation)
+            delay = self.rng.uniform(0, self.scenario.lease_s)
+            self.at(delay, lambda server=server, event=event: self._to_server(server, event))
+        if self.scenario.fate.restart:
+            self.at(self.rng.uniform(0, 2 * self.scenario.lease_s), lambda: self.start(worker, incarnation + 1))
+
+    def _pause(self, worker: int) -> None:
+        actor = self.actors[worker]
+        if actor.done:
+            return
+        actor.paused_until = self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s
+        for server in range(self.scenario.num_servers):
+            self._to_server(server, Disconnected(worker, actor.incarnation))
+            self.at(actor.paused_until - self.now, lambda server=server: actor.reconnected(server))
