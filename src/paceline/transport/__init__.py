@@ -1,0 +1,19 @@
+"""Carries frames between processes, over memory, shared memory or TCP; knows no clock and no message meaning."""
+
+from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Transport
+from paceline.transport.memory import MemoryTransport
+from paceline.transport.shm import ShmTransport
+from paceline.transport.tcp import TcpTransport
+
+__all__ = [
+    "EMPTY",
+    "Connection",
+    "Credentials",
+    "Frame",
+    "Limits",
+    "Listener",
+    "MemoryTransport",
+    "ShmTransport",
+    "TcpTransport",
+    "Transport",
+]

@@ -1,0 +1,162 @@
+"""What every transport does: it carries frames between two processes and knows nothing of their meaning.
+
+A frame is a small header (bytes) and a raw body (memory). Frames of one connection arrive whole, once and in
+the order in which they were sent, until the connection ends; what was under way then may or may not have arrived.
+
+Lifetime of a received body. Over memory and tcp it is the receiver's own and lives until the last view of it is
+dropped. Over shm, when the sender took it from `allocate`, it is a view of the sender's memory: the protocol above
+decides when the sender may write there again. Over memory, an allocated body is likewise the sender's memory. A body
+that was not allocated by the connection is copied before `send` returns. Treat received bodies as read-only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from paceline.errors import UsageError
+
+EMPTY: Final = memoryview(b"")
+
+MIN_TOKEN_BYTES: Final = 32
+MAX_IDENTITY_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message: `header` as sent, `body` a flat memory of bytes (`EMPTY` when there is none)."""
+
+    header: bytes
+    body: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a peer may make us do: sizes in bytes per frame, counts per listener or connection."""
+
+    max_header_bytes: int = 64 * 1024
+    max_body_bytes: int = 1 << 34
+    max_segments: int = 1024
+    handshake_timeout_s: float = 5.0
+    max_half_open: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The secret shared by all processes of one job. The token never appears in a repr or a message.
+
+    Raises UsageError when the token has fewer than 32 bytes.
+
+    >>> import os
+    >>> credentials = Credentials(token=os.urandom(32), job="mnist-7")
+    """
+
+    token: bytes = field(repr=False)
+    job: str
+
+    def __post_init__(self) -> None:
+        if len(self.token) < MIN_TOKEN_BYTES:
+            raise UsageError(
+                f"the token of job {self.job!r} has {len(self.token)} bytes, expected at least "
+                f"{MIN_TOKEN_BYTES}: make one with os.urandom({MIN_TOKEN_BYTES})"
+            )
+
+
+class Connection(Protocol):
+    """One end of an open connection; either end may send at any time."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for messages, e.g. "127.0.0.1:4711"."""
+        ...
+
+    @property
+    def identity(self) -> bytes:
+        """What the connecting side said of itself in the handshake; the same at both ends."""
+        ...
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give writable memory whose content travels without a copy where the carrier can (shm, memory).
+
+        Any view that lies wholly inside the memory will do as a body. It stays allocated until its last view is
+        dropped. Does not block.
+        """
+        ...
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame; blocks until the carrier has taken it. Any thread may call this.
+
+        Raises DeadlineExceeded (the connection stays usable if not one byte of the frame had left, and is over
+        otherwise), ConnectionLost, or UsageError for a frame over the limits or a body that is not contiguous.
+        """
+        ...
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        """Wait for the next frame. One thread at a time.
+
+        Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call),
+        ConnectionLost, or PeerError for bytes that are not a frame within the limits (the connection is then over).
+        """
+        ...
+
+    def close(self) -> None:
+        """End the connection; wakes threads blocked in send and receive with ConnectionLost. May be repeated.
+
+        Owed even after ConnectionLost: only this frees the descriptors.
+        """
+        ...
+
+
+class Listener(Protocol):
+    """Where others connect to. Handshakes run beside `accept`: a slow or hostile client delays nobody."""
+
+    @property
+    def address(self) -> str:
+        """What to pass to `connect`, e.g. "tcp://127.0.0.1:40123"."""
+        ...
+
+    def accept(self, *, timeout_s: float) -> Connection:
+        """Wait for the next connection whose handshake succeeded.
+
+        Raises DeadlineExceeded, or ConnectionLost once the listener is closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop listening; connections already accepted live on. Wakes a blocked accept. May be repeated."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to carry frames: makes listeners and connections."""
+
+    @property
+    def name(self) -> str:
+        """The scheme of its addresses, e.g. "tcp"."""
+        ...
+
+    def listen(self, address: str) -> Listener:
+        """Open a listener at `address`; raises UsageError when that place is taken or not permitted."""
+        ...
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
+        """Connect to `address`; blocks until the handshake is done.
+
+        `identity`, at most 1024 bytes, is seen by the listening side. Raises UsageError (bad address), PeerError
+        (nobody there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded.
+        """
+        ...
+
+
+def check_identity(identity: bytes) -> None:
+    """Raise UsageError when `identity` is longer than a handshake may carry."""
+    if len(identity) > MAX_IDENTITY_BYTES:
+        raise UsageError(f"the identity has {len(identity)} bytes, at most {MAX_IDENTITY_BYTES} are allowed")
+
+
+def strip_scheme(address: str, scheme: str) -> str:
+    """Take "tcp://" or the like off `address`; an address without a scheme is taken as it is."""
+    found, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    if found != scheme:
+        raise UsageError(f"{address!r} is not an address of the {scheme} transport, expected {scheme}://...")
+    return rest

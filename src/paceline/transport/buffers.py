@@ -1,0 +1,116 @@
+"""Memory for bodies: fresh buffers, flat views, and finding which buffer a view lies in."""
+
+import ctypes
+import mmap
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from paceline.errors import UsageError
+from paceline.transport.base import EMPTY
+
+# Below this a zeroed bytearray is cheaper than a mapping; above it, pages are better touched as bytes arrive.
+MIN_MAPPED_BYTES: Final = 256 * 1024
+
+
+def fresh_buffer(size_bytes: int) -> memoryview:
+    """Return writable memory. Large buffers cost nothing until written, so a false length costs nothing either."""
+    if size_bytes < MIN_MAPPED_BYTES:
+        return memoryview(bytearray(size_bytes))
+    return memoryview(map_private(size_bytes))
+
+
+def map_private(size_bytes: int) -> mmap.mmap:
+    """Map fresh memory of this process alone."""
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= MIN_MAPPED_BYTES:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def check_size(size_bytes: int) -> None:
+    """Raise UsageError for a size that no memory can have."""
+    if size_bytes < 0:
+        raise UsageError(f"cannot allocate {size_bytes} bytes")
+
+
+def flat(body: memoryview) -> memoryview:
+    """Return `body` as contiguous bytes, without a copy; raises UsageError when it is not contiguous."""
+    if body.nbytes == 0:
+        return EMPTY
+    if body.format == "B" and body.ndim == 1 and body.contiguous:
+        return body
+    if not body.c_contiguous:
+        raise UsageError(f"a body must be contiguous, got shape {body.shape} with strides {body.strides}")
+    return body.cast("B")
+
+
+def copied(body: memoryview) -> memoryview:
+    """Return a copy of a flat body in memory of its own."""
+    if not body.nbytes:
+        return EMPTY
+    copy = fresh_buffer(body.nbytes)
+    copy[:] = body
+    return copy
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One buffer in the address space; it is alive as long as somebody holds a view of it."""
+
+    number: int
+    start: int
+    size_bytes: int
+    mapping: "weakref.ref[mmap.mmap]"
+
+
+@final
+class Regions:
+    """The buffers that were given out, found again by address. Safe to use from several threads.
+
+    Holds no buffer alive: when the last view of one is dropped it is freed, and `on_freed(number)` is called in
+    whatever thread that happens; it must not block.
+    """
+
+    def __init__(self, on_freed: Callable[[int], None] | None = None) -> None:
+        self._on_freed = on_freed
+        self._lock = threading.Lock()
+        # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
+        self._regions: list[Region] = []
+
+    def add(self, number: int, mapping: mmap.mmap) -> None:
+        """Remember a buffer under a number of the caller's choice."""
+        region = Region(number, _address(memoryview(mapping)), len(mapping), weakref.ref(mapping, self._freed(number)))
+        with self._lock:
+            alive = [known for known in self._regions if known.mapping() is not None]
+            self._regions = sorted([*alive, region], key=_start)
+
+    def find(self, body: memoryview) -> tuple[Region, int] | None:
+        """Return the buffer that a flat body lies wholly inside, and where in it, or None."""
+        regions = self._regions
+        if body.readonly or not body.nbytes or not regions:
+            return None
+        address = _address(body)
+        index = bisect_right(regions, address, key=_start) - 1
+        if index < 0:
+            return None
+        region = regions[index]
+        offset = address - region.start
+        if offset + body.nbytes > region.size_bytes or region.mapping() is None:
+            return None
+        return region, offset
+
+    def _freed(self, number: int) -> "Callable[[weakref.ref[mmap.mmap]], None] | None":
+        on_freed = self._on_freed
+        return None if on_freed is None else lambda _: on_freed(number)
+
+
+def _start(region: Region) -> int:
+    return region.start
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

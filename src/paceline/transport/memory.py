@@ -1,0 +1,211 @@
+"""Frames within one process: for tests, examples and threads that play worker and server."""
+
+import threading
+from collections import deque
+from itertools import count
+from typing import Final, final
+
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.transport.base import EMPTY, Frame, Limits, check_identity, strip_scheme
+from paceline.transport.buffers import Regions, check_size, copied, flat, fresh_buffer, map_private
+from paceline.transport.deadline import Deadline
+
+# A sender waits while this many frames are unread, as it would for a full socket.
+_MAX_UNREAD_FRAMES: Final = 4096
+
+
+@final
+class _Lane:
+    """Frames on their way from one end to the other."""
+
+    def __init__(self) -> None:
+        self._frames: deque[Frame] = deque()
+        self._changed = threading.Condition()
+        self._over = False
+
+    def put(self, frame: Frame, deadline: Deadline) -> None:
+        """Wait for room, then add; raises TimeoutError, or EOFError once the lane is over."""
+        with self._changed:
+            if not self._changed.wait_for(self._has_room, deadline.remaining_s()):
+                raise TimeoutError
+            if self._over:
+                raise EOFError
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def take(self, deadline: Deadline) -> Frame:
+        """Wait for a frame; raises TimeoutError, or EOFError once the lane is over and empty."""
+        with self._changed:
+            if not self._changed.wait_for(self._has_news, deadline.remaining_s()):
+                raise TimeoutError
+            if not self._frames:
+                raise EOFError
+            frame = self._frames.popleft()
+            self._changed.notify_all()
+            return frame
+
+    def end(self) -> None:
+        """Accept nothing more; what is there may still be read."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """End, and forget what is unread."""
+        with self._changed:
+            self._frames.clear()
+        self.end()
+
+    def _has_room(self) -> bool:
+        return self._over or len(self._frames) < _MAX_UNREAD_FRAMES
+
+    def _has_news(self) -> bool:
+        return self._over or bool(self._frames)
+
+
+@final
+class MemoryConnection:
+    """One end of two lanes."""
+
+    def __init__(self, peer: str, identity: bytes, outgoing: _Lane, incoming: _Lane, limits: Limits) -> None:
+        self.peer: Final = peer
+        self.identity: Final = identity
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._limits = limits
+        self._regions = Regions()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give memory whose views are sent as they are; see `Connection.allocate`."""
+        check_size(size_bytes)
+        if size_bytes == 0:
+            return fresh_buffer(0)
+        mapping = map_private(size_bytes)
+        self._regions.add(0, mapping)
+        return memoryview(mapping)
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame; see `Connection.send`."""
+        deadline = Deadline.after(timeout_s)
+        body = flat(body)
+        self._check_sizes(header, body)
+        carried = body if self._regions.find(body) is not None else copied(body)
+        try:
+            self._outgoing.put(Frame(bytes(header), carried), deadline)
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {timeout_s} s for {self.peer} to take a frame") from None
+        except EOFError:
+            raise self._lost() from None
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        """Wait for the next frame; see `Connection.receive`."""
+        try:
+            return self._incoming.take(Deadline.after(timeout_s))
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
+        except EOFError:
+            raise self._lost() from None
+
+    def close(self) -> None:
+        """End the connection; see `Connection.close`."""
+        self._outgoing.end()
+        self._incoming.drop()
+
+    def _check_sizes(self, header: bytes, body: memoryview) -> None:
+        if len(header) > self._limits.max_header_bytes or body.nbytes > self._limits.max_body_bytes:
+            raise UsageError(
+                f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits"
+            )
+
+    def _lost(self) -> ConnectionLost:
+        return ConnectionLost(f"the connection to {self.peer} is over: one side closed it")
+
+
+@final
+class MemoryListener:
+    """Where the threads of this process connect to."""
+
+    def __init__(self, address: str, transport: "MemoryTransport") -> None:
+        self.address: Final = address
+        self._transport = transport
+        self._arrived: deque[MemoryConnection] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def accept(self, *, timeout_s: float) -> MemoryConnection:
+        """Wait for the next connection; see `Listener.accept`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
+                raise DeadlineExceeded(f"waited {timeout_s} s for a connection at {self.address}; none came")
+            if self._closed:
+                raise ConnectionLost(f"the listener at {self.address} was closed")
+            return self._arrived.popleft()
+
+    def close(self) -> None:
+        """Stop listening; see `Listener.close`."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._arrived)
+            self._arrived.clear()
+            self._changed.notify_all()
+        for connection in waiting:
+            connection.close()
+        self._transport.forget(self)
+
+    def offer(self, connection: MemoryConnection) -> bool:
+        """Hand over the listening side's end; False when closed."""
+        with self._changed:
+            if not self._closed:
+                self._arrived.append(connection)
+                self._changed.notify_all()
+            return not self._closed
+
+
+@final
+class MemoryTransport:
+    """Carries frames between threads; only connections made through the same instance meet.
+
+    >>> transport = MemoryTransport()
+    >>> listener = transport.listen("memory://server-0")
+    >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=1)
+    >>> server = listener.accept(timeout_s=1)
+    >>> worker.send(b"push", memoryview(b"gradient"), timeout_s=1)
+    >>> server.identity, server.receive(timeout_s=1).header
+    (b'worker 3', b'push')
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.name: Final = "memory"
+        self._limits = limits or Limits()
+        self._lock = threading.Lock()
+        self._listeners: dict[str, MemoryListener] = {}
+        self._numbers = count()
+
+    def listen(self, address: str) -> MemoryListener:
+        """Open a listener under a name; raises UsageError when the name is taken."""
+        full = f"memory://{strip_scheme(address, self.name)}"
+        listener = MemoryListener(full, self)
+        with self._lock:
+            if full in self._listeners:
+                raise UsageError(f"{full} is taken: close its listener first or choose another name")
+            self._listeners[full] = listener
+        return listener
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> MemoryConnection:
+        """Connect to a name; never waits. Raises PeerError when nobody listens there."""
+        check_identity(identity)
+        full = f"memory://{strip_scheme(address, self.name)}"
+        with self._lock:
+            listener = self._listeners.get(full)
+            number = next(self._numbers)
+        there, back = _Lane(), _Lane()
+        accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits)
+        if listener is None or not listener.offer(accepted):
+            raise PeerError(f"nobody listens at {full}")
+        return MemoryConnection(full, identity, there, back, self._limits)
+
+    def forget(self, listener: MemoryListener) -> None:
+        """Free the name of a closed listener."""
+        with self._lock:
+            if self._listeners.get(listener.address) is listener:
+                del self._listeners[listener.address]

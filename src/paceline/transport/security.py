@@ -1,0 +1,164 @@
+"""How two processes make sure of each other before the first frame.
+
+Over tcp (`TokenHandshake`): both sides send a fresh nonce, then prove that they hold the job's token by a MAC over
+everything said: role, wire version, job, identity and both nonces. The client proves itself first, so a client without
+the token learns nothing but the wire version. Neither a recording nor a reflection of the other side's bytes
+passes: the nonces and the role differ.
+
+Over shm (`LocalHandshake`): the kernel tells each side who the other is; only the job is compared.
+
+A handshake reads at most `MAX_HANDSHAKE_BYTES` and takes no memory sized by the peer.
+"""
+
+import hmac
+import os
+import socket
+import struct
+from typing import Final, Protocol, final
+
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused
+from paceline.transport.base import MAX_IDENTITY_BYTES, Credentials
+from paceline.transport.channel import Channel
+from paceline.transport.deadline import Deadline
+from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
+
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+MAX_HANDSHAKE_BYTES: Final = 4096
+
+_HELLO: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s")  # magic, wire version, bytes of identity, client's nonce
+_GREETING: Final = struct.Struct(f"<4sH{NONCE_BYTES}s")  # magic, wire version, server's nonce
+_LOCAL_HELLO: Final = struct.Struct("<4sHH32s")  # magic, wire version, bytes of identity, digest of the job
+_LOCAL_ANSWER: Final = struct.Struct("<4sH?")  # magic, wire version, whether the job is ours
+_PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+
+
+class Handshake(Protocol):
+    """Both halves of one way to shake hands. Raise PeerError, EOFError, OSError or TimeoutError; never close."""
+
+    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
+        """Play the server; returns the client's identity."""
+        ...
+
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+        """Play the client of `server`."""
+        ...
+
+
+@final
+class TokenHandshake:
+    """Mutual proof of the job's token."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
+        """Play the server; see `Handshake.answer`."""
+        magic, version, identity_bytes, theirs = _HELLO.unpack(channel.read_exactly(_HELLO.size, deadline))
+        if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
+            raise PeerError("the client is not a Paceline peer")
+        ours = os.urandom(NONCE_BYTES)
+        channel.write_all(_GREETING.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        check_greeting(magic, version, "the client")
+        identity = channel.read_exactly(identity_bytes, deadline)
+        proof = channel.read_exactly(PROOF_BYTES, deadline)
+        if not hmac.compare_digest(proof, self._prove(b"client", identity, theirs, ours)):
+            raise AuthenticationFailed("the client did not prove that it belongs to this job")
+        channel.write_all(self._prove(b"server", identity, theirs, ours), deadline)
+        return identity
+
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+        """Play the client; see `Handshake.introduce`."""
+        ours = os.urandom(NONCE_BYTES)
+        channel.write_all(_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity, deadline)
+        magic, version, theirs = _GREETING.unpack(channel.read_exactly(_GREETING.size, deadline))
+        _check_server(magic, version, server)
+        channel.write_all(self._prove(b"client", identity, ours, theirs), deadline)
+        proof = self._await_proof(channel, server, deadline)
+        if not hmac.compare_digest(proof, self._prove(b"server", identity, ours, theirs)):
+            raise AuthenticationFailed(
+                f"{server} did not prove that it belongs to job {self._credentials.job!r}; do not trust it"
+            )
+
+    def _await_proof(self, channel: Channel, server: str, deadline: Deadline) -> bytes:
+        try:
+            return channel.read_exactly(PROOF_BYTES, deadline)
+        except (EOFError, ConnectionError):
+            raise AuthenticationFailed(
+                f"{server} closed the connection instead of proving itself: the token or the job "
+                f"{self._credentials.job!r} is not the one it was started with"
+            ) from None
+
+    def _prove(self, role: bytes, identity: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+        said = (role, WIRE_VERSION.to_bytes(2), self._credentials.job.encode(), identity, client_nonce, server_nonce)
+        transcript = b"".join(len(part).to_bytes(4) + part for part in said)
+        return hmac.digest(self._credentials.token, transcript, "sha256")
+
+
+@final
+class LocalHandshake:
+    """Same machine, same user (as the kernel says), same job."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+
+    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
+        """Play the server; see `Handshake.answer`."""
+        magic, version, identity_bytes, digest = _LOCAL_HELLO.unpack(channel.read_exactly(_LOCAL_HELLO.size, deadline))
+        if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
+            raise PeerError("the client is not a Paceline peer")
+        ours = hmac.compare_digest(digest, self._digest())
+        channel.write_all(_LOCAL_ANSWER.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        check_greeting(magic, version, "the client")
+        if not ours:
+            raise AuthenticationFailed("the client belongs to another job")
+        return channel.read_exactly(identity_bytes, deadline)
+
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+        """Play the client; see `Handshake.introduce`."""
+        hello = _LOCAL_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), self._digest())
+        channel.write_all(hello + identity, deadline)
+        magic, version, same_job = _LOCAL_ANSWER.unpack(channel.read_exactly(_LOCAL_ANSWER.size, deadline))
+        _check_server(magic, version, server)
+        if not same_job:
+            raise AuthenticationFailed(f"{server} belongs to another job than {self._job!r}")
+
+    def _digest(self) -> bytes:
+        return hmac.digest(b"paceline job", self._job.encode(), "sha256")
+
+
+def introduce_within(
+    handshake: Handshake, channel: Channel, identity: bytes, server: str, *, timeout_s: float, deadline: Deadline
+) -> None:
+    """Play the client, naming the server in whatever goes wrong; closes the channel then."""
+    try:
+        handshake.introduce(channel, identity, server, deadline)
+    except TimeoutError:
+        channel.close()
+        raise DeadlineExceeded(f"waited {timeout_s} s for the handshake with {server}") from None
+    except (EOFError, OSError) as error:
+        channel.close()
+        raise PeerError(
+            f"{server} closed the connection during the handshake ({error or 'end of stream'}): it may be busy, "
+            "shutting down, or no Paceline server"
+        ) from error
+    except PeerError:
+        channel.close()
+        raise
+
+
+def check_same_user(sock: socket.socket, peer: str) -> int:
+    """Return the process id behind a Unix socket; raises AuthenticationFailed when its user is not ours."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    process, user, _ = _PEER_CREDENTIALS.unpack(raw)
+    if user != os.geteuid():
+        raise AuthenticationFailed(f"{peer} runs as user {user}, expected our own user {os.geteuid()}")
+    return process
+
+
+def _check_server(magic: bytes, version: int, server: str) -> None:
+    if magic == MAGIC and version != WIRE_VERSION:
+        raise Refused(
+            f"{server} speaks wire version {version}, expected {WIRE_VERSION}: install the same paceline on both sides"
+        )
+    check_greeting(magic, version, server)

@@ -1,0 +1,228 @@
+"""Frames between processes of one user on one machine: a Unix socket, and bodies in memory that both map."""
+
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from errno import EADDRINUSE
+from pathlib import Path
+from typing import Final, final
+
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.transport.base import Limits, check_identity, strip_scheme
+from paceline.transport.channel import Channel
+from paceline.transport.deadline import Deadline
+from paceline.transport.doorman import BACKLOG, StreamListener
+from paceline.transport.security import LocalHandshake, check_same_user, introduce_within
+from paceline.transport.segments import CreateMemory, Notice, SharedBodies, create_memory
+from paceline.transport.stream import StreamConnection
+
+# The kernel's limit on the path of a Unix socket, its final zero byte included.
+_MAX_PATH_BYTES: Final = 108
+_TIMEVAL: Final = struct.Struct("ll")
+
+
+@final
+class ShmTransport:
+    """Carries frames over a Unix socket; allocated bodies are shared, not copied.
+
+    Addresses are "shm:///run/job/server-0.sock", with or without the scheme. The directory must be closed to others
+    (mode 0700); it is made when missing. Both sides must run as the same user and name the same job. When shared
+    memory is not to be had, bodies go through the socket and `notice` is called once with the reason.
+
+    >>> import tempfile
+    >>> transport = ShmTransport("example")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     listener = transport.listen(f"{directory}/server-0.sock")
+    ...     worker = transport.connect(listener.address, b"worker 3", timeout_s=5)
+    ...     server = listener.accept(timeout_s=5)
+    ...     gradient = worker.allocate(4)
+    ...     gradient[:] = b"abcd"
+    ...     worker.send(b"push", gradient, timeout_s=5)
+    ...     received = server.receive(timeout_s=5).body
+    ...     gradient[0:1] = b"z"
+    ...     print(bytes(received))
+    ...     for end in (worker, server, listener):
+    ...         end.close()
+    b'zbcd'
+    """
+
+    def __init__(
+        self,
+        job: str,
+        limits: Limits | None = None,
+        *,
+        notice: Notice | None = None,
+        create_memory: CreateMemory = create_memory,
+    ) -> None:
+        self.name: Final = "shm"
+        self._handshake = LocalHandshake(job)
+        self._limits = limits or Limits()
+        self._create_memory = create_memory
+        self._notice = _Once(notice)
+
+    def listen(self, address: str) -> "ShmListener":
+        """Listen on a socket file; raises UsageError when the place is taken or open to other users."""
+        path = _parse(address)
+        _check_directory(path.parent)
+        return ShmListener(path, self._serve(path, _bind(path)))
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
+        """Connect to a listener; see `Transport.connect`."""
+        check_identity(identity)
+        path = _parse(address)
+        peer = f"shm://{path}"
+        deadline = Deadline.after(timeout_s)
+        channel = Channel(_open(path, peer, timeout_s))
+        introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
+        return self._welcome(channel, peer, identity)
+
+    def _serve(self, path: Path, sock: socket.socket) -> StreamListener:
+        return StreamListener(
+            sock, f"shm://{path}", self._handshake, self._limits, inspect=_inspect, welcome=self._welcome
+        )
+
+    def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
+        bodies = SharedBodies(self._limits, self._create_memory, self._notice)
+        return StreamConnection(channel, peer, identity, self._limits, bodies)
+
+
+@final
+class ShmListener:
+    """A `Listener` on a socket file, which it removes when closed."""
+
+    def __init__(self, path: Path, listener: StreamListener) -> None:
+        self.address: Final = listener.address
+        self._path = path
+        self._file = path.stat()
+        self._listener = listener
+
+    def accept(self, *, timeout_s: float) -> StreamConnection:
+        """Wait for the next connection; see `Listener.accept`."""
+        return self._listener.accept(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Stop listening; see `Listener.close`."""
+        self._listener.close()
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.stat(), self._file):  # not a successor's
+                self._path.unlink()
+
+
+@final
+class _Once:
+    """Passes on the first message only."""
+
+    def __init__(self, notice: Notice | None) -> None:
+        self._notice = notice
+        self._lock = threading.Lock()
+
+    def __call__(self, message: str) -> None:
+        with self._lock:
+            notice, self._notice = self._notice, None
+        if notice is not None:
+            notice(message)
+
+
+def _parse(address: str) -> Path:
+    path = Path(strip_scheme(address, "shm"))
+    if not path.is_absolute() or not path.name:
+        raise UsageError(f"{address!r} is not an shm address, expected the full path of a socket file")
+    return path
+
+
+def _check_directory(directory: Path) -> None:
+    """Make the directory if it is missing; raises UsageError unless it is ours alone."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(
+            f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, expected 0700 and "
+            f"{os.geteuid()}: sockets must lie in a directory closed to other users"
+        )
+
+
+def _bind(path: Path) -> socket.socket:
+    """Return a socket listening at `path`, in the place of a dead one if need be."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _reachable(path) as name:
+            try:
+                sock.bind(name)
+            except OSError as error:
+                if error.errno != EADDRINUSE:
+                    raise
+                _remove_dead(path, name)
+                sock.bind(name)
+            path.chmod(0o600)  # before listen: nobody can have connected yet
+            sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"cannot listen at {path}: {error.strerror}") from error
+    except UsageError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_dead(path: Path, name: str) -> None:
+    """Remove a socket file that nobody listens at; raises UsageError when somebody does or it is no socket."""
+    if not path.is_socket():
+        raise UsageError(f"{path} exists and is not a socket: choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(name)
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass  # alive, with a full backlog
+    raise UsageError(f"{path} is taken by a living listener: close it first or choose another path")
+
+
+def _open(path: Path, peer: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # A full backlog makes connect wait; only this option bounds that wait on a Unix socket.
+    timeout_us = max(1, round(timeout_s * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))
+    try:
+        with _reachable(path) as name:
+            sock.connect(name)
+        check_same_user(sock, peer)
+    except BlockingIOError:
+        sock.close()
+        raise DeadlineExceeded(f"waited {timeout_s} s for {peer} to take the connection") from None
+    except (ConnectionRefusedError, FileNotFoundError):
+        sock.close()
+        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+    except OSError as error:
+        sock.close()
+        raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error
+    except (PeerError, UsageError):
+        sock.close()
+        raise
+    return sock
+
+
+def _inspect(sock: socket.socket) -> str:
+    return f"process {check_same_user(sock, 'a client')}"
+
+
+@contextmanager
+def _reachable(path: Path) -> Generator[str]:
+    """Yield a name of `path` that is short enough for a socket: itself, or by way of its open directory."""
+    if len(os.fsencode(path)) < _MAX_PATH_BYTES:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        name = f"/proc/self/fd/{directory}/{path.name}"
+        if len(os.fsencode(name)) >= _MAX_PATH_BYTES:
+            raise UsageError(f"the socket name {path.name!r} is too long: choose a shorter one")
+        yield name
+    finally:
+        os.close(directory)

@@ -1,0 +1,155 @@
+"""Frames over TCP, between processes of one machine; both sides prove that they hold the job's token."""
+
+import ipaddress
+import socket
+from errno import EADDRINUSE, EADDRNOTAVAIL
+from typing import Final, final
+
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.transport.base import Credentials, Limits, check_identity, strip_scheme
+from paceline.transport.channel import Channel
+from paceline.transport.deadline import Deadline
+from paceline.transport.doorman import BACKLOG, StreamListener
+from paceline.transport.security import TokenHandshake, introduce_within
+from paceline.transport.segments import InlineBodies
+from paceline.transport.stream import StreamConnection
+
+# A peer whose machine is gone is given up after this long without an acknowledgement.
+_SILENCE_MS: Final = 10_000
+_KEEPALIVE_AFTER_S: Final = 5
+
+
+@final
+class TcpTransport:
+    """Carries frames over TCP on the loopback interface.
+
+    Addresses are "tcp://127.0.0.1:40123", "tcp://[::1]:40123" or "tcp://localhost:40123", with or without the
+    scheme; port 0 listens on a free port. Names other than localhost are not looked up.
+
+    >>> import os
+    >>> transport = TcpTransport(Credentials(token=os.urandom(32), job="example"))
+    >>> listener = transport.listen("127.0.0.1:0")
+    >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=5)
+    >>> server = listener.accept(timeout_s=5)
+    >>> worker.send(b"pull", timeout_s=5)
+    >>> server.receive(timeout_s=5).header
+    b'pull'
+    >>> for end in (worker, server, listener):
+    ...     end.close()
+    """
+
+    def __init__(self, credentials: Credentials, limits: Limits | None = None) -> None:
+        self.name: Final = "tcp"
+        self._handshake = TokenHandshake(credentials)
+        self._limits = limits or Limits()
+
+    def listen(self, address: str) -> StreamListener:
+        """Listen on a loopback address; raises UsageError for any other, or when the port is taken."""
+        family, host, port = _parse(address)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart past connections in TIME_WAIT
+            sock.bind((host, port))
+            sock.listen(BACKLOG)
+            bound = _format(sock.getsockname())
+        except OSError as error:
+            sock.close()
+            raise _explain_bind(error, host, port) from error
+        return StreamListener(
+            sock, f"tcp://{bound}", self._handshake, self._limits, inspect=_inspect, welcome=self._welcome
+        )
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
+        """Connect to a listener; see `Transport.connect`. A refused connection is not tried again."""
+        check_identity(identity)
+        family, host, port = _parse(address)
+        peer = _format((host, port))
+        deadline = Deadline.after(timeout_s)
+        sock = _open(family, host, port, timeout_s)
+        channel = Channel(sock)
+        introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
+        return self._welcome(channel, peer, identity)
+
+    def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
+        return StreamConnection(channel, peer, identity, self._limits, InlineBodies())
+
+
+def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:
+    peer = _format((host, port))
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(timeout_s, 0.001))
+        sock.connect((host, port))
+        if sock.getsockname() == sock.getpeername():
+            # With nobody listening, the kernel may connect a socket on that very port to itself.
+            raise ConnectionRefusedError
+        _tune(sock)
+    except TimeoutError:
+        sock.close()
+        raise DeadlineExceeded(f"waited {timeout_s} s for {peer} to take the connection") from None
+    except ConnectionRefusedError:
+        sock.close()
+        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+    except OSError as error:
+        sock.close()
+        raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error
+    return sock
+
+
+def _inspect(sock: socket.socket) -> str:
+    _tune(sock)
+    return _format(sock.getpeername())
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_AFTER_S)
+
+
+def _parse(address: str) -> tuple[socket.AddressFamily, str, int]:
+    """Split an address; raises UsageError unless it is a loopback host and a port."""
+    host, separator, port = strip_scheme(address, "tcp").rpartition(":")
+    if not separator or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
+        raise UsageError(f"{address!r} is not a TCP address, expected host:port such as 127.0.0.1:40123")
+    try:
+        ip = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        raise UsageError(
+            f"host {host!r} in {address!r} is not an IP address: use 127.0.0.1, [::1] or localhost (other names are "
+            "not looked up)"
+        ) from None
+    if not ip.is_loopback:
+        raise UsageError(
+            f"{host} is not a loopback address: beyond this machine frames need TLS, which Paceline does not have "
+            "yet; use 127.0.0.1"
+        )
+    return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), int(port)
+
+
+def _format(name: tuple[object, ...]) -> str:
+    host, port = str(name[0]), name[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _explain_bind(error: OSError, host: str, port: int) -> UsageError:
+    if error.errno == EADDRINUSE:
+        return UsageError(f"port {port} of {host} is taken{_owner(port)}: choose another port, or 0 for a free one")
+    if error.errno == EADDRNOTAVAIL:
+        return UsageError(f"this machine has no address {host}")
+    return UsageError(f"cannot listen on {_format((host, port))}: {error.strerror}")
+
+
+def _owner(port: int) -> str:
+    """Return who listens on a port, as far as this user may know."""
+    import psutil
+
+    try:
+        entries = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        return ""
+    listening = [entry for entry in entries if entry.status == psutil.CONN_LISTEN and entry.laddr[1:] == (port,)]
+    pids = sorted({entry.pid for entry in listening if entry.pid is not None})
+    return f" by process {', '.join(map(str, pids))}" if pids else ""
