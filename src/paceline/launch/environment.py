@@ -65,14 +65,17 @@ def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     return _number(variables, LAUNCHER, default=None) if LAUNCHER in variables else None
 
 
-def child_environment(
-    num_processes: int, num_cores: int, variables: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the user has said with how many threads a process computes."""
+    return NUM_THREADS in variables
+
+
+def child_environment(num_processes: int, num_cores: int, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what every process of a local job inherits.
 
     Processes that share a machine share its cores: unless the user chose a number, each computes with
-    `num_cores // num_processes` threads, at least one. Output is not held back, so that nothing a killed process
-    has said is lost.
+    `num_cores // num_processes` threads, at least one. Output is not held back, so that what a process said
+    before it was killed is not lost.
     """
     fair_share = max(1, num_cores // num_processes)
     defaults = {NUM_THREADS: str(fair_share), "PYTHONUNBUFFERED": "1"}

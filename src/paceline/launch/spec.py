@@ -1,7 +1,7 @@
 """What the processes of one job must agree on, as one small file.
 
-The launcher writes it, everybody else reads it. The job's secret is not in it: the token has a file of its own,
-and never travels by command line or environment.
+The launcher writes it, everybody else reads it. The job's secret is not in it: the token has a file of its
+own, and never travels by command line or environment.
 """
 
 import os
@@ -9,14 +9,12 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from paceline.errors import DeadlineExceeded, UsageError
-
-TransportName = Literal["shm", "tcp", "memory"]
-TraceLevel = Literal["steps", "full"]
+from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
@@ -40,7 +38,7 @@ class ClusterSpec:
     transport: TransportName
     run_dir: str
     consistency: str | None = None
-    scale: str | None = None
+    scale: ScaleName | None = None
     addresses: tuple[str, ...] = ()
     trace: TraceLevel = "steps"
     generation: int = 1

@@ -1,0 +1,168 @@
+"""The command line: `paceline run`, `demo` and `simulate`.
+
+Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, CycloptsError, Parameter
+
+from paceline import __version__
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel, TransportName
+
+TRACEBACK_FLAG: Final = "--traceback"
+END_OF_OPTIONS: Final = "--"
+EXIT_FAILURE: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+app = App(
+    name="paceline",
+    help="The parameter server for PyTorch. Any command takes --traceback, to show where an error came from.",
+    version=__version__,
+    help_format="plaintext",
+    print_error=False,
+    exit_on_error=False,
+    result_action="return_int_as_exit_code_else_zero",
+)
+
+
+@app.command
+def run(
+    script: Path,
+    /,
+    *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    workers: Annotated[int, Parameter(alias="-n")] = 2,
+    servers: Annotated[int, Parameter(alias="-m")] = 1,
+    consistency: str | None = None,
+    transport: TransportName = "shm",
+    scale: ScaleName | None = None,
+    on_crash: OnCrash = "continue",
+    on_error: OnError = "stop",
+    max_restarts: int = 3,
+    run_dir: Path | None = None,
+    trace: TraceLevel = "steps",
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+    progress: bool = True,
+) -> int:
+    """Run a script as several workers and servers on this machine.
+
+    Options stand before the script; everything after it goes to the script untouched.
+
+    Parameters
+    ----------
+    script
+        The Python script that every worker runs.
+    args
+        Its arguments.
+    workers
+        Number of worker processes.
+    servers
+        Number of server processes, which hold the parameters between them.
+    consistency
+        bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
+    transport
+        How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
+    scale
+        How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
+    on_crash
+        What to do when a worker is killed by a signal.
+    on_error
+        What to do when a worker's script fails.
+    max_restarts
+        How often one worker is started again under --on-crash restart.
+    run_dir
+        New or empty folder that keeps the run's traces; without it nothing is kept.
+    trace
+        How much is recorded: every step, or every message too.
+    quiet
+        Show only what the script prints, and errors.
+    progress
+        Show live progress.
+    """
+    from paceline.launch.local import run_local
+    from paceline.launch.plan import LocalRun
+    from paceline.launch.policy import Policy
+
+    check_consistency(consistency)
+    return run_local(
+        LocalRun(
+            script=script,
+            args=args,
+            num_workers=workers,
+            num_servers=servers,
+            transport=transport,
+            consistency=consistency,
+            scale=scale,
+            trace=trace,
+            run_dir=run_dir,
+            policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
+            progress=progress,
+            quiet=quiet,
+        )
+    )
+
+
+app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
+app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
+
+
+def check_consistency(text: str | None) -> None:
+    """Raise UsageError when the text names no consistency."""
+    from paceline.core.consistency import Consistency
+
+    if text is not None:
+        Consistency.parse(text)
+
+
+def main() -> None:
+    """Answer the command line and exit: 0, 2 for the caller's mistake, 1 for another failure, or the job's code."""
+    sys.exit(answer(sys.argv[1:]))
+
+
+def answer(tokens: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors are told on stderr in one line."""
+    options, script = split_at_script(tokens)
+    wants_traceback = TRACEBACK_FLAG in options
+    options = [token for token in options if token != TRACEBACK_FLAG]
+    try:
+        return app([*options, END_OF_OPTIONS, *script] if script else options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (PacelineError, CycloptsError) as error:
+        if wants_traceback:
+            traceback.print_exception(error)
+        print(f"paceline: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, UsageError | CycloptsError) else EXIT_FAILURE
+
+
+def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into our own part and, for `run`, the script with all that follows it.
+
+    >>> split_at_script(["run", "-n", "4", "--quiet", "train.py", "-n", "9"])
+    (['run', '-n', '4', '--quiet'], ['train.py', '-n', '9'])
+    """
+    flags = switches()
+    position = 1
+    while tokens[:1] == ["run"] and position < len(tokens):
+        token = tokens[position]
+        if token == END_OF_OPTIONS:
+            return list(tokens[:position]), list(tokens[position + 1 :])
+        if not token.startswith("-"):
+            return list(tokens[:position]), list(tokens[position:])
+        position += 1 if token in flags or "=" in token else 2
+    return list(tokens), []
+
+
+def switches() -> frozenset[str]:
+    """Return the options before a script that take no value."""
+    parameters = inspect.signature(run).parameters.values()
+    names = [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]
+    return frozenset({"--help", "-h", TRACEBACK_FLAG, *(f"{no}{name}" for name in names for no in ("--", "--no-"))})

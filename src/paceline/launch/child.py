@@ -1,0 +1,116 @@
+"""One process of the job: how to start it, and the handle on it while it runs."""
+
+import os
+import subprocess
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import IO, Final, Literal, final
+
+from paceline.launch.console import Console
+from paceline.launch.environment import Place
+from paceline.launch.guard import Guard, kill_group
+from paceline.launch.pipes import Pipe
+
+NUM_LAST_LINES: Final = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How to start one process. A worker has a place in the job; a server is told its rank by its command."""
+
+    role: Literal["worker", "server"]
+    name: str
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    place: Place | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """How often this process was started before."""
+        return 0 if self.place is None else self.place.incarnation
+
+    def again(self) -> "Launch":
+        """Return how to start the same worker once more, as its next incarnation."""
+        assert self.place is not None
+        return replace(self, place=replace(self.place, incarnation=self.place.incarnation + 1))
+
+
+@final
+class Child:
+    """A process that was started, until it is reaped; it leads a session and process group of its own."""
+
+    def __init__(self, launch: Launch, console: Console, guard: Guard) -> None:
+        """Start it."""
+        self.launch = launch
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._console = console
+        self._guard = guard
+        self._process = start_process(launch)
+        self._pid = self._process.pid
+        self._guard.watch(self._pid)
+        self.pipes = self._open_pipes()
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages: "worker 0"."""
+        return self.launch.name
+
+    def reap(self) -> int | None:
+        """Return the exit code (negative: the signal that killed it), or None while it runs.
+
+        When it has ended, the processes that it started and left behind are killed.
+        """
+        if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        # In this order: the group's number cannot be given to others before its leader is waited for.
+        kill_group(self._pid)
+        self._guard.forget(self._pid)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself, as a shell's `kill` would."""
+        os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        kill_group(self._pid)
+
+    def tell(self, line: str) -> None:
+        """Write a line to the process's standard input; a process that is gone does not listen."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+        except BrokenPipeError:
+            return
+
+    def _open_pipes(self) -> tuple[Pipe, Pipe]:
+        stdout, stderr = self._process.stdout, self._process.stderr
+        assert stdout is not None
+        assert stderr is not None
+        return self._open_pipe(stdout, to_stderr=False), self._open_pipe(stderr, to_stderr=True)
+
+    def _open_pipe(self, file: IO[bytes], *, to_stderr: bool) -> Pipe:
+        def deliver(line: str) -> None:
+            if to_stderr:
+                self.last_lines.append(line)
+            self._console.relay(self.name, self.launch.rank, line, to_stderr=to_stderr)
+
+        return Pipe(file, deliver)
+
+
+def start_process(launch: Launch) -> subprocess.Popen[bytes]:
+    """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the launcher only."""
+    place = {} if launch.place is None else launch.place.as_environment()
+    return subprocess.Popen(
+        launch.command,
+        stdin=subprocess.PIPE if launch.role == "server" else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**launch.environment, **place},
+        bufsize=0,
+        start_new_session=True,
+    )

@@ -1,0 +1,9 @@
+"""The words a user may choose from; kept apart, because the command line shows them without loading anything else."""
+
+from typing import Literal
+
+TransportName = Literal["shm", "tcp", "memory"]
+ScaleName = Literal["sum", "mean", "samples"]
+TraceLevel = Literal["steps", "full"]
+OnCrash = Literal["continue", "stop", "restart"]
+OnError = Literal["stop", "continue"]

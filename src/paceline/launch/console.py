@@ -1,0 +1,45 @@
+"""What the person at the terminal reads: the children's lines with their names, and the launcher's own."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, TextIO, final
+
+from paceline.launch.environment import wants_colour
+
+COLOURS: Final = (36, 32, 33, 35, 34)  # cyan, green, yellow, magenta, blue
+RESET: Final = "\x1b[0m"
+
+
+@final
+class Console:
+    """Writes whole lines to the standard streams; a stream whose reader is gone is quietly given up.
+
+    The streams are looked up at each line, so that a live display that takes them over sees every line.
+    """
+
+    def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
+        """Write one line of a child's output, after the child's name."""
+        stream = sys.stderr if to_stderr else sys.stdout
+        prefix = f"[{name}]"
+        if stream.isatty() and wants_colour():
+            prefix = f"\x1b[{COLOURS[colour % len(COLOURS)]}m{prefix}{RESET}"
+        _write(stream, f"{prefix} {line}\n")
+
+    def say(self, message: str) -> None:
+        """Write a message of the launcher itself, on stderr."""
+        _write(sys.stderr, f"paceline: {message}\n")
+
+    def quote(self, heading: str, lines: Sequence[str]) -> None:
+        """Write somebody's last words under a heading, on stderr."""
+        self.say(heading)
+        _write(sys.stderr, "".join(f"    {line}\n" for line in lines))
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:  # the reader is gone; training is worth more than its output, so the run goes on
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())

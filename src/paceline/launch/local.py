@@ -1,0 +1,104 @@
+"""Starts a whole job on this machine and watches over it: what `paceline run` does."""
+
+import os
+import secrets
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.launch.addresses import SPEC_NAME, AddressBook
+from paceline.launch.console import Console
+from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads
+from paceline.launch.guard import Guard, clear
+from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
+from paceline.launch.script import check_script
+from paceline.launch.signals import Signals
+from paceline.launch.spec import ClusterSpec, write_token
+from paceline.launch.supervise import Board, Supervisor, Terms
+
+START_TIMEOUT_S: Final = 30.0
+GUARD_TIMEOUT_S: Final = 5.0
+TRACE_NAME: Final = "trace"
+
+
+def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
+    """Run a script as a job of several processes on this machine.
+
+    Blocks until the job has ended, and returns its exit code: 0, or that of the worker that made it fail (128 + signal
+    for a killed one), 1 when a server was lost, 128 + signal when the launcher was told to stop. Raises UsageError for
+    a run that cannot start. Call it from the main thread: it answers signals while it runs.
+    """
+    run.validate()
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("run_local must be called from the main thread: it answers Ctrl-C and SIGTERM")
+    check_script(run.script)
+    run_dir = prepare_run_dir(run.run_dir)
+    temporary = run.run_dir is None
+    guard = Guard(run_dir, temporary=temporary)
+    try:
+        return _supervise(run, programs, run_dir, guard)
+    finally:
+        guard.dismiss(GUARD_TIMEOUT_S)
+        clear(run_dir, temporary=temporary)
+
+
+def prepare_run_dir(wanted: Path | None) -> Path:
+    """Return a directory that only this user can enter; raises UsageError when it holds something already."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="paceline-"))
+    run_dir = wanted.absolute()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if any(run_dir.iterdir()):
+            raise UsageError(f"the run directory {run_dir} is not empty; name a new one, or remove it")
+        run_dir.chmod(0o700)
+    except OSError as error:
+        raise UsageError(f"cannot use the run directory {run_dir}: {error.strerror}") from error
+    return run_dir
+
+
+def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
+    spec = ClusterSpec(
+        job=secrets.token_hex(8),
+        num_workers=run.num_workers,
+        num_servers=run.num_servers,
+        transport=run.transport,
+        run_dir=str(run_dir),
+        consistency=run.consistency,
+        scale=run.scale,
+        trace=run.trace,
+        grace_s=run.grace_s,
+    )
+    write_token(run_dir)
+    spec.write(run_dir / SPEC_NAME)
+    trace_folder = run_dir / TRACE_NAME
+    trace_folder.mkdir()
+    console = Console()
+    environment = _share_cores(run, console)
+    terms = Terms(policy=run.policy, start_timeout_s=START_TIMEOUT_S, grace_s=run.grace_s)
+    board = open_board(trace_folder, run.num_workers) if run.progress and not run.quiet else None
+    with Signals() as signals:
+        supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board)
+        return supervisor.run(plan_launches(run, programs, run_dir, environment))
+
+
+def open_board(trace_folder: Path, num_workers: int) -> Board:
+    """Open the live display of the run that writes its trace into this folder."""
+    from paceline.observe.progress import Board as ProgressBoard  # brings the terminal library with it
+
+    return ProgressBoard(trace_folder, num_workers)
+
+
+def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
+    num_processes = 1 if run.transport == "memory" else run.num_workers + run.num_servers
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    environment = child_environment(num_processes, num_cores)
+    if not (run.quiet or chose_num_threads()):
+        console.say(
+            f"{NUM_THREADS}={environment[NUM_THREADS]} for each of {num_processes} processes "
+            f"on {num_cores} cores; set it yourself to change that"
+        )
+    return environment

@@ -1,0 +1,116 @@
+"""What to run on this machine, and how each of its processes is started."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.launch.child import Launch
+from paceline.launch.choices import ScaleName, TraceLevel, TransportName
+from paceline.launch.environment import Place
+from paceline.launch.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How the processes of a job are started; the launcher appends what each is told.
+
+    `server` is followed by the spec's path and a rank, `worker` and `threads` by the script and its arguments.
+    """
+
+    server: tuple[str, ...] = (sys.executable, "-m", "paceline.node.serve")
+    worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
+    threads: tuple[str, ...] = (sys.executable, "-m", "paceline.session_threads")
+
+
+DEFAULT_PROGRAMS: Final = Programs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRun:
+    """What to run on this machine, and how.
+
+    `run_dir` must be new or empty and is made private to this user; None takes a temporary one that is removed at the
+    end. `progress` shows the live board; `quiet` leaves out what the launcher has to say unless something went wrong.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    num_workers: int = 2
+    num_servers: int = 1
+    transport: TransportName = "shm"
+    consistency: str | None = None
+    scale: ScaleName | None = None
+    trace: TraceLevel = "steps"
+    run_dir: Path | None = None
+    policy: Policy = field(default_factory=Policy)
+    grace_s: float = 5.0
+    progress: bool = False
+    quiet: bool = False
+
+    def validate(self) -> None:
+        """Raise UsageError for numbers that make no run."""
+        for what, number, least in (
+            ("workers", self.num_workers, 1),
+            ("servers", self.num_servers, 1),
+            ("max-restarts", self.policy.max_restarts, 0),
+        ):
+            if number < least:
+                raise UsageError(f"--{what} must be at least {least}, got {number}")
+        if self.transport == "memory" and self.policy.on_crash == "restart":
+            raise UsageError(
+                "--on-crash restart needs processes to start again, and with --transport memory the job is one "
+                "process; choose shm or tcp"
+            )
+
+
+def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]) -> list[Launch]:
+    """Say how each process of the job is started: servers first, so that they listen soon."""
+    script = (str(run.script), *run.args)
+    if run.transport == "memory":
+        return [_plan_threads(run, (*programs.threads, *script), run_dir, environment)]
+    servers = [
+        Launch(
+            role="server",
+            name=f"server {rank}",
+            rank=rank,
+            command=(*programs.server, str(run_dir / SPEC_NAME), str(rank)),
+            environment=_with_import_path(environment, run.script.absolute().parent),
+        )
+        for rank in range(run.num_servers)
+    ]
+    workers = [
+        Launch(
+            role="worker",
+            name=f"worker {rank}",
+            rank=rank,
+            command=(*programs.worker, *script),
+            environment=environment,
+            place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
+        )
+        for rank in range(run.num_workers)
+    ]
+    return servers + workers
+
+
+def _plan_threads(run: LocalRun, command: tuple[str, ...], run_dir: Path, environment: Mapping[str, str]) -> Launch:
+    """All workers and servers as threads of one process; to the launcher it is a single worker."""
+    last = run.num_workers - 1
+    return Launch(
+        role="worker",
+        name="worker 0" if last == 0 else f"workers 0-{last}",
+        rank=0,
+        command=command,
+        environment=environment,
+        place=Place(run_dir / CLUSTER_NAME, rank=0, local_rank=0),
+    )
+
+
+def _with_import_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Let servers import what lies beside the script, such as an update rule of the user's own."""
+    inherited = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited)))}

@@ -1,0 +1,64 @@
+"""What the end of a worker means for the run: decisions only, no processes."""
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.launch.choices import OnCrash, OnError
+
+
+class Decision(Enum):
+    """What to do after a worker has ended."""
+
+    CONTINUE = "continue"
+    RESTART = "restart"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to do when a worker crashes (is killed by a signal) or fails (exits with a code that is not 0).
+
+    A crash is the machine's doing and the others go on; a failure is most often a mistake in the script, which
+    would come again, and stops the run.
+
+    >>> Policy().decide(exit_code=3, num_restarts=0)
+    <Decision.STOP: 'stop'>
+    """
+
+    on_crash: OnCrash = "continue"
+    on_error: OnError = "stop"
+    max_restarts: int = 3
+
+    def decide(self, exit_code: int, num_restarts: int) -> Decision:
+        """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""
+        if exit_code == 0:
+            return Decision.CONTINUE
+        if exit_code > 0:
+            return Decision(self.on_error)
+        if self.on_crash == "restart" and num_restarts >= self.max_restarts:
+            return Decision.STOP
+        return Decision(self.on_crash)
+
+
+def describe_exit(exit_code: int) -> str:
+    """Say in words how a process ended.
+
+    >>> describe_exit(-9)
+    'was killed by SIGKILL'
+    """
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # a real-time signal: it has a number only
+        return f"was killed by signal {-exit_code}"
+
+
+def shell_code(exit_code: int) -> int:
+    """Return what a shell reports for such an end: 128 + signal for a process that was killed.
+
+    >>> shell_code(-9), shell_code(3)
+    (137, 3)
+    """
+    return exit_code if exit_code >= 0 else 128 - exit_code

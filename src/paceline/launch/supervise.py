@@ -1,0 +1,254 @@
+"""Watches over the processes of a job from their start to the last exit.
+
+Rules: (1) everything that happens is seen in `_turn`; nothing else waits. (2) The first reason to end the run wins and
+decides the exit code. (3) Workers are stopped before servers, so that a worker can finish what it is saying.
+(4) Whatever happens in here, no child is left when `run` returns or raises.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+from paceline.launch.child import Child, Launch
+from paceline.launch.console import Console
+from paceline.launch.guard import Guard
+from paceline.launch.pipes import Pump
+from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
+from paceline.launch.signals import Signals
+
+STARTING_TURN_S: Final = 0.01
+TURN_S: Final = 0.25
+KILL_TIMEOUT_S: Final = 5.0
+
+
+class Board(Protocol):
+    """A live display of the run's progress."""
+
+    def refresh(self, now: float) -> None:
+        """Show the state of things at `now` (monotonic seconds)."""
+        ...
+
+    def close(self) -> None:
+        """Leave the display as it is."""
+        ...
+
+
+class Rendezvous(Protocol):
+    """Where the servers say that they listen, and the workers hear it."""
+
+    def poll(self) -> bool:
+        """Tell whether all have met; does not block."""
+        ...
+
+    def missing(self) -> list[int]:
+        """Return the ranks of the servers that are still awaited."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why the run ends before its workers are done, and the exit code that says so."""
+
+    code: int
+    reason: str
+    culprit: Child | None = None
+    tell_workers: int = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a run is held to."""
+
+    policy: Policy
+    start_timeout_s: float
+    grace_s: float
+
+
+@final
+class Supervisor:
+    """One run: starts its processes, answers what happens to them, and ends them all."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        rendezvous: Rendezvous,
+        console: Console,
+        guard: Guard,
+        signals: Signals,
+        board: Board | None,
+    ) -> None:
+        self._terms = terms
+        self._rendezvous = rendezvous
+        self._console = console
+        self._guard = guard
+        self._signals = signals
+        self._board = board
+        self._pump = Pump(signals.wakeup_fd)
+        self._running: list[Child] = []
+        self._met = False
+        self._servers_stopped = False
+        self._ending: Ending | None = None
+        self._num_finished = 0
+        self._summary: list[str] = []  # one line for each worker that did not end well and did not end the run
+
+    def run(self, launches: Sequence[Launch]) -> int:
+        """Run the job to its end; blocks, and returns the exit code of the whole."""
+        self._start_deadline_s = time.monotonic() + self._terms.start_timeout_s
+        self._next_refresh_s = 0.0
+        try:
+            for launch in launches:
+                self._start(launch)
+            while self._ending is None and self._alive("worker"):
+                self._turn()
+            self._stop_workers()
+            self._stop_servers()
+        finally:
+            self._kill(self._running)
+            self._wait_until_gone(self._running, time.monotonic() + KILL_TIMEOUT_S)
+            self._pump.close()
+            if self._board is not None:
+                self._board.close()
+        return self._conclude()
+
+    # What happens
+
+    def _turn(self) -> None:
+        self._pump.wait(TURN_S if self._met else STARTING_TURN_S)
+        for number in self._signals.take():
+            self._on_signal(number)
+        for child in tuple(self._running):
+            exit_code = child.reap()
+            if exit_code is not None:
+                self._on_exit(child, exit_code)
+        now = time.monotonic()
+        self._meet(now)
+        if self._board is not None and now >= self._next_refresh_s:
+            self._next_refresh_s = now + TURN_S
+            self._board.refresh(now)
+
+    def _meet(self, now: float) -> None:
+        self._met = self._met or self._rendezvous.poll()
+        if self._met or self._ending is not None or now < self._start_deadline_s:
+            return
+        missing = self._rendezvous.missing()
+        slowest = next(child for child in self._alive("server") if child.launch.rank in missing)
+        reason = (
+            f"{slowest.name} did not say where it listens within {self._terms.start_timeout_s:g} s "
+            f"(servers missing: {', '.join(map(str, missing))})"
+        )
+        self._ending = Ending(1, reason, culprit=slowest)
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._ending is None:
+            tell_workers = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self._ending = Ending(128 + number, f"stopped by {name}", tell_workers=tell_workers)
+        elif number == signal.SIGINT:
+            self._console.say("interrupted again: killing what is left")
+            self._kill(self._running)
+
+    def _on_exit(self, child: Child, exit_code: int) -> None:
+        self._running.remove(child)
+        for pipe in child.pipes:
+            self._pump.remove(pipe)
+        if child.launch.role == "server":
+            self._on_server_exit(child, exit_code)
+        elif exit_code == 0:
+            self._num_finished += 1
+        elif self._ending is None:
+            self._on_worker_loss(child, exit_code)
+
+    def _on_server_exit(self, child: Child, exit_code: int) -> None:
+        if self._ending is None and not (self._servers_stopped and exit_code == 0):
+            when = "when it was told to stop" if self._servers_stopped else "before the run was over"
+            self._ending = Ending(1, f"{child.name} {describe_exit(exit_code)} {when}", culprit=child)
+
+    def _on_worker_loss(self, child: Child, exit_code: int) -> None:
+        launch = child.launch
+        for server in self._alive("server"):
+            server.tell(f"dead {launch.rank} {launch.incarnation}")
+        happened = f"{child.name} {describe_exit(exit_code)}"
+        match self._terms.policy.decide(exit_code, launch.incarnation):
+            case Decision.CONTINUE if self._num_finished or self._alive("worker"):
+                self._summary.append(f"{happened}; the run went on without it")
+            case Decision.CONTINUE:
+                self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit=child)
+            case Decision.RESTART:
+                again = launch.again()
+                self._summary.append(f"{happened}; started again as incarnation {again.incarnation}")
+                self._start(again)
+            case Decision.STOP:
+                self._ending = Ending(shell_code(exit_code), f"{happened}; the run was stopped", culprit=child)
+
+    # What is done
+
+    def _start(self, launch: Launch) -> None:
+        child = Child(launch, self._console, self._guard)
+        self._running.append(child)
+        for pipe in child.pipes:
+            self._pump.add(pipe)
+
+    def _stop_workers(self) -> None:
+        if self._ending is None:
+            return
+        workers = self._alive("worker")
+        for worker in workers:
+            worker.signal(self._ending.tell_workers)
+        self._end_within(workers, time.monotonic() + self._terms.grace_s)
+
+    def _stop_servers(self) -> None:
+        self._servers_stopped = True
+        servers = self._alive("server")
+        for server in servers:
+            server.tell("stop")
+        grace_end_s = time.monotonic() + self._terms.grace_s
+        # A server that is still starting hears of its end only when it has started.
+        was_cut_short = self._met or self._ending is not None
+        self._end_within(servers, grace_end_s if was_cut_short else max(grace_end_s, self._start_deadline_s))
+
+    def _end_within(self, children: Sequence[Child], deadline_s: float) -> None:
+        """Wait for the children to end; kill those that have not at the deadline."""
+        self._wait_until_gone(children, deadline_s)
+        late = [child for child in children if child in self._running]
+        for child in late:
+            self._summary.append(
+                f"{child.name} had not ended {self._terms.grace_s:g} s after it was told to, and was killed"
+            )
+        self._kill(late)
+        self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
+
+    def _wait_until_gone(self, children: Sequence[Child], deadline_s: float) -> None:
+        awaited = tuple(children)
+        while time.monotonic() < deadline_s and any(child in self._running for child in awaited):
+            self._turn()
+
+    def _kill(self, children: Sequence[Child]) -> None:
+        for child in children:
+            child.kill()
+
+    def _alive(self, role: str) -> list[Child]:
+        return [child for child in self._running if child.launch.role == role]
+
+    # What is told
+
+    def _conclude(self) -> int:
+        ending = self._ending
+        if ending is not None and ending.culprit is not None:
+            self._quote(ending.culprit)
+        for line in self._summary:
+            self._console.say(line)
+        if ending is None:
+            return 0
+        self._console.say(ending.reason)
+        return ending.code
+
+    def _quote(self, culprit: Child) -> None:
+        if not culprit.last_lines:
+            self._console.say(f"{culprit.name} wrote nothing to stderr")
+            return
+        self._console.quote(
+            f"the last {len(culprit.last_lines)} lines that {culprit.name} wrote to stderr:",
+            tuple(culprit.last_lines),
+        )

@@ -1,0 +1,38 @@
+"""The launcher as a process of its own, with a fake server: what `paceline run` is, for tests that send it signals.
+
+`python driver.py '{"script": ..., "args": [...], "behaviour": ..., "policy": {...}, ...}'`
+"""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.local import run_local
+from paceline.launch.plan import LocalRun, Programs
+from paceline.launch.policy import Policy
+
+SERVER = Path(__file__).with_name("fake_server.py")
+
+
+def main(settings: dict[str, Any]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
+    behaviour = settings.pop("behaviour", "")
+    words = (f"--behaviour={behaviour}",) if behaviour else ()
+    programs = Programs(server=(sys.executable, str(SERVER), *words))
+    run_dir = settings.pop("run_dir", None)
+    return run_local(
+        LocalRun(
+            script=Path(settings.pop("script")),
+            args=tuple(settings.pop("args", ())),
+            run_dir=None if run_dir is None else Path(run_dir),
+            policy=Policy(**settings.pop("policy", {})),
+            **settings,
+        ),
+        programs,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
