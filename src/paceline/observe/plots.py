@@ -1,0 +1,218 @@
+"""The pictures of a report. Each function draws one idea into the axes it is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from paceline.observe.summary import CurvePoint, RunSummary
+
+# Okabe and Ito's colours without the two that are too pale on white: told apart with every kind of colour vision.
+POLICY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+BASELINE_COLOUR = "#555555"
+INK = "#222222"
+FAINT = "#8a8a8a"
+GRID = "#e6e6e6"
+DPI = 150
+# Reads older than this share the leftmost bar, so that one straggler does not flatten every histogram.
+MAX_BARS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A run as it is drawn: its numbers under a label, in the one colour it has in every picture."""
+
+    label: str
+    summary: RunSummary
+    colour: str
+
+    @property
+    def is_baseline(self) -> bool:
+        """Say whether a single process did all the work: no reads to show and nobody to wait for."""
+        return len(self.summary.workers) == 1
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """Return an empty white figure; raises UsageError when matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "Drawing the report needs matplotlib, which is not installed: pip install 'paceline[demo]'."
+        ) from error
+    figure = Figure(figsize=(width_in, height_in), dpi=DPI, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.08)
+    return figure
+
+
+def colours(are_baselines: Sequence[bool]) -> list[str]:
+    """Give every run its colour: policies in a fixed order, baselines in grey."""
+    policies = iter(POLICY_COLOURS * (len(are_baselines) // len(POLICY_COLOURS) + 1))
+    return [BASELINE_COLOUR if is_baseline else next(policies) for is_baseline in are_baselines]
+
+
+def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
+    """Draw the training loss of every run against seconds, and name when each was done."""
+    _draw_curves(axes, [(subject, subject.summary.loss_by_time) for subject in subjects])
+    _name_ends(axes, [(subject, f"{subject.summary.seconds:.1f} s") for subject in subjects])
+    axes.set_xlabel("seconds since the first step began", color=INK)
+
+
+def draw_loss_by_clock(axes: Axes, subjects: Sequence[Subject]) -> None:
+    """Draw the training loss of every run against clocks, and name the loss at which each ended."""
+    _draw_curves(axes, [(subject, subject.summary.loss_by_clock) for subject in subjects])
+    _name_ends(axes, [(subject, f"{subject.summary.loss_by_clock[-1].loss:.3f}") for subject in subjects])
+    axes.set_xlabel("clock", color=INK)
+
+
+def draw_staleness(row: Sequence[Axes], subjects: Sequence[Subject]) -> None:
+    """Draw one histogram of clock differentials for each subject, all on the same scales."""
+    seen = [differential for subject in subjects for differential in subject.summary.differentials]
+    newest = max(seen, default=-1)
+    oldest = max(min(seen, default=-1), newest - MAX_BARS + 1)
+    for axes, subject in zip(row, subjects, strict=True):
+        _draw_histogram(axes, subject, oldest, newest)
+        axes.set_ylim(0, 1.22)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    row[0].set_ylabel("share of reads", color=INK)
+
+
+def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
+    """Draw every worker's wait share, grouped by run, with the slow worker of each run hatched."""
+    left = 0.0
+    ticks: list[float] = []
+    tick_labels: list[str] = []
+    for subject in subjects:
+        workers = subject.summary.workers
+        for place, worker in enumerate(workers):
+            is_slow = worker.worker == subject.summary.slow_worker
+            _draw_wait_bar(axes, left + place, worker.wait_share, subject.colour, is_slow=is_slow)
+            ticks.append(left + place)
+            tick_labels.append(f"{worker.worker}\nslow" if is_slow else f"{worker.worker}")
+        axes.annotate(
+            subject.label, (left + (len(workers) - 1) / 2, 0), xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -38), textcoords="offset points", ha="center", va="top",
+            color=subject.colour, weight="bold", annotation_clip=False,
+        )  # fmt: skip
+        left += len(workers) + 1
+    axes.set_xticks(ticks, tick_labels)
+    _percent_axis(axes)
+    _quiet(axes, grid="y")
+    axes.set_ylim(0, min(1.0, 1.25 * axes.dataLim.y1) or 1.0)
+    axes.set_ylabel("share of time spent waiting", color=INK)
+    axes.set_xlabel("worker, by run", color=INK, labelpad=24)
+
+
+def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
+    """Draw the final test accuracy of every run as a point, with the baseline as a line to compare with."""
+    known = [
+        (subject, subject.summary.test_accuracy) for subject in subjects if subject.summary.test_accuracy is not None
+    ]
+    _quiet(axes, grid="x")
+    for place, (subject, accuracy) in enumerate(known):
+        if subject.is_baseline:
+            axes.axvline(accuracy, color=subject.colour, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.plot([accuracy], [place], "o", color=subject.colour, markersize=11, zorder=3)
+        axes.annotate(
+            f"{accuracy:.2%}", (accuracy, place), xytext=(11, 0), textcoords="offset points", va="center",
+            color=subject.colour, weight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+    axes.set_yticks(range(len(known)), [subject.label for subject, _ in known])
+    for text, (subject, _) in zip(axes.get_yticklabels(), known, strict=True):
+        text.set(color=subject.colour, weight="bold")
+    axes.set_ylim(len(known) - 0.5, -0.5)
+    _widen(axes, [accuracy for _, accuracy in known])
+    axes.xaxis.set_major_formatter(lambda share, _: f"{share:.1%}")
+    axes.set_xlabel("test accuracy", color=INK)
+
+
+def _draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]]) -> None:
+    _quiet(axes, grid="y")
+    for subject, curve in drawn:
+        xs, ys = [point.at for point in curve], [point.loss for point in curve]
+        style = (0, (5, 2)) if subject.is_baseline else "-"
+        axes.plot(xs, ys, color=subject.colour, linewidth=2, linestyle=style, alpha=0.9)
+        axes.plot(xs[-1:], ys[-1:], "o", color=subject.colour, markersize=6)
+    axes.set_ylabel("training loss", color=INK)
+    axes.set_xlim(left=0)
+    if all(point.loss > 0 for _, curve in drawn for point in curve):
+        _scale_by_ratio(axes)
+
+
+def _scale_by_ratio(axes: Axes) -> None:
+    """Use a logarithmic scale with plain numbers on it, so that late differences stay visible."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+    axes.set_ylabel("training loss (log scale)", color=INK)
+
+
+def _name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
+    """Name every curve and where it ends, top right, where falling curves leave room."""
+    for line, (subject, end) in enumerate(ends):
+        for x, side, text, weight in ((0.78, "right", subject.label, "bold"), (0.80, "left", end, "normal")):
+            axes.text(
+                x, 0.97 - 0.075 * line, text, transform=axes.transAxes, ha=side, va="top", weight=weight,
+                color=subject.colour, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )  # fmt: skip
+
+
+def _draw_histogram(axes: Axes, subject: Subject, oldest: int, newest: int) -> None:
+    num_reads = subject.summary.num_reads
+    shares = dict.fromkeys(range(oldest, newest + 1), 0.0)
+    for differential, count in subject.summary.differentials.items():
+        shares[max(differential, oldest)] += count / num_reads
+    axes.bar(list(shares), list(shares.values()), width=0.82, color=subject.colour)
+    for differential, share in shares.items():
+        if share >= 0.01:
+            axes.text(differential, share + 0.015, f"{share:.0%}", ha="center", color=INK, fontsize=8)
+    folded = min(subject.summary.differentials, default=oldest) < oldest
+    axes.set_xticks(list(shares), [f"≤{tick}" if folded and tick == oldest else f"{tick}" for tick in shares])
+    axes.set_xlim(oldest - 0.6, newest + 0.6)
+    axes.set_title(subject.label, color=subject.colour, weight="bold", fontsize=11)
+    axes.text(
+        0.5, 0.985, f"freshest {subject.summary.freshest_share:.0%}, oldest {subject.summary.max_staleness} behind",
+        transform=axes.transAxes, ha="center", va="top", color=FAINT, fontsize=9,
+    )  # fmt: skip
+    axes.set_xlabel("clock differential", color=INK)
+    _percent_axis(axes)
+    _quiet(axes, grid="y")
+
+
+def _draw_wait_bar(axes: Axes, place: float, share: float, colour: str, *, is_slow: bool) -> None:
+    face, hatch = ("white", "////") if is_slow else (colour, None)
+    axes.bar([place], [share], width=0.84, color=face, edgecolor=colour, hatch=hatch, linewidth=1)
+    axes.annotate(
+        f"{share:.0%}", (place, share), xytext=(0, 2), textcoords="offset points",
+        ha="center", va="bottom", color=INK, fontsize=8,
+    )  # fmt: skip
+
+
+def _widen(axes: Axes, values: Sequence[float]) -> None:
+    """Leave room left and right, and show differences that matter without blowing up those that do not."""
+    if values:
+        margin = max(0.01, 0.35 * (max(values) - min(values)))
+        axes.set_xlim(max(0.0, min(values) - margin), min(1.0 + margin / 4, max(values) + margin))
+
+
+def _percent_axis(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+
+
+def _quiet(axes: Axes, grid: str) -> None:
+    axes.grid(visible=True, axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(which="both", color=FAINT, labelcolor=INK)

@@ -1,0 +1,190 @@
+"""The numbers of a run, as pure functions of its records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from paceline.observe.trace import Membership, MinClock, Read, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from paceline.observe.runs import Run
+
+CURVE_POINTS = 80
+# A worker counts as slow when its clocks take this much more computing than the middle worker's.
+SLOW_RATIO = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSummary:
+    """What one worker did: finished clocks, samples, and its time, of which `wait_s` was waiting for others."""
+
+    worker: int
+    num_clocks: int
+    num_samples: int
+    wait_s: float
+    busy_s: float
+
+    @property
+    def wait_share(self) -> float:
+        """Return the share of its time that the worker waited for others."""
+        return self.wait_s / (self.wait_s + self.busy_s) if self.wait_s else 0.0
+
+    @property
+    def busy_per_clock_s(self) -> float:
+        """Return how long the worker itself takes for one clock."""
+        return self.busy_s / self.num_clocks
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The mean loss of some consecutive steps, at their mean time (since the first step began) or clock."""
+
+    at: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The numbers of a run; None where the run has no such record (a single process reads no tables)."""
+
+    seconds: float
+    workers: tuple[WorkerSummary, ...]
+    # Clock differential of reads (values' age - reader's clock; -1 is the freshest) -> number of reads.
+    differentials: Mapping[int, int]
+    # Share of reads that got the newest complete values the servers had at that moment.
+    freshest_share: float | None
+    # Largest difference between the clocks of two workers that were computing at the same time.
+    max_lead: int | None
+    test_loss: float | None
+    test_accuracy: float | None
+    loss_by_time: tuple[CurvePoint, ...]
+    loss_by_clock: tuple[CurvePoint, ...]
+
+    @property
+    def num_reads(self) -> int:
+        """Return how many reads were recorded."""
+        return sum(self.differentials.values())
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the samples of all workers per second of the run."""
+        return sum(worker.num_samples for worker in self.workers) / self.seconds if self.seconds else 0.0
+
+    @property
+    def num_clocks(self) -> int:
+        """Return the clocks that the furthest worker finished."""
+        return max((worker.num_clocks for worker in self.workers), default=0)
+
+    @property
+    def wait_share_mean(self) -> float:
+        """Return the mean of the workers' wait shares."""
+        return fmean(worker.wait_share for worker in self.workers) if self.workers else 0.0
+
+    @property
+    def wait_share_max(self) -> float:
+        """Return the wait share of the worker that waited most."""
+        return max((worker.wait_share for worker in self.workers), default=0.0)
+
+    @property
+    def max_staleness(self) -> int | None:
+        """Return by how many clocks the oldest read lagged behind its reader; at most s under ssp(s)."""
+        return -1 - min(self.differentials) if self.differentials else None
+
+    @property
+    def current_share(self) -> float | None:
+        """Return the share of reads at differential -1: with every update of all earlier clocks."""
+        return self.differentials.get(-1, 0) / self.num_reads if self.differentials else None
+
+    @property
+    def slow_worker(self) -> int | None:
+        """Return the worker that takes clearly longer for a clock than the others, if there is one."""
+        if len(self.workers) < 2:
+            return None
+        slowest = max(self.workers, key=attrgetter("busy_per_clock_s"))
+        typical_s = median(worker.busy_per_clock_s for worker in self.workers)
+        return slowest.worker if slowest.busy_per_clock_s >= SLOW_RATIO * typical_s else None
+
+
+def summarize(run: Run) -> RunSummary:
+    """Compute the numbers of a run; an empty run gives zeros and None."""
+    start_t = min((step.t - step.step_s for step in run.steps), default=0.0)
+    last = run.evaluations[-1] if run.evaluations else None
+    return RunSummary(
+        seconds=run.steps[-1].t - start_t if run.steps else 0.0,
+        workers=_workers(run.steps),
+        differentials=dict(sorted(Counter(read.differential for read in run.reads).items())),
+        freshest_share=_freshest_share(run),
+        max_lead=_max_lead(run),
+        test_loss=last.loss if last else None,
+        test_accuracy=last.accuracy if last else None,
+        loss_by_time=_curve([(step.t - start_t, step.loss) for step in run.steps if step.loss is not None]),
+        loss_by_clock=_curve(_mean_by_clock(run.steps)),
+    )
+
+
+def _workers(steps: Sequence[Step]) -> tuple[WorkerSummary, ...]:
+    by_worker: dict[int, list[Step]] = {}
+    for step in steps:
+        by_worker.setdefault(step.worker, []).append(step)
+    return tuple(
+        WorkerSummary(
+            worker=worker,
+            num_clocks=len({step.clock for step in own}),
+            num_samples=sum(step.samples for step in own),
+            wait_s=sum(step.wait_s for step in own),
+            busy_s=sum(step.step_s - step.wait_s for step in own),
+        )
+        for worker, own in sorted(by_worker.items())
+    )
+
+
+def _freshest_share(run: Run) -> float | None:
+    """Compare every read with the slowest clock that all servers of its table had reached by then."""
+    if not run.reads:
+        return None
+    reached = {(record.table, record.server): 0 for record in run.min_clocks}
+    num_freshest = 0
+    for record in merge(run.min_clocks, run.reads, key=attrgetter("t")):
+        if isinstance(record, MinClock):
+            reached[record.table, record.server] = record.clock
+        else:
+            on_servers = (clock for (table, _), clock in reached.items() if table == record.table)
+            num_freshest += record.value_clock >= min(on_servers, default=0)
+    return num_freshest / len(run.reads)
+
+
+def _max_lead(run: Run) -> int | None:
+    """Follow who computes at which clock: from a worker's first read at a clock to its step, or its end."""
+    computing: dict[int, int] = {}
+    leads: list[int] = []
+    gone = (record for record in run.memberships if record.event != "joined")
+    for record in merge(run.steps, gone, run.reads, key=attrgetter("t")):
+        if isinstance(record, Read):
+            computing[record.worker] = record.clock
+            leads.append(max(computing.values()) - min(computing.values()))
+        elif isinstance(record, Membership) or computing.get(record.worker, -1) <= record.clock:
+            computing.pop(record.worker, None)
+    return max(leads, default=None)
+
+
+def _mean_by_clock(steps: Iterable[Step]) -> list[tuple[float, float]]:
+    """Average the loss over the workers that finished a clock; the first clock is drawn at 1."""
+    losses: dict[int, list[float]] = {}
+    for step in steps:
+        if step.loss is not None:
+            losses.setdefault(step.clock + 1, []).append(step.loss)
+    return [(clock, fmean(of_clock)) for clock, of_clock in sorted(losses.items())]
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> tuple[CurvePoint, ...]:
+    """Average consecutive points in at most CURVE_POINTS groups of equal size; single steps are too noisy to read."""
+    size = max(1, -(-len(points) // CURVE_POINTS))
+    groups = (points[start : start + size] for start in range(0, len(points), size))
+    return tuple(CurvePoint(fmean(at for at, _ in group), fmean(loss for _, loss in group)) for group in groups)
