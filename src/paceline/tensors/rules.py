@@ -1,0 +1,69 @@
+"""What an update rule is: a name and plain numbers that travel, and the object they become on a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Number: TypeAlias = float | int | bool | None
+Hyper: TypeAlias = dict[str, Number | tuple[Number, ...]]
+Granularity: TypeAlias = Literal["element", "tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSpec:
+    """An update rule as data: never code, so a server runs only what it already has.
+
+    Args:
+        name: "add", "torch.optim.<class>", or "package.module:Rule" for a rule of your own.
+        groups: the hyperparameters of each parameter group; at least one group.
+    """
+
+    name: str
+    groups: tuple[Hyper, ...]
+
+
+@runtime_checkable
+class UpdateRule(Protocol):
+    """Turns gradients into new values; lives on one server and owns the optimizer state of one shard.
+
+    A class given as "package.module:Rule" is built without arguments and must have these four members.
+    """
+
+    @property
+    def granularity(self) -> Granularity:
+        """Return "element" when a tensor may be cut anywhere, "tensor" when the rule needs it whole."""
+        ...
+
+    def update(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        hyper: Sequence[Hyper],
+        groups: Sequence[int],
+    ) -> None:
+        """Change `values` in place; called without autograd.
+
+        Args:
+            values: the pieces of the shard, the same views of the same memory at every call.
+            gradients: one a piece, of its shape and dtype. Never write to them: they may be a worker's memory. None
+                means absent, and then the piece and its state stay untouched; zeros are a gradient like any other.
+            hyper: the hyperparameters of each group, as of this update.
+            groups: the group of each piece, an index into `hyper`.
+        """
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the live state, each name "<index of the piece>.<name of the state>"; empty before any update.
+
+        A state with the shape of its piece belongs to the elements; one of shape `()` to the piece as a whole.
+        """
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of what `state` returned earlier, before the first update or between two."""
+        ...

@@ -1,0 +1,213 @@
+"""The update rules of torch.optim: to and from plain numbers, and running on the flat values of a shard."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.tensors.rules import Granularity, Hyper, Number, RuleSpec
+
+PREFIX = "torch.optim."
+
+# Their update of an element looks at that element alone, so a tensor may be cut anywhere. Every other class (Adafactor,
+# Muon, what comes next) is taken to need whole tensors.
+_ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+_REFUSED = {
+    "LBFGS": "it evaluates the model several times a step (a closure), which a server cannot do",
+    "SparseAdam": "it takes sparse gradients only, and gradients travel dense",
+    "Optimizer": "it is the abstract base of the others",
+}
+_NOT_HYPER = frozenset({"params", "param_names"})
+# Ways of running a step that make sense only where the autograd graph or a CUDA graph is.
+_LOCAL_ONLY = ("differentiable", "capturable")
+
+
+def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
+    """Return the rule of any class of torch.optim, by its name, with its own arguments.
+
+    Raises:
+        UsageError: there is no such class, it cannot run on a server, or it refuses an argument.
+
+    Example:
+        >>> torch_optim("NAdam", lr=0.002).name
+        'torch.optim.NAdam'
+    """
+    cls = optimizer_class(PREFIX + class_name)
+    stand_in = nn.Parameter(torch.zeros(1, 1))
+    try:
+        optimizer = _construct(cls, [{"params": [stand_in]}], numbers)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{PREFIX}{class_name} refuses its arguments {numbers}: {error}") from error
+    return from_optimizer(optimizer)
+
+
+def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
+    """Return the rule of a torch optimizer: its class by name and the hyperparameters of each of its groups.
+
+    Raises:
+        UsageError: the class is not one of torch.optim or cannot run on a server, or a hyperparameter is no plain
+            number (or tuple of them).
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(3))
+        >>> from_optimizer(torch.optim.SGD([weight], lr=0.1)).groups[0]["lr"]
+        0.1
+    """
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is not cls:
+        raise UsageError(
+            f"{cls.__module__}.{cls.__qualname__} is not a class of torch.optim, so servers do not know it. "
+            "Write it as an update rule and name it by its import path: paceline.update.rule('package.module:Rule')."
+        )
+    name = PREFIX + cls.__name__
+    optimizer_class(name)
+    return RuleSpec(name, tuple(hyper_of(group, name) for group in optimizer.param_groups))
+
+
+def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper:
+    """Return the hyperparameters of one param group as plain numbers, ready to travel.
+
+    Raises:
+        UsageError: one of them is not a plain number, or asks for a step that a server cannot do.
+    """
+    for key in _LOCAL_ONLY:
+        if group.get(key):
+            raise UsageError(f"{owner} has {key}=True, but its steps run on the servers. Leave {key} out.")
+    return {key: _plain(key, value, owner) for key, value in group.items() if key not in _NOT_HYPER}
+
+
+def _plain(key: str, value: object, owner: str) -> Number | tuple[Number, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(_number(key, item, owner) for item in cast("Sequence[object]", value))
+    return _number(key, value, owner)
+
+
+def _number(key: str, value: object, owner: str) -> Number:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    advice = "Pass its value: float(...)." if isinstance(value, Tensor) else "Use a number, or None."
+    raise UsageError(
+        f"{key} of {owner} is a {type(value).__name__} ({value}), "
+        f"but only plain numbers travel to the servers. {advice}"
+    )
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class named "torch.optim.<class>".
+
+    Raises:
+        UsageError: there is no such class, or it cannot run on a server.
+    """
+    short = name.removeprefix(PREFIX)
+    found = getattr(torch.optim, short, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UsageError(f"There is no optimizer class '{name}' in torch {torch.__version__}. Check its spelling.")
+    if short in _REFUSED:
+        raise UsageError(f"{name} cannot run on a server: {_REFUSED[short]}. Choose another, Adam for example.")
+    return found
+
+
+@final
+class TorchRule:
+    """Runs one class of torch.optim over the pieces of a shard: its parameters are views of the shard's values.
+
+    Args:
+        name: "torch.optim.<class>".
+
+    Raises:
+        UsageError: there is no such class, or it cannot run on a server.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._class = optimizer_class(name)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._loaded: dict[str, Tensor] = {}  # waits for the first update; empty once there is an optimizer
+
+    @property
+    def granularity(self) -> Granularity:
+        """Return whether tensors may be cut."""
+        return "element" if self._class.__name__ in _ELEMENTWISE else "tensor"
+
+    def update(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        hyper: Sequence[Hyper],
+        groups: Sequence[int],
+    ) -> None:
+        """Take one step of the optimizer; see `UpdateRule.update`."""
+        optimizer = self._optimizer or self._build(values, hyper, groups)
+        for group, numbers in zip(optimizer.param_groups, hyper, strict=True):
+            group.update({**numbers, "params": group["params"]})
+        for parameter, gradient, group in zip(self._parameters, gradients, groups, strict=True):
+            scribbles = gradient is not None and _writes_to_gradients(hyper[group], parameter)
+            parameter.grad = gradient.clone() if scribbles and gradient is not None else gradient
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)  # the gradients are the worker's memory; do not keep it alive
+
+    def _build(self, values: Sequence[Tensor], hyper: Sequence[Hyper], groups: Sequence[int]) -> torch.optim.Optimizer:
+        self._parameters = [nn.Parameter(value) for value in values]
+        param_groups: list[dict[str, object]] = [{**numbers, "params": []} for numbers in hyper]
+        for parameter, group in zip(self._parameters, groups, strict=True):
+            cast("list[nn.Parameter]", param_groups[group]["params"]).append(parameter)
+        # Some classes (Adagrad) read arguments of the constructor that they do not look up in the groups.
+        accepted = inspect.signature(self._class).parameters
+        arguments = {key: value for key, value in hyper[0].items() if key in accepted}
+        self._optimizer = _construct(self._class, param_groups, arguments)
+        self._restore(self._optimizer, self._loaded)
+        self._loaded = {}
+        return self._optimizer
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live state of every piece; see `UpdateRule.state`."""
+        if self._optimizer is None:
+            return dict(self._loaded)
+        named: dict[str, Tensor] = {}
+        for index, parameter in enumerate(self._parameters):
+            for name, value in self._optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    named[f"{index}.{name}"] = value
+                elif value is not None:
+                    raise ProtocolBug(f"State '{name}' of {self._class.__name__} is {value!r}, expected a tensor.")
+        return named
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
+        copied = {key: value.clone() for key, value in state.items()}
+        if self._optimizer is None:
+            self._loaded = copied
+        else:
+            self._restore(self._optimizer, copied)
+
+    def _restore(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+        if not state:
+            return
+        optimizer.state.clear()
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            optimizer.state[self._parameters[int(index)]][name] = value
+
+
+def _construct(
+    cls: Callable[..., torch.optim.Optimizer], param_groups: list[dict[str, object]], arguments: Hyper
+) -> torch.optim.Optimizer:
+    return cls(param_groups, **arguments)
+
+
+def _writes_to_gradients(hyper: Hyper, parameter: Tensor) -> bool:
+    """Return whether the step may run as torch's multi-tensor loop, which uses the gradients as scratch space."""
+    return bool(hyper.get("foreach")) or parameter.device.type != "cpu"
