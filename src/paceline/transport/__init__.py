@@ -1,6 +1,8 @@
 """Carries frames between processes, over memory, shared memory or TCP; knows no clock and no message meaning."""
 
 from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Transport
+from paceline.transport.faults import FaultCounts, FaultPlan
+from paceline.transport.faulty import FaultyTransport
 from paceline.transport.memory import MemoryTransport
 from paceline.transport.shm import ShmTransport
 from paceline.transport.tcp import TcpTransport
@@ -9,6 +11,9 @@ __all__ = [
     "EMPTY",
     "Connection",
     "Credentials",
+    "FaultCounts",
+    "FaultPlan",
+    "FaultyTransport",
     "Frame",
     "Limits",
     "Listener",

@@ -89,7 +89,7 @@ class MemoryConnection:
         deadline = Deadline.after(timeout_s)
         body = flat(body)
         self._check_sizes(header, body)
-        carried = body if self._regions.find(body) is not None else copied(body)
+        carried = body[:] if self._regions.find(body) is not None else copied(body)
         try:
             self._outgoing.put(Frame(bytes(header), carried), deadline)
         except TimeoutError:

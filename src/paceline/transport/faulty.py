@@ -1,0 +1,210 @@
+"""A transport that fails on purpose, by a plan and a seed, around any other transport."""
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.buffers import copied, flat
+from paceline.transport.deadline import Deadline
+from paceline.transport.faults import Dice, Fate, FaultCounts, FaultPlan, Tally
+
+# A frame held back is given this long to be taken by the carrier; after that it counts as lost on the way.
+_HELD_SEND_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A frame that waits until `due_s` on the monotonic clock; its body is a copy of its own."""
+
+    due_s: float
+    header: bytes
+    body: memoryview
+
+
+@final
+class FaultyConnection:
+    """A connection whose sent frames meet their fates."""
+
+    def __init__(self, inner: Connection, plan: FaultPlan, dice: Dice, tally: Tally) -> None:
+        self.peer: Final = inner.peer
+        self.identity: Final = inner.identity
+        self._inner = inner
+        self._longest_hold_s = plan.delay_s[1]
+        self._dice = dice
+        self._tally = tally
+        self._changed = threading.Condition()
+        # Invariant: frames in `_late` leave in order, and nothing sent later leaves before them.
+        self._late: deque[_Held] = deque()
+        # Waits for the next frame to overtake it.
+        self._aside: _Held | None = None
+        self._postman: threading.Thread | None = None
+        self._closed = False
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give writable memory for a body; see `Connection.allocate`."""
+        return self._inner.allocate(size_bytes)
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame, or fail to; see `Connection.send`."""
+        deadline = Deadline.after(timeout_s)
+        if not self._changed.acquire(timeout=deadline.remaining_s()):
+            raise DeadlineExceeded(f"waited {timeout_s} s for other threads to finish sending to {self.peer}")
+        try:
+            self._meet(self._dice.throw(header), header, flat(body), deadline)
+        finally:
+            self._changed.release()
+
+    def receive(self, *, timeout_s: float) -> Frame:
+        """Wait for the next frame; see `Connection.receive`."""
+        return self._inner.receive(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End the connection, and lose the frames held back; see `Connection.close`."""
+        self._inner.close()  # first, so that a postman blocked in it comes back
+        with self._changed:
+            self._end()
+            postman = self._postman
+        if postman is not None:
+            postman.join()
+
+    def _end(self) -> None:
+        self._inner.close()
+        self._closed = True
+        self._late.clear()
+        self._aside = None
+        self._changed.notify_all()
+
+    def _meet(self, fate: Fate, header: bytes, body: memoryview, deadline: Deadline) -> None:
+        if self._closed:
+            raise ConnectionLost(f"the connection to {self.peer} is over: it was closed or cut here")
+        if fate.reorder:  # one frame at a time is held back, by itself; the next one overtakes it
+            fate = replace(fate, reorder=False) if self._aside else replace(fate, duplicate=False, delay_s=0.0)
+        self._tally.add(fate)
+        if fate.cut:
+            self._end()
+            raise ConnectionLost(f"the connection to {self.peer} is over: cut by the fault plan")
+        if fate.drop:
+            return
+        if fate.reorder:
+            self._aside = _Held(time.monotonic() + self._longest_hold_s, bytes(header), copied(body))
+            self._wake_postman()
+            return
+        self._forward(header, body, fate.delay_s, deadline)
+        if fate.duplicate:
+            self._forward(header, copied(body), 0.0, deadline)
+        overtaken, self._aside = self._aside, None
+        if overtaken is not None:
+            self._forward(overtaken.header, overtaken.body, 0.0, deadline)
+
+    def _forward(self, header: bytes, body: memoryview, delay_s: float, deadline: Deadline) -> None:
+        """Send now, or queue behind what is late already."""
+        if delay_s == 0 and not self._late:
+            self._inner.send(header, body, timeout_s=deadline.remaining_s())
+            return
+        last_due_s = self._late[-1].due_s if self._late else 0.0
+        due_s = max(time.monotonic() + delay_s, last_due_s)
+        self._late.append(_Held(due_s, bytes(header), copied(body)))
+        self._wake_postman()
+
+    def _wake_postman(self) -> None:
+        if self._postman is None:
+            self._postman = threading.Thread(target=self._deliver_late, name=f"paceline-late {self.peer}", daemon=True)
+            self._postman.start()
+        self._changed.notify_all()
+
+    def _deliver_late(self) -> None:
+        with self._changed:
+            while not self._closed:
+                held = self._next_due()
+                wait_s = None if held is None else held.due_s - time.monotonic()
+                if held is None or (wait_s is not None and wait_s > 0):
+                    self._changed.wait(wait_s)
+                else:
+                    self._deliver(held)
+
+    def _next_due(self) -> _Held | None:
+        waiting = [held for held in (*list(self._late)[:1], self._aside) if held is not None]
+        return min(waiting, key=lambda held: held.due_s, default=None)
+
+    def _deliver(self, held: _Held) -> None:
+        """Send a frame whose time has come; when that fails, the connection is over."""
+        if held is self._aside:
+            self._aside = None
+        else:
+            self._late.popleft()
+        try:
+            self._inner.send(held.header, held.body, timeout_s=_HELD_SEND_TIMEOUT_S)
+        except PeerError:
+            self._end()
+
+
+@final
+class FaultyListener:
+    """A listener whose connections fail on purpose as well."""
+
+    def __init__(self, inner: Listener, transport: "FaultyTransport") -> None:
+        self.address: Final = inner.address
+        self._inner = inner
+        self._transport = transport
+
+    def accept(self, *, timeout_s: float) -> FaultyConnection:
+        """Wait for the next connection; see `Listener.accept`."""
+        return self._transport.wrap(self._inner.accept(timeout_s=timeout_s), "accepted")
+
+    def close(self) -> None:
+        """Stop listening; see `Listener.close`."""
+        self._inner.close()
+
+
+@final
+class FaultyTransport:
+    """Carries frames by `inner`, except where the plan has them dropped, delayed, doubled, overtaken or cut off.
+
+    Handshakes are spared. The fates of a connection's frames depend only on the seed, the side, the identity and
+    how many connections of that identity came before.
+
+    >>> from paceline.transport.memory import MemoryTransport
+    >>> transport = FaultyTransport(MemoryTransport(), FaultPlan(drop=1.0), seed=7)
+    >>> listener = transport.listen("memory://server-0")
+    >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=1)
+    >>> worker.send(b"push", timeout_s=1)
+    >>> transport.counts.dropped
+    1
+    >>> worker.close(), listener.close()
+    (None, None)
+    """
+
+    def __init__(self, inner: Transport, plan: FaultPlan, seed: int) -> None:
+        self.name: Final = inner.name
+        self._inner = inner
+        self._plan = plan
+        self._seed = seed
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._num_before: Counter[tuple[str, bytes]] = Counter()
+
+    @property
+    def counts(self) -> FaultCounts:
+        """How many faults have happened so far, on all connections together."""
+        return self._tally.counts()
+
+    def listen(self, address: str) -> FaultyListener:
+        """Open a listener of the inner transport."""
+        return FaultyListener(self._inner.listen(address), self)
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> FaultyConnection:
+        """Connect by the inner transport."""
+        return self.wrap(self._inner.connect(address, identity, timeout_s=timeout_s), "connected")
+
+    def wrap(self, inner: Connection, side: str) -> FaultyConnection:
+        """Put a connection of the inner transport under the plan; `side` is "connected" or "accepted"."""
+        with self._lock:
+            key = (side, inner.identity)
+            number = self._num_before[key]
+            self._num_before[key] += 1
+        dice = Dice(self._plan, f"{self._seed}:{side}:{inner.identity.hex()}:{number}")
+        return FaultyConnection(inner, self._plan, dice, self._tally)

@@ -1,0 +1,67 @@
+"""Every transport, ready to use, and two connected ends of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.transport import (
+    Connection,
+    Credentials,
+    FaultPlan,
+    FaultyTransport,
+    Limits,
+    Listener,
+    MemoryTransport,
+    ShmTransport,
+    TcpTransport,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CARRIERS = ("memory", "tcp", "shm", "faulty-memory", "faulty-tcp")
+CREDENTIALS = Credentials(token=bytes(range(32)), job="contract")
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A transport and an address of it to listen at."""
+
+    transport: Transport
+    address: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ends of one connection, and how they met."""
+
+    transport: Transport
+    listener: Listener
+    client: Connection
+    server: Connection
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+        self.listener.close()
+
+
+def make_carrier(kind: str, directory: Path, limits: Limits | None = None) -> Carrier:
+    if kind.startswith("faulty-"):
+        inner = make_carrier(kind.removeprefix("faulty-"), directory, limits)
+        return Carrier(FaultyTransport(inner.transport, FaultPlan(), seed=0), inner.address)
+    if kind == "memory":
+        return Carrier(MemoryTransport(limits), "memory://server-0")
+    if kind == "tcp":
+        return Carrier(TcpTransport(CREDENTIALS, limits), "tcp://127.0.0.1:0")
+    os.chmod(directory, 0o700)
+    return Carrier(ShmTransport("contract", limits), f"shm://{directory}/server-0.sock")
+
+
+def connect_pair(transport: Transport, address: str) -> Pair:
+    listener = transport.listen(address)
+    client = transport.connect(listener.address, b"worker 3", timeout_s=5)
+    return Pair(transport, listener, client, listener.accept(timeout_s=5))

@@ -1,0 +1,274 @@
+"""What every transport promises, asked of every transport."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
+
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.transport import EMPTY, Connection, Limits
+
+
+def test_echo(pair: Pair) -> None:
+    pair.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
+    frame = pair.server.receive(timeout_s=5)
+    assert (frame.header, bytes(frame.body)) == (b"push", b"gradient")
+    pair.server.send(b"done", frame.body, timeout_s=5)
+    back = pair.client.receive(timeout_s=5)
+    assert (back.header, bytes(back.body)) == (b"done", b"gradient")
+
+
+def test_header_and_body_may_be_empty(pair: Pair) -> None:
+    pair.client.send(b"", timeout_s=5)
+    frame = pair.server.receive(timeout_s=5)
+    assert frame.header == b""
+    assert frame.body.nbytes == 0
+    assert frame.body == EMPTY
+
+
+def test_large_body(pair: Pair) -> None:
+    body = os.urandom(8 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(pair.server.receive, timeout_s=10)
+        pair.client.send(b"large", memoryview(body), timeout_s=10)
+        assert bytes(received.result().body) == body
+
+
+def test_order_of_many_small_frames(pair: Pair) -> None:
+    num_frames = 10_000
+
+    def send_all() -> None:
+        for number in range(num_frames):
+            pair.client.send(number.to_bytes(4), timeout_s=10)
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send_all)
+        numbers = [int.from_bytes(pair.server.receive(timeout_s=10).header) for _ in range(num_frames)]
+        sent.result()
+    assert numbers == list(range(num_frames))
+
+
+def test_bodies_of_all_sizes_follow_each_other(pair: Pair) -> None:
+    sizes = [0, 1, 63, 64, 4096, 16_383, 16_384, 70_000, 262_143, 262_144, 300_001]
+    bodies = [os.urandom(size) for size in sizes]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(
+            lambda: [
+                pair.client.send(b"h" * (size % 999), memoryview(b), timeout_s=5)
+                for size, b in zip(sizes, bodies, strict=True)
+            ]
+        )
+        frames = [pair.server.receive(timeout_s=5) for _ in sizes]
+        sent.result()
+    assert [bytes(frame.body) for frame in frames] == bodies
+    assert [len(frame.header) for frame in frames] == [size % 999 for size in sizes]
+
+
+def test_allocated_body_travels_whole_and_in_part(pair: Pair) -> None:
+    memory = pair.client.allocate(100_000)
+    memory[:] = bytes(range(250)) * 400
+    pair.client.send(b"whole", memory, timeout_s=5)
+    pair.client.send(b"part", memory[1000:1010], timeout_s=5)
+    assert pair.server.receive(timeout_s=5).body == memory
+    assert pair.server.receive(timeout_s=5).body == memory[1000:1010]
+
+
+def test_plain_body_is_copied_before_send_returns(pair: Pair) -> None:
+    body = bytearray(b"before")
+    pair.client.send(b"push", memoryview(body), timeout_s=5)
+    body[:] = b"after!"
+    assert bytes(pair.server.receive(timeout_s=5).body) == b"before"
+
+
+def test_received_body_outlives_the_connection(carrier: Carrier) -> None:
+    pair = connect_pair(carrier.transport, carrier.address)
+    memory = pair.client.allocate(5000)
+    memory[:5] = b"alive"
+    pair.client.send(b"push", memory, timeout_s=5)
+    body = pair.server.receive(timeout_s=5).body
+    pair.close()
+    memory.release()
+    assert bytes(body[:5]) == b"alive"
+
+
+def test_body_of_any_element_type_travels_as_bytes(pair: Pair) -> None:
+    floats = memoryview(bytearray(24)).cast("f", (2, 3))
+    pair.client.send(b"floats", floats, timeout_s=5)
+    assert pair.server.receive(timeout_s=5).body.nbytes == 24
+
+
+def test_scattered_body_is_the_callers_mistake(pair: Pair) -> None:
+    with pytest.raises(UsageError, match="contiguous"):
+        pair.client.send(b"push", memoryview(bytes(10))[::2], timeout_s=5)
+
+
+def test_frame_over_the_limits_is_the_callers_mistake(carrier: Carrier, pair: Pair) -> None:
+    with pytest.raises(UsageError, match="limits"):
+        pair.client.send(b"h" * (Limits().max_header_bytes + 1), timeout_s=5)
+
+
+def test_concurrent_senders_do_not_mix_frames(pair: Pair) -> None:
+    num_senders, num_frames = 4, 100
+
+    def send(sender: int) -> None:
+        for _ in range(num_frames):
+            pair.client.send(bytes([sender]), memoryview(bytes([sender]) * 5000), timeout_s=10)
+
+    with ThreadPoolExecutor(num_senders) as pool:
+        sent = [pool.submit(send, sender) for sender in range(num_senders)]
+        for _ in range(num_senders * num_frames):
+            frame = pair.server.receive(timeout_s=10)
+            assert bytes(frame.body) == frame.header * 5000
+        for future in sent:
+            future.result()
+
+
+def test_receive_ends_at_its_deadline_and_the_connection_lives_on(pair: Pair) -> None:
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"frame from"):
+        pair.client.receive(timeout_s=0.05)
+    assert 0.05 <= time.monotonic() - started < 2
+    pair.server.send(b"late", timeout_s=5)
+    assert pair.client.receive(timeout_s=5).header == b"late"
+
+
+def test_send_ends_at_its_deadline_when_nobody_receives(pair: Pair) -> None:
+    body = memoryview(bytes(1 << 16))
+
+    def fill() -> None:
+        for _ in range(10_000):
+            pair.client.send(b"push", body, timeout_s=0.05)
+
+    with pytest.raises(DeadlineExceeded, match="to take a frame"):
+        fill()
+
+
+def test_close_wakes_a_blocked_receiver(pair: Pair) -> None:
+    entered = threading.Event()
+
+    def receive() -> None:
+        entered.set()
+        pair.client.receive(timeout_s=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receive)
+        entered.wait()
+        pair.client.close()
+        with pytest.raises(ConnectionLost):
+            waiting.result(timeout=5)
+
+
+def test_close_may_be_repeated_and_ends_sending_and_receiving(pair: Pair) -> None:
+    pair.client.close()
+    pair.client.close()
+    with pytest.raises(ConnectionLost):
+        pair.client.receive(timeout_s=5)
+    with pytest.raises(ConnectionLost):
+        pair.client.send(b"push", timeout_s=5)
+
+
+def test_what_was_sent_before_closing_still_arrives(pair: Pair) -> None:
+    pair.client.send(b"goodbye", timeout_s=5)
+    pair.client.close()
+    assert pair.server.receive(timeout_s=5).header == b"goodbye"
+    with pytest.raises(ConnectionLost):
+        pair.server.receive(timeout_s=5)
+
+
+def test_closed_peer_is_noticed_by_the_sender(pair: Pair) -> None:
+    pair.server.close()
+
+    def send_on() -> None:
+        for _ in range(1000):
+            pair.client.send(b"push", memoryview(bytes(10_000)), timeout_s=5)
+
+    with pytest.raises(ConnectionLost):
+        send_on()
+
+
+def test_identity_arrives_and_peers_are_named(pair: Pair) -> None:
+    assert pair.server.identity == pair.client.identity == b"worker 3"
+    assert pair.client.peer
+    assert pair.server.peer
+
+
+def test_identity_is_bounded(carrier: Carrier) -> None:
+    with pytest.raises(UsageError, match="identity"):
+        carrier.transport.connect(carrier.address, bytes(1025), timeout_s=1)
+
+
+def test_sixty_four_connections_to_one_listener(carrier: Carrier) -> None:
+    listener = carrier.transport.listen(carrier.address)
+
+    def connect(number: int) -> Connection:
+        return carrier.transport.connect(listener.address, bytes([number]), timeout_s=10)
+
+    with ThreadPoolExecutor(16) as pool:
+        clients = list(pool.map(connect, range(64)))
+    servers = {end.identity[0]: end for end in (listener.accept(timeout_s=5) for _ in clients)}
+    for number, client in enumerate(clients):
+        client.send(b"from", memoryview(bytes([number])), timeout_s=5)
+    assert all(servers[number].receive(timeout_s=5).body[0] == number for number in range(64))
+    for end in (*clients, *servers.values(), listener):
+        end.close()
+
+
+def test_nobody_listens(carrier: Carrier) -> None:
+    listener = carrier.transport.listen(carrier.address)
+    listener.close()
+    with pytest.raises(PeerError, match="nobody listens"):
+        carrier.transport.connect(listener.address, b"", timeout_s=2)
+
+
+def test_accept_ends_at_its_deadline(carrier: Carrier) -> None:
+    listener = carrier.transport.listen(carrier.address)
+    with pytest.raises(DeadlineExceeded, match="connection at"):
+        listener.accept(timeout_s=0.01)
+    listener.close()
+
+
+def test_closing_a_listener_wakes_accept_and_spares_what_was_accepted(pair: Pair) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pair.listener.accept, timeout_s=30)
+        pair.listener.close()
+        pair.listener.close()
+        with pytest.raises(ConnectionLost):
+            waiting.result(timeout=5)
+    pair.client.send(b"still here", timeout_s=5)
+    assert pair.server.receive(timeout_s=5).header == b"still here"
+
+
+def test_closing_a_listener_ends_connections_never_accepted(carrier: Carrier) -> None:
+    listener = carrier.transport.listen(carrier.address)
+    client = carrier.transport.connect(listener.address, b"", timeout_s=5)
+    listener.close()
+    with pytest.raises(ConnectionLost):
+        client.receive(timeout_s=5)
+    client.close()
+
+
+def test_an_address_taken_and_given_back(carrier: Carrier) -> None:
+    first = carrier.transport.listen(carrier.address)
+    with pytest.raises(UsageError, match="taken"):
+        carrier.transport.listen(first.address)
+    first.close()
+    carrier.transport.listen(first.address).close()
+
+
+def test_address_of_another_transport_is_refused(carrier: Carrier) -> None:
+    with pytest.raises(UsageError, match="not an address of"):
+        carrier.transport.connect("pigeon://roof", b"", timeout_s=1)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_limits_hold_for_bodies(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path, Limits(max_body_bytes=1000))
+    pair = connect_pair(carrier.transport, carrier.address)
+    pair.client.send(b"", memoryview(bytes(1000)), timeout_s=5)
+    with pytest.raises(UsageError, match="limits"):
+        pair.client.send(b"", memoryview(bytes(1001)), timeout_s=5)
+    pair.close()
