@@ -20,7 +20,10 @@ def main(settings: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
     behaviour = settings.pop("behaviour", "")
     words = (f"--behaviour={behaviour}",) if behaviour else ()
-    programs = Programs(server=(sys.executable, str(SERVER), *words))
+    programs = Programs(
+        server=(sys.executable, str(SERVER), *words),
+        threads=(sys.executable, "-m", "paceline.launch.worker"),
+    )
     run_dir = settings.pop("run_dir", None)
     return run_local(
         LocalRun(

@@ -1,7 +1,7 @@
 """A server that keeps the launcher's side of the bargain and notes down what it is told.
 
-`python fake_server.py [--behaviour=WORD] <spec> <rank>`: with no word it publishes an address, obeys `stop`, and ends when
-its standard input does.
+`python fake_server.py [--behaviour=WORD] <spec> <rank>`: with no word it publishes an address, obeys `stop`, and ends
+when its standard input does.
 """
 
 import os
@@ -21,8 +21,8 @@ def main() -> None:
     if behaviour != "silent":
         publish(run_dir, rank)
     print("listening")
-    if behaviour == "die-when-met":
-        wait_for_worker()
+    if behaviour == "die-when-told":
+        sys.stdin.readline()
         os.abort()
     serve(run_dir / f"told-{rank}", stubborn=behaviour == "stubborn")
 
@@ -31,11 +31,6 @@ def publish(run_dir: Path, rank: str) -> None:
     unfinished = run_dir / f".server-{rank}"
     unfinished.write_text(f"fake://{rank}\n")
     unfinished.rename(run_dir / f"server-{rank}.address")
-
-
-def wait_for_worker() -> None:
-    """Wait for the line that a test makes a worker's death send."""
-    sys.stdin.readline()
 
 
 def serve(notes: Path, *, stubborn: bool) -> None:

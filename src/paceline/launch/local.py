@@ -19,7 +19,6 @@ from paceline.launch.signals import Signals
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.launch.supervise import Board, Supervisor, Terms
 
-START_TIMEOUT_S: Final = 30.0
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
 
@@ -78,7 +77,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     trace_folder.mkdir()
     console = Console()
     environment = _share_cores(run, console)
-    terms = Terms(policy=run.policy, start_timeout_s=START_TIMEOUT_S, grace_s=run.grace_s)
+    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s)
     board = open_board(trace_folder, run.num_workers) if run.progress and not run.quiet else None
     with Signals() as signals:
         supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board)

@@ -48,7 +48,8 @@ class LocalRun:
     trace: TraceLevel = "steps"
     run_dir: Path | None = None
     policy: Policy = field(default_factory=Policy)
-    grace_s: float = 5.0
+    start_timeout_s: float = 30.0  # until all servers say where they listen
+    grace_s: float = 5.0  # from being told to end until being killed
     progress: bool = False
     quiet: bool = False
 

@@ -1,0 +1,139 @@
+"""The command line: what it hands on, what it refuses, and how fast it answers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.errors import PeerError
+from paceline.launch import local
+from paceline.launch.plan import LocalRun
+from paceline.launch.policy import Policy
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
+    """The runs that the command line asked for; each ends with exit code 7."""
+    asked: list[LocalRun] = []
+
+    def run_local(run: LocalRun) -> int:
+        asked.append(run)
+        return 7
+
+    monkeypatch.setattr(local, "run_local", run_local)
+    return asked
+
+
+def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
+    line = (
+        "run -n 4 -m 3 --consistency ssp:3 --transport tcp --scale sum --on-crash restart --on-error continue "
+        "--max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress train.py"
+    )
+
+    assert cli.answer(line.split()) == 7
+    assert runs == [
+        LocalRun(
+            script=Path("train.py"),
+            num_workers=4,
+            num_servers=3,
+            consistency="ssp:3",
+            transport="tcp",
+            scale="sum",
+            policy=Policy(on_crash="restart", on_error="continue", max_restarts=9),
+            run_dir=Path("runs/a"),
+            trace="full",
+            quiet=True,
+            progress=False,
+        )
+    ]
+
+
+def test_what_follows_the_script_is_the_scripts(runs: list[LocalRun]) -> None:
+    args = ["--workers", "9", "-n", "8", "--help", "--version", "--", "--traceback", "--", "x=1"]
+
+    cli.answer(["run", "--workers=2", "train.py", *args])
+
+    assert (runs[0].num_workers, runs[0].args) == (2, tuple(args))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "split"),
+    [
+        (["run", "a.py"], (["run"], ["a.py"])),
+        (["run", "--quiet", "a.py", "-x"], (["run", "--quiet"], ["a.py", "-x"])),
+        (["run", "--no-progress", "-n", "2", "a.py"], (["run", "--no-progress", "-n", "2"], ["a.py"])),
+        (["run", "--transport=tcp", "--", "-odd.py"], (["run", "--transport=tcp"], ["-odd.py"])),
+        (["run", "--help"], (["run", "--help"], [])),
+        (["run", "-n"], (["run", "-n"], [])),
+        (["demo", "a.py"], (["demo", "a.py"], [])),
+        ([], ([], [])),
+    ],
+)
+def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list[str]]) -> None:
+    assert cli.split_at_script(tokens) == split
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run --consistency spp:3 train.py", "unknown consistency 'spp:3'"),
+        ("run --consistency ssp:-1 train.py", "bound is -1, expected 0 or more"),
+        ("run -n two train.py", 'unable to convert "two" into int'),
+        ("run -n 0 train.py", "--workers must be at least 1, got 0"),
+        ("run --servers 0 train.py", "--servers must be at least 1, got 0"),
+        ("run --transport pigeon train.py", 'Choose from: "shm", "tcp", "memory"'),
+        ("run --wrokers 2 train.py", "Did you mean --workers?"),
+        ("run /nowhere/train.py", "there is no script /nowhere/train.py (looked from"),
+        ("run", "SCRIPT requires an argument"),
+    ],
+)
+def test_bad_input_is_one_clear_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.answer(line.split()) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("paceline: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_traceback_is_shown_to_those_who_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.answer(["run", "--traceback", "/nowhere/train.py"]) == 2
+
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_the_failure_of_others_is_not_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_local(run: LocalRun) -> int:
+        raise PeerError(f"no answer while running {run.script}")
+
+    monkeypatch.setattr(local, "run_local", run_local)
+
+    assert cli.answer(["run", "train.py"]) == 1
+    assert capsys.readouterr().err == "paceline: no answer while running train.py\n"
+
+
+def test_help_and_version_answer_without_loading_anything_heavy() -> None:
+    code = (
+        "import sys; from paceline.cli import answer; codes = answer(['--help']), answer(['--version']); "
+        "print(codes, sorted({'torch', 'numpy', 'msgspec', 'matplotlib', 'asyncio'} & set(sys.modules)))"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert result.stdout.splitlines()[-1] == "(0, 0) []"
+    for command in ("run", "demo", "simulate"):
+        assert command in result.stdout
+
+
+def test_the_module_is_the_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "/nowhere/train.py"], capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 2
+    assert result.stderr.startswith("paceline: there is no script /nowhere/train.py")

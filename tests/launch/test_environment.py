@@ -1,0 +1,59 @@
+"""What travels by environment variable, and what comes of nonsense in it."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch.environment import (
+    Place,
+    child_environment,
+    chose_num_threads,
+    find_launcher,
+    find_place,
+    wants_colour,
+)
+
+
+def test_a_place_is_found_again() -> None:
+    place = Place(Path("/run/cluster.json"), rank=3, local_rank=1, incarnation=2)
+
+    assert find_place(place.as_environment()) == place
+
+
+def test_nobody_launched_us() -> None:
+    assert find_place({"PACELINE_RANK": "0"}) is None
+    assert find_launcher({}) is None
+
+
+def test_what_is_left_out_has_a_plain_meaning() -> None:
+    place = find_place({"PACELINE_SPEC": "/s", "PACELINE_RANK": "2"})
+
+    assert place == Place(Path("/s"), rank=2, local_rank=2, incarnation=0)
+
+
+@pytest.mark.parametrize("rank", ["", "-1", "two", "1.0"])
+def test_a_rank_that_is_no_number_is_refused(rank: str) -> None:
+    with pytest.raises(UsageError, match=f"PACELINE_RANK must be a whole number >= 0, got '{rank}'"):
+        find_place({"PACELINE_SPEC": "/s", "PACELINE_RANK": rank})
+
+
+@pytest.mark.parametrize(("num_processes", "threads"), [(1, "8"), (3, "2"), (6, "1"), (20, "1")])
+def test_processes_share_the_cores(num_processes: int, threads: str) -> None:
+    assert child_environment(num_processes, 8, {})["OMP_NUM_THREADS"] == threads
+
+
+def test_the_user_has_the_last_word() -> None:
+    chosen = {"OMP_NUM_THREADS": "5", "PYTHONUNBUFFERED": ""}
+
+    environment = child_environment(4, 8, chosen)
+
+    assert {name: environment[name] for name in chosen} == chosen
+    assert chose_num_threads(chosen)
+    assert not chose_num_threads({})
+
+
+def test_colour_is_a_choice() -> None:
+    assert wants_colour({"TERM": "xterm", "NO_COLOR": ""})
+    assert not wants_colour({"NO_COLOR": "1"})
+    assert not wants_colour({"TERM": "dumb"})

@@ -1,0 +1,52 @@
+"""The process that cleans up after the launcher."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.launch.launching import wait_gone
+
+from paceline.launch.guard import Guard, clear, keep_watch
+
+
+def start_sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+
+def test_orders_are_followed() -> None:
+    assert keep_watch(["watch 1\n", "watch 2\n", "forget 1\n", "forget 9\n"]) == {2}
+
+
+def test_it_kills_what_it_still_watches_and_spares_the_rest(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    guard = Guard(run_dir, temporary=True)
+    with start_sleeper() as watched, start_sleeper() as forgotten:
+        guard.watch(watched.pid)
+        guard.watch(forgotten.pid)
+        guard.forget(forgotten.pid)
+
+        guard.dismiss(timeout_s=5.0)
+
+        assert watched.wait(5) == -9
+        assert forgotten.poll() is None
+        forgotten.kill()
+    assert not run_dir.exists()
+
+
+def test_a_run_goes_on_without_its_guard(tmp_path: Path) -> None:
+    guard = Guard(tmp_path, temporary=False)
+    os.kill(guard.pid, 9)
+    assert wait_gone({guard.pid}, 5.0) == set()
+
+    guard.watch(1)
+    guard.dismiss(timeout_s=5.0)
+
+
+def test_clearing_a_kept_directory_takes_secrets_sockets_and_addresses(tmp_path: Path) -> None:
+    for name in ("token", "server-0.address", "server-0.sock", "cluster.json"):
+        (tmp_path / name).touch()
+
+    clear(tmp_path, temporary=False)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]

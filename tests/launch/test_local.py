@@ -1,0 +1,291 @@
+"""A whole run, from its start to its exit code, with a fake server and scripts that need no tensors."""
+
+import json
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.launch.launching import command, launch, write_script
+
+from paceline.errors import UsageError
+from paceline.launch.local import run_local
+from paceline.launch.plan import LocalRun
+from paceline.launch.policy import Policy
+
+PAUSE = "print('ready'); signal.pause()\n"
+
+
+def test_output_carries_the_name_of_who_wrote_it(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('out', sys.argv[1:]); print('err', place.rank, file=sys.stderr)")
+
+    result = launch(script, args=["--lr", "0.1", "--help"], num_workers=3, num_servers=2, quiet=False)
+
+    assert result.code == 0
+    lines = result.stdout.splitlines()
+    expected = [f"[worker {rank}] out ['--lr', '0.1', '--help']" for rank in range(3)]
+    assert sorted(lines) == sorted([*expected, "[server 0] listening", "[server 1] listening"])
+    assert {"[worker 0] err 0", "[worker 1] err 1", "[worker 2] err 2"} <= set(result.stderr.splitlines())
+    assert "OMP_NUM_THREADS" in result.stderr
+
+
+def test_the_script_is_main_and_finds_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'found'\n")
+    script = write_script(tmp_path, "import beside; print(__name__, beside.WORD, sys.argv[0] == __file__, end='')")
+
+    result = launch(script, num_workers=1)
+
+    assert "[worker 0] __main__ found True" in result.stdout.splitlines()
+
+
+def test_workers_learn_addresses_and_ranks(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path, "print(spec.addresses, place.rank, place.local_rank, place.incarnation, spec.num_workers)"
+    )
+
+    result = launch(script, num_workers=2, num_servers=2)
+
+    assert "[worker 1] ('fake://0', 'fake://1') 1 1 0 2" in result.stdout
+
+
+def test_what_is_kept_and_what_is_not(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    script = write_script(
+        tmp_path,
+        """
+from pathlib import Path
+from paceline.launch.spec import read_token
+token = read_token(Path(spec.run_dir))
+seen = Path("/proc/self/environ").read_bytes() + Path("/proc/self/cmdline").read_bytes()
+print(len(token), token in seen, token.hex().encode() in seen)
+""",
+    )
+
+    result = launch(script, num_workers=1, num_servers=2, run_dir=str(run_dir))
+
+    assert result.code == 0, result.stderr
+    assert "[worker 0] 32 False False" in result.stdout
+    assert {path.name for path in run_dir.iterdir()} == {"spec.json", "cluster.json", "trace", "told-0", "told-1"}
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert stat.S_IMODE((run_dir / "cluster.json").stat().st_mode) == 0o600
+    assert json.loads((run_dir / "cluster.json").read_text())["addresses"] == ["fake://0", "fake://1"]
+    assert (run_dir / "told-1").read_text() == "stop\n"
+
+
+def test_a_temporary_run_directory_is_removed(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, "print('dir', spec.run_dir)"), num_workers=1)
+
+    [line] = [line for line in result.stdout.splitlines() if "dir" in line]
+    assert not Path(line.split()[-1]).exists()
+
+
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("raise ValueError('boom')", 1)])
+def test_a_failing_worker_stops_the_run_with_its_code_and_last_lines(tmp_path: Path, statement: str, code: int) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+if place.rank == 0: {PAUSE}
+for number in range(30): print('line', number, file=sys.stderr)
+{statement}
+""",
+    )
+
+    result = launch(script)
+
+    assert result.code == code
+    quoted = [line for line in result.stderr.splitlines() if line.startswith("    ")]
+    assert len(quoted) == 20
+    assert "    line 29" in quoted
+    assert "    line 5" not in quoted
+    last = result.stderr.splitlines()[-1]
+    assert last == f"paceline: worker 1 ended with exit code {code}; the run was stopped"
+
+
+def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    script = write_script(tmp_path, "sys.exit(3) if place.rank == 1 else print('done')")
+
+    result = launch(script, policy={"on_error": "continue"}, run_dir=str(run_dir))
+
+    assert result.code == 0
+    assert "[worker 0] done" in result.stdout
+    assert "worker 1 ended with exit code 3; the run went on without it" in result.stderr
+    assert (run_dir / "told-0").read_text() == "dead 1 0\nstop\n"
+
+
+CRASH = "if place.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nprint('done')\n"
+
+
+def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    result = launch(write_script(tmp_path, CRASH), num_servers=2, run_dir=str(run_dir))
+
+    assert result.code == 0
+    assert result.stdout.count("done") == 1
+    assert "worker 1 was killed by SIGKILL; the run went on without it" in result.stderr
+    assert [(run_dir / f"told-{rank}").read_text() for rank in (0, 1)] == ["dead 1 0\nstop\n"] * 2
+
+
+def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, CRASH.replace("print('done')", PAUSE)), policy={"on_crash": "stop"})
+
+    assert result.code == 137
+    assert "worker 1 was killed by SIGKILL; the run was stopped" in result.stderr
+
+
+def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    crash = CRASH.replace("place.rank == 1", "place.rank == 1 and place.incarnation < 2")
+    script = write_script(tmp_path, crash.replace("'done'", "'done as', place.incarnation"))
+
+    result = launch(script, policy={"on_crash": "restart"}, run_dir=str(run_dir))
+
+    assert result.code == 0
+    assert "[worker 1] done as 2" in result.stdout
+    assert (run_dir / "told-0").read_text() == "dead 1 0\ndead 1 1\nstop\n"
+    assert "started again as incarnation 2" in result.stderr
+
+
+def test_restarts_come_to_an_end(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('try', place.incarnation)\n" + CRASH.replace("print('done')", PAUSE))
+
+    result = launch(script, policy={"on_crash": "restart", "max_restarts": 1})
+
+    assert result.code == 137
+    assert result.stdout.count("[worker 1] try") == 2
+
+
+def test_a_run_without_any_worker_left_has_failed(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+
+    assert result.code == 137
+    assert "no worker was left" in result.stderr
+
+
+def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, PAUSE), num_servers=2, behaviour="fail-at-start")
+
+    assert result.code == 1
+    assert "    no room for the parameters" in result.stderr.splitlines()
+    assert "server 1 ended with exit code 7 before the run was over" in result.stderr
+
+
+def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
+    crash = CRASH.replace("print('done')", PAUSE)
+
+    result = launch(write_script(tmp_path, crash), behaviour="die-when-told")
+
+    assert result.code == 1
+    assert "server 0 was killed by SIGABRT before the run was over" in result.stderr
+
+
+def test_a_server_that_never_listens_ends_the_run(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, PAUSE), behaviour="silent", start_timeout_s=0.5)
+
+    assert result.code == 1
+    assert "server 0 did not say where it listens within 0.5 s (servers missing: 0)" in result.stderr
+
+
+def test_a_server_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, ""), behaviour="stubborn", grace_s=0.2)
+
+    assert result.code == 1
+    assert "server 0 had not ended 0.2 s after it was told to, and was killed" in result.stderr
+
+
+def test_a_worker_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+gate = os.path.join(spec.run_dir, "gate")
+if place.rank == 0:
+    os.mkfifo(gate)
+    open(gate, "w").close()
+    while True: signal.pause()
+while not os.path.exists(gate): pass
+open(gate).close()
+sys.exit(4)
+""",
+    )
+
+    result = launch(script, grace_s=0.2)
+
+    assert result.code == 4
+    assert "worker 0 had not ended 0.2 s after it was told to, and was killed" in result.stderr
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "subprocess.Popen(['sleep', '1000']); print('done')")
+
+    result = launch(script, num_workers=1)  # returns at all only because the sleeper, which holds the pipes, is gone
+
+    assert result.code == 0
+    assert "done" in result.stdout
+
+
+def test_in_one_process_the_job_is_one_child(tmp_path: Path) -> None:
+    result = launch(write_script(tmp_path, "print('hello')"), num_workers=3, transport="memory")
+
+    assert (result.code, result.stdout) == (0, "[workers 0-2] hello\n")
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "for number in range(1000): print(number)\nopen('done', 'w').close()")
+    process = subprocess.Popen(
+        command(script, {"num_workers": 1}), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+
+    assert process.wait(30) == 0
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_workers": 0}, "--workers must be at least 1, got 0"),
+        ({"num_servers": -1}, "--servers must be at least 1, got -1"),
+        ({"policy": Policy(max_restarts=-1)}, "--max-restarts must be at least 0, got -1"),
+        ({"transport": "memory", "policy": Policy(on_crash="restart")}, "one process; choose shm or tcp"),
+        ({"script": Path("/nowhere/train.py")}, "there is no script /nowhere/train.py"),
+        ({"script": Path("/tmp")}, "/tmp is a folder, not a script"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+    script = write_script(tmp_path, "")
+
+    with pytest.raises(UsageError, match=message):
+        run_local(LocalRun(**{"script": script, **settings}))  # type: ignore[arg-type]
+
+
+def test_a_run_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not empty"):
+        run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path))
+
+
+def test_similar_scripts_are_suggested(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+
+    with pytest.raises(UsageError, match=r"did you mean .*/train\.py\?"):
+        run_local(LocalRun(script=tmp_path / "trian.py"))
+
+
+def test_progress_is_shown_beside_the_output(tmp_path: Path) -> None:
+    step = """
+import json, time
+from pathlib import Path
+from paceline.observe.trace import Step, Trace
+trace = Trace(Path(spec.run_dir) / "trace" / f"worker-{place.rank}.jsonl")
+trace.record(Step(t=time.monotonic(), worker=0, clock=4, samples=8, loss=0.5, wait_s=0.0, step_s=1.0))
+trace.close()
+print('stepped')
+"""
+
+    result = launch(write_script(tmp_path, step), num_workers=1, quiet=False, progress=True)
+
+    assert result.code == 0, result.stderr
+    assert "[worker 0] stepped" in result.stdout
+    assert "0.5" in result.stderr
