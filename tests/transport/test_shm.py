@@ -1,0 +1,344 @@
+"""What is peculiar to shared memory: it is shared, it is freed, it may be short, and it may be hostile."""
+
+import array
+import errno
+import fcntl
+import gc
+import hmac
+import itertools
+import mmap
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.transport.carriers import Pair, connect_pair
+from tests.transport.conftest import open_descriptors
+from tests.transport.wire import read_exactly
+
+from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.transport import Connection, Limits, ShmTransport
+from paceline.transport.frames import Kind, Prefix, encode_prefix
+from paceline.transport.segments import create_memory
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    tmp_path.chmod(0o700)
+    return f"shm://{tmp_path}/server-0.sock"
+
+
+@pytest.fixture
+def pair(address: str) -> Iterator[Pair]:
+    with closing(connect_pair(ShmTransport("job"), address)) as pair:
+        yield pair
+
+
+@pytest.fixture
+def hostile(address: str) -> Iterator[tuple[socket.socket, Connection]]:
+    """Yield a plain socket past its handshake, and the connection it talks to."""
+    transport = ShmTransport("job", Limits(max_segments=2))
+    with closing(transport.listen(address)) as listener, socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        client.connect(address.removeprefix("shm://"))
+        digest = hmac.digest(b"paceline job", b"job", "sha256")
+        client.sendall(struct.pack("<4sHH32s", b"PCLN", 1, 0, digest))
+        assert read_exactly(client, 7) == b"PCLN\x01\x00\x01"
+        with closing(listener.accept(timeout_s=5)) as server:
+            yield client, server
+
+
+def pass_segment(client: socket.socket, descriptor: int, size_bytes: int, number: int = 1) -> None:
+    prefix = encode_prefix(Prefix(Kind.SHARED_FIRST, 0, 8, number, 0, size_bytes))
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+    client.sendmsg([prefix], [rights])
+    os.close(descriptor)
+
+
+def memory(size_bytes: int, seals: int = SEALS) -> int:
+    descriptor = create_memory(size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def fill(end: Connection) -> int:
+    """Send until the carrier takes no more; returns how many frames it took whole."""
+    for num_sent in itertools.count():
+        try:
+            end.send(b"x" * 1000, timeout_s=0)
+        except DeadlineExceeded:
+            return num_sent
+    raise AssertionError
+
+
+def test_allocated_body_is_shared(pair: Pair) -> None:
+    memory = pair.client.allocate(1 << 20)
+    pair.client.send(b"push", memory[100:200], timeout_s=5)
+    body = pair.server.receive(timeout_s=5).body
+    memory[100:105] = b"later"
+    assert bytes(body[:5]) == b"later"
+
+
+def test_both_sides_share_their_own(pair: Pair) -> None:
+    for sender, receiver in ((pair.client, pair.server), (pair.server, pair.client)):
+        memory = sender.allocate(5000)
+        for text in (b"first", b"again"):
+            memory[:5] = text
+            sender.send(b"push", memory, timeout_s=5)
+            assert bytes(receiver.receive(timeout_s=5).body[:5]) == text
+
+
+def test_receiver_cannot_write_to_the_senders_memory(pair: Pair) -> None:
+    memory = pair.client.allocate(5000)
+    pair.client.send(b"push", memory, timeout_s=5)
+    pair.server.receive(timeout_s=5).body[:5] = b"wrong"
+    assert bytes(memory[:5]) == bytes(5)
+
+
+def test_body_partly_outside_the_allocation_is_copied(pair: Pair) -> None:
+    plain = bytearray(100)
+    pair.client.allocate(4096)
+    pair.client.send(b"push", memoryview(plain), timeout_s=5)
+    body = pair.server.receive(timeout_s=5).body
+    plain[:5] = b"later"
+    assert bytes(body[:5]) == bytes(5)
+
+
+def test_dropped_memory_is_freed_on_both_sides(pair: Pair) -> None:
+    before = len(open_descriptors())
+    for number in range(20):
+        memory = pair.client.allocate(1 << 20)
+        memory[:1] = bytes([number])
+        pair.client.send(b"push", memory, timeout_s=5)
+        assert pair.server.receive(timeout_s=5).body[0] == number
+        pair.client.allocate(1 << 20)  # dropped at once, never sent
+    del memory
+    gc.collect()
+    pair.client.send(b"the last is gone", timeout_s=5)
+    pair.server.receive(timeout_s=5)
+    assert len(open_descriptors()) == before
+
+
+def test_retirement_is_not_lost_when_a_send_fails(pair: Pair) -> None:
+    before = len(open_descriptors())
+    memory = pair.client.allocate(1 << 20)
+    pair.client.send(b"push", memory, timeout_s=5)
+    pair.server.receive(timeout_s=5)
+    num_sent = fill(pair.client)
+    memory.release()
+    del memory
+    gc.collect()
+    with pytest.raises(PeerError):
+        pair.client.send(b"push", timeout_s=0)
+    for _ in range(num_sent):
+        pair.server.receive(timeout_s=5)
+    pair.client.send(b"push", timeout_s=5)
+    assert pair.server.receive(timeout_s=5).header == b"push"
+    assert len(open_descriptors()) == before
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.ENOMEM, errno.ENOSYS])
+def test_without_shared_memory_bodies_travel_inline_and_one_notice_says_so(address: str, reason: int) -> None:
+    def full(size_bytes: int) -> int:
+        raise OSError(reason, os.strerror(reason))
+
+    notices: list[str] = []
+    transport = ShmTransport("job", notice=notices.append, create_memory=full)
+    with closing(connect_pair(transport, address)) as pair:
+        for end, other in ((pair.client, pair.server), (pair.server, pair.client)):
+            memory = end.allocate(100_000)
+            memory[:5] = b"alive"
+            end.send(b"push", memory, timeout_s=5)
+            assert bytes(other.receive(timeout_s=5).body[:5]) == b"alive"
+    assert len(notices) == 1
+    assert "100000 bytes is not to be had" in notices[0]
+    assert os.strerror(reason) in notices[0]
+
+
+def test_memory_without_pages_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        create_memory(4096)
+
+
+def test_system_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(OSError, match="no memfd_create"):
+        create_memory(4096)
+
+
+def test_honest_segment_by_the_book(hostile: tuple[socket.socket, Connection]) -> None:
+    client, server = hostile
+    pass_segment(client, memory(4096), 4096)
+    assert bytes(server.receive(timeout_s=5).body) == bytes(8)
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
+def test_segment_that_could_shrink_is_refused(hostile: tuple[socket.socket, Connection], seals: int) -> None:
+    client, server = hostile
+    pass_segment(client, memory(4096, seals), 4096)
+    with pytest.raises(PeerError, match="could still change its size"):
+        server.receive(timeout_s=5)
+
+
+def test_segment_smaller_than_announced_is_refused(hostile: tuple[socket.socket, Connection]) -> None:
+    client, server = hostile
+    pass_segment(client, memory(4096), 1 << 20)
+    with pytest.raises(PeerError, match="of 4096 bytes and announced 1048576"):
+        server.receive(timeout_s=5)
+
+
+def test_descriptor_of_a_file_is_refused(hostile: tuple[socket.socket, Connection], tmp_path: Path) -> None:
+    client, server = hostile
+    pass_segment(client, os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT), 4096)
+    with pytest.raises(PeerError, match=r"not sealed memory|could still change its size"):
+        server.receive(timeout_s=5)
+
+
+def test_body_beyond_its_segment_is_refused(hostile: tuple[socket.socket, Connection]) -> None:
+    client, server = hostile
+    pass_segment(client, memory(4096), 4096)
+    server.receive(timeout_s=5)
+    client.sendall(encode_prefix(Prefix(Kind.SHARED, 0, 8192, 1, 0, 8192)))
+    with pytest.raises(PeerError, match="segment 1 of 8192 bytes, never passed"):
+        server.receive(timeout_s=5)
+
+
+@pytest.mark.parametrize("kind", [Kind.SHARED, Kind.SHARED_FIRST])
+def test_segment_never_passed_is_refused(hostile: tuple[socket.socket, Connection], kind: Kind) -> None:
+    client, server = hostile
+    client.sendall(encode_prefix(Prefix(kind, 0, 8, 7, 0, 8)))
+    with pytest.raises(PeerError, match="segment 7"):
+        server.receive(timeout_s=5)
+
+
+def test_too_many_segments_are_refused(hostile: tuple[socket.socket, Connection]) -> None:
+    client, server = hostile
+    for number in (1, 2):
+        pass_segment(client, memory(4096), 4096, number)
+        server.receive(timeout_s=5)
+    pass_segment(client, memory(4096), 4096, 3)
+    with pytest.raises(PeerError, match="more than 2 segments"):
+        server.receive(timeout_s=5)
+
+
+def test_descriptors_that_no_frame_uses_are_refused_and_closed(hostile: tuple[socket.socket, Connection]) -> None:
+    client, server = hostile
+    rights = array.array("i", [client.fileno()])
+    for _ in range(10):
+        client.sendmsg([b"P"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    with pytest.raises(PeerError, match="more descriptors"):
+        server.receive(timeout_s=5)
+
+
+def test_kernel_refuses_to_shrink_or_to_rewrite_a_segment(pair: Pair) -> None:
+    memory = pair.client.allocate(4096)
+    (descriptor, *_) = [int(number) for number, name in open_descriptors().items() if name.startswith("/memfd:")]
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1)
+    with pytest.raises(PermissionError):
+        os.pwrite(descriptor, b"wrong", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, 4096)
+    assert bytes(memory) == bytes(4096)
+
+
+def test_other_job_is_refused(address: str) -> None:
+    with closing(ShmTransport("job").listen(address)), pytest.raises(AuthenticationFailed, match="another job"):
+        ShmTransport("other").connect(address, b"", timeout_s=5)
+
+
+def test_other_version_is_named(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address.removeprefix("shm://"))
+        server.listen()
+        client = socket.socket(socket.AF_UNIX)
+        with client, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ShmTransport("job").connect, address, b"", timeout_s=5)
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(struct.pack("<4sH?", b"PCLN", 9, True))
+                with pytest.raises(Refused, match="wire version 9, expected 1"):
+                    waiting.result()
+
+
+def test_other_user_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(AuthenticationFailed, match="expected our own user 4242"):
+        pair.transport.connect(pair.listener.address, b"", timeout_s=5)
+
+
+def test_socket_and_directory_are_closed_to_others(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "here"
+    with closing(ShmTransport("job").listen(f"{directory}/s.sock")):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert stat.S_IMODE((directory / "s.sock").stat().st_mode) == 0o600
+    assert list(directory.iterdir()) == []
+
+
+def test_open_directory_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(UsageError, match=r"mode 0755 .* expected 0700"):
+        ShmTransport("job").listen(f"{tmp_path}/s.sock")
+
+
+def test_socket_of_a_dead_process_is_replaced(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(address.removeprefix("shm://"))
+    connect_pair(ShmTransport("job"), address).close()
+
+
+def test_file_in_the_way_is_kept(address: str) -> None:
+    path = Path(address.removeprefix("shm://"))
+    path.write_text("precious")
+    with pytest.raises(UsageError, match="not a socket"):
+        ShmTransport("job").listen(address)
+    assert path.read_text() == "precious"
+
+
+def test_long_path_is_reached_by_its_directory(tmp_path: Path) -> None:
+    address = f"shm://{tmp_path}/{'d' * 90}/{'e' * 90}/server-0.sock"
+    with closing(connect_pair(ShmTransport("job"), address)) as pair:
+        pair.client.send(b"far", timeout_s=5)
+        assert pair.server.receive(timeout_s=5).header == b"far"
+
+
+def test_long_name_is_the_callers_mistake(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with pytest.raises(UsageError, match="too long"):
+        ShmTransport("job").listen(f"{tmp_path}/{'n' * 108}")
+
+
+def test_relative_path_is_the_callers_mistake() -> None:
+    with pytest.raises(UsageError, match="full path"):
+        ShmTransport("job").listen("server-0.sock")
+
+
+def test_killed_peer_is_lost_and_its_memory_stays_readable(address: str) -> None:
+    script = (
+        "import sys; from paceline.transport import *\n"
+        "end = ShmTransport('job').connect(sys.argv[1], b'', timeout_s=5)\n"
+        "memory = end.allocate(1 << 20); memory[:5] = b'alive'\n"
+        "end.send(b'up', memory, timeout_s=5); end.receive(timeout_s=60)"
+    )
+    with closing(ShmTransport("job").listen(address)) as listener:
+        peer = subprocess.Popen([sys.executable, "-c", script, address])
+        with peer, closing(listener.accept(timeout_s=20)) as server:
+            body = server.receive(timeout_s=5).body
+            peer.send_signal(signal.SIGKILL)
+            with pytest.raises(ConnectionLost, match="closed it or died"):
+                server.receive(timeout_s=5)
+            assert bytes(body[:5]) == b"alive"

@@ -1,0 +1,164 @@
+"""What is peculiar to TCP: addresses, ports, and peers that say or do the wrong thing after the handshake."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+import psutil
+import pytest
+from tests.transport.carriers import CREDENTIALS
+from tests.transport.wire import open_raw, raw_server, shake_hands
+
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.transport import Limits, TcpTransport
+from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
+from paceline.transport.stream import StreamConnection
+
+
+def served_by_hand(listener_limits: Limits | None = None) -> tuple[socket.socket, StreamConnection]:
+    """Return a plain socket past its handshake, and the connection it talks to."""
+    with closing(TcpTransport(CREDENTIALS, listener_limits).listen("127.0.0.1:0")) as listener:
+        client = open_raw(listener.address)
+        shake_hands(client)
+        return client, listener.accept(timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("0.0.0.0:0", "need TLS"),
+        ("192.168.1.7:80", "need TLS"),
+        ("[::]:0", "need TLS"),
+        ("no-such-host:80", "not an IP address"),
+        ("127.0.0.1", "expected host:port"),
+        ("127.0.0.1:http", "expected host:port"),
+        ("127.0.0.1:70000", "expected host:port"),
+        ("127.0.0.1:-1", "expected host:port"),
+    ],
+)
+def test_only_loopback_addresses_with_a_port(address: str, message: str) -> None:
+    transport = TcpTransport(CREDENTIALS)
+    with pytest.raises(UsageError, match=message):
+        transport.listen(address)
+    with pytest.raises(UsageError, match=message):
+        transport.connect(address, b"", timeout_s=1)
+
+
+def test_localhost_is_127_0_0_1() -> None:
+    with closing(TcpTransport(CREDENTIALS).listen("localhost:0")) as listener:
+        assert listener.address.startswith("tcp://127.0.0.1:")
+
+
+def test_listens_on_the_configured_address_alone() -> None:
+    with closing(TcpTransport(CREDENTIALS).listen("127.0.0.1:0")) as listener:
+        port = int(listener.address.rpartition(":")[2])
+        listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert [(c.laddr.ip, c.laddr.port) for c in listening] == [("127.0.0.1", port)]
+
+
+def test_taken_port_names_its_owner() -> None:
+    with raw_server() as (_, address), pytest.raises(UsageError, match=f"is taken by process {os.getpid()}: choose"):
+        TcpTransport(CREDENTIALS).listen(address)
+
+
+def test_killed_peer_is_lost() -> None:
+    script = (
+        "import sys; from paceline.transport import *\n"
+        "end = TcpTransport(Credentials(bytes(range(32)), 'contract')).connect(sys.argv[1], b'', timeout_s=5)\n"
+        "end.send(b'up', timeout_s=5); end.receive(timeout_s=60)"
+    )
+    with closing(TcpTransport(CREDENTIALS).listen("127.0.0.1:0")) as listener:
+        peer = subprocess.Popen([sys.executable, "-c", script, listener.address])
+        with peer, closing(listener.accept(timeout_s=20)) as server:
+            assert server.receive(timeout_s=5).header == b"up"
+            peer.send_signal(signal.SIGKILL)
+            with pytest.raises(ConnectionLost, match="closed it or died"):
+                server.receive(timeout_s=5)
+
+
+def test_garbage_after_the_handshake_ends_the_connection() -> None:
+    client, server = served_by_hand()
+    with client, closing(server):
+        client.sendall(b"x" * PREFIX_BYTES)
+        with pytest.raises(PeerError, match="not a Paceline peer"):
+            server.receive(timeout_s=5)
+        with pytest.raises(ConnectionLost, match="not a Paceline peer"):
+            server.receive(timeout_s=5)
+        with pytest.raises(ConnectionLost):
+            server.send(b"push", timeout_s=5)
+
+
+def test_oversize_frame_is_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(size_bytes: int) -> memoryview:
+        raise AssertionError(f"{size_bytes} bytes were taken")
+
+    monkeypatch.setattr("paceline.transport.stream.fresh_buffer", no_memory)
+    client, server = served_by_hand(Limits(max_body_bytes=1000))
+    with client, closing(server):
+        client.sendall(encode_prefix(Prefix(Kind.INLINE, 0, 1001)))
+        with pytest.raises(PeerError, match="body of 1001 bytes, at most 1000"):
+            server.receive(timeout_s=5)
+
+
+def test_announced_but_unsent_body_takes_no_memory() -> None:
+    client, server = served_by_hand()
+    with client, closing(server):
+        client.sendall(encode_prefix(Prefix(Kind.INLINE, 0, 1 << 33)))
+        before = psutil.Process().memory_info().rss
+        with pytest.raises(DeadlineExceeded):
+            server.receive(timeout_s=0.05)
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_shared_memory_cannot_be_named() -> None:
+    client, server = served_by_hand()
+    with client, closing(server):
+        client.sendall(encode_prefix(Prefix(Kind.SHARED, 0, 10, 1, 0, 10)))
+        with pytest.raises(PeerError, match="a transport that has none"):
+            server.receive(timeout_s=5)
+
+
+def test_frame_cut_by_a_deadline_is_continued() -> None:
+    client, server = served_by_hand()
+    frame = encode_prefix(Prefix(Kind.INLINE, 4, 1000)) + b"push" + bytes(range(250)) * 4
+    with client, closing(server):
+        for end in range(100, len(frame) + 100, 100):
+            client.sendall(frame[end - 100 : end])
+            if end < len(frame):
+                with pytest.raises(DeadlineExceeded):
+                    server.receive(timeout_s=0.01)
+        received = server.receive(timeout_s=5)
+    assert (received.header, bytes(received.body)) == (b"push", frame[68:])
+
+
+def test_frame_cut_by_the_end_is_lost() -> None:
+    client, server = served_by_hand()
+    with closing(server):
+        with client:
+            client.sendall(encode_prefix(Prefix(Kind.INLINE, 4, 1000)) + b"push" + bytes(500))
+        with pytest.raises(ConnectionLost):
+            server.receive(timeout_s=5)
+
+
+def test_frame_sent_in_part_ends_the_connection() -> None:
+    client, server = served_by_hand()
+    with client, closing(server):
+        with pytest.raises(DeadlineExceeded, match=r"to take a frame; [1-9]\d* of"):
+            server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
+        with pytest.raises(ConnectionLost, match="only in part"):
+            server.send(b"next", timeout_s=5)
+
+
+def test_last_words_can_be_read_after_a_failed_send() -> None:
+    client, server = served_by_hand()
+    with closing(server):
+        with client:
+            client.sendall(encode_prefix(Prefix(Kind.INLINE, 7, 0)) + b"refused")
+            with pytest.raises(DeadlineExceeded):
+                server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
+            assert server.receive(timeout_s=5).header == b"refused"
+        with pytest.raises(ConnectionLost):
+            server.receive(timeout_s=5)
