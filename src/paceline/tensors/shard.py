@@ -75,7 +75,7 @@ class Shard:
         self._rule = rule
         self._pieces = cut(spec, span)
         self._views = [piece.view(self.values) for piece in self._pieces]
-        self._hyper: tuple[Hyper, ...] = spec.rule.groups
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, as the last push that said so
         self._sum: Tensor | None = None  # made at the first update that has to add; same shape as the values
         self._require_whole_tensors()
 
@@ -107,7 +107,7 @@ class Shard:
             ProtocolBug: there is no contribution, or one does not fit this shard.
         """
         self._require_contributions(contributions)
-        self._hyper = contributions[0].hyper or self._hyper
+        self.hyper = contributions[0].hyper or self.hyper
         contributions = self._without_nonfinite(contributions)
         present = [[c for c in contributions if piece.segment not in c.absent] for piece in self._pieces]
         combined = self._combine(contributions, present)
@@ -115,7 +115,7 @@ class Shard:
             piece.view(combined) if having else None for piece, having in zip(self._pieces, present, strict=True)
         ]
         if self._pieces:
-            self._rule.update(self._views, gradients, self._hyper, [piece.group for piece in self._pieces])
+            self._rule.update(self._views, gradients, self.hyper, [piece.group for piece in self._pieces])
         self.version += 1
 
     def state(self) -> dict[str, Tensor]:

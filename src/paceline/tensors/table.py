@@ -133,7 +133,7 @@ def decode_table(data: bytes | memoryview) -> TableSpec:
         spec = _decoder.decode(data)
         spec.validate()
     except (msgspec.DecodeError, UsageError) as error:
-        raise PeerError(f"A peer sent a table that cannot be used: {error} Do both run the same version?") from error
+        raise PeerError(f"A peer sent a table that cannot be used (do both run the same version?): {error}") from error
     return spec
 
 

@@ -166,7 +166,7 @@ class TorchRule:
             cast("list[nn.Parameter]", param_groups[group]["params"]).append(parameter)
         # Some classes (Adagrad) read arguments of the constructor that they do not look up in the groups.
         accepted = inspect.signature(self._class).parameters
-        arguments = {key: value for key, value in hyper[0].items() if key in accepted}
+        arguments = {key: value for key, value in hyper[0].items() if key in accepted and key not in _NOT_HYPER}
         self._optimizer = _construct(self._class, param_groups, arguments)
         self._restore(self._optimizer, self._loaded)
         self._loaded = {}
