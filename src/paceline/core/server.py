@@ -125,9 +125,9 @@ class ServerCore:
         return entry.closing.clock if entry.consistency.visible == "on_clock" else self._clocks.slowest
 
     @property
-    def is_idle(self) -> bool:
-        """Say whether no worker takes part or is expected."""
-        return len(self._clocks) == 0
+    def num_members(self) -> int:
+        """Count the workers that take part or are expected."""
+        return len(self._clocks)
 
     @property
     def _follows(self) -> bool:

@@ -89,8 +89,8 @@ class WorkerCore:
     _has_joined: bool = False
     _tables: dict[str, _Table] = field(default_factory=dict[str, _Table])
     _pushed: dict[int, _Pushed] = field(default_factory=dict[int, _Pushed])
-    _next_seq: int = 0
-    _next_request: int = 1
+    next_seq: int = 0
+    next_request: int = 1
     # Invariant: every push of the clocks below is on every server that has a part in it.
     _ticked: int = 0
     _withdrawn: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -136,7 +136,7 @@ class WorkerCore:
     @property
     def settled(self) -> int:
         """All pushes below this sequence number are answered by everyone."""
-        return min(self._pushed, default=self._next_seq)
+        return min(self._pushed, default=self.next_seq)
 
     def num_unsettled(self, table: str) -> int:
         """Count the pushes of this table that some server has neither applied nor refused."""
@@ -146,9 +146,9 @@ class WorkerCore:
 
     def _on_push(self, name: str, now: float, effects: list[WorkerEffect]) -> None:
         sender, table = self.settings.sender, self._tables[name]
-        push_id = PushId(sender.generation, sender.worker, sender.incarnation, self._next_seq)
+        push_id = PushId(sender.generation, sender.worker, sender.incarnation, self.next_seq)
         push = Push(push_id, name, self.clock, self.settled)
-        self._next_seq += 1
+        self.next_seq += 1
         self._pushed[push_id.seq] = _Pushed(push, set(table.servers), set(table.servers))
         for server in table.servers:
             self._say((server, "push", push_id.seq), push, now, effects)
@@ -190,8 +190,8 @@ class WorkerCore:
         table = self._tables[want.table]
         needs = self.clock if want.exact else table.consistency.needs(self.clock)
         awaited = {s for s in table.servers if want.refresh or not table.fresh(s, needs)}
-        reading = _Reading(self._next_request, needs, want.refresh, awaited)
-        self._next_request += 1
+        reading = _Reading(self.next_request, needs, want.refresh, awaited)
+        self.next_request += 1
         table.reading = reading
         if not awaited:
             reading.source = "delivery" if table.consistency.deliver == "on_clock" else "cache"

@@ -22,7 +22,7 @@ class Programs:
     `server` is followed by the spec's path and a rank, `worker` and `threads` by the script and its arguments.
     """
 
-    server: tuple[str, ...] = (sys.executable, "-m", "paceline.node.serve")
+    server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.server")
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
     threads: tuple[str, ...] = (sys.executable, "-m", "paceline.session_threads")
 

@@ -88,11 +88,13 @@ class Actor:
 
     def _set_alarm(self) -> None:
         deadline = self.core.next_deadline()
-        if deadline is None or (self._alarm is not None and self.world.now < self._alarm <= deadline):
+        if deadline is None or self._alarm == deadline:
             return
         self._alarm = deadline
 
         def ring() -> None:
+            if self._alarm != deadline:
+                return
             self._alarm = None
             self._handle(Timeout())
 

@@ -11,7 +11,7 @@ Life = tuple[int, int]  # worker, incarnation
 _NEVER = 1 << 60
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818 - it is the finding, not the error
     """A promise was broken; the message says which, where and when."""
 
 
@@ -27,7 +27,7 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One finished read; `parts` holds, per server, how many updates the values contained and which were the reader's."""
+    """One finished read; `parts` has, per server, how many updates the values contain and which are the reader's."""
 
     time: float
     life: Life
@@ -74,7 +74,10 @@ class History:
             newest = self.replaced.get(push_id.worker, -1)
             # With visible = on_clock the lead's decision is the commit; the others may carry it out later.
             committed = self.consistency.visible == "on_clock" and server > 0
-            _require(committed or push_id.incarnation >= newest, f"M2: {push_id} is applied after incarnation {newest} had joined")
+            _require(
+                committed or push_id.incarnation >= newest,
+                f"M2: {push_id} is applied after incarnation {newest} had joined",
+            )
             shard.position[push_id] = len(shard.order)
             shard.order.append((push_id, clock))
             shard.newest_clock.append(max(clock, shard.newest_clock[-1] if shard.newest_clock else -1))

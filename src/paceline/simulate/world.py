@@ -59,7 +59,12 @@ class World:
         self.history = History(s.consistency, s.num_servers, s.network.keeps_order and s.network.cut == 0)
         for server in range(s.num_servers):
             settings = ServerSettings(
-                server, s.num_servers, workers=tuple(range(s.num_workers)), lease_s=s.lease_s, retry_s=s.retry_s
+                server,
+                s.num_servers,
+                workers=tuple(range(s.num_workers)),
+                join_timeout_s=10 * s.lease_s,
+                lease_s=s.lease_s,
+                retry_s=s.retry_s,
             )
             self._servers.append(_Server(ServerCore(settings, started=0.0)))
             self._to_server(server, Declared(TABLE, s.consistency))
@@ -129,10 +134,16 @@ class World:
 
     def cut(self, actor: Actor, server: int) -> None:
         """Cut one connection: what is on its way is lost; it is made again a little later."""
-        link = (actor.worker, actor.incarnation, server)
-        self._epoch[link] = self._epoch.get(link, 0) + 1
-        self.at(0.0, lambda: self._to_server(server, Disconnected(actor.worker, actor.incarnation)))
+        worker, incarnation = actor.worker, actor.incarnation
+        self._lose(worker, incarnation, server, Disconnected(worker, incarnation))
         self.at(self.scenario.lease_s / 10, lambda: actor.reconnected(server))
+
+    def _lose(self, worker: int, incarnation: int, server: int, event: Disconnected | Died) -> None:
+        """End a connection; a server that only sees it end has taken in all that arrived before."""
+        if isinstance(event, Disconnected):
+            link = (worker, incarnation, server)
+            self._epoch[link] = self._epoch.get(link, 0) + 1
+        self._to_server(server, event)
 
     def _carry(self, source: str, target: str, arrive: Callable[[], None]) -> None:
         network, rng = self.scenario.network, self.rng
@@ -161,11 +172,13 @@ class World:
 
     def _set_alarm(self, server: int, entry: _Server) -> None:
         deadline = entry.core.next_deadline()
-        if deadline is None or (entry.alarm is not None and entry.alarm <= deadline and entry.alarm > self.now):
+        if deadline is None or entry.alarm == deadline:
             return
         entry.alarm = deadline
 
         def ring() -> None:
+            if entry.alarm != deadline:
+                return
             entry.alarm = None
             self._to_server(server, Timeout())
 
@@ -232,7 +245,7 @@ class World:
             told = Died(worker, incarnation, "killed by the scenario")
             event = told if self.rng.random() < 0.5 else Disconnected(worker, incarnation)
             delay = self.rng.uniform(0, self.scenario.lease_s)
-            self.at(delay, lambda server=server, event=event: self._to_server(server, event))
+            self.at(delay, lambda server=server, event=event: self._lose(worker, incarnation, server, event))
         if self.scenario.fate.restart:
             self.at(self.rng.uniform(0, 2 * self.scenario.lease_s), lambda: self.start(worker, incarnation + 1))
 

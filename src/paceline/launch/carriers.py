@@ -1,0 +1,26 @@
+"""Which transport a job uses, made from its spec."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.launch.spec import ClusterSpec, read_token
+from paceline.transport.base import Credentials, Transport
+
+
+def make_transport(spec: ClusterSpec, notice: Callable[[str], None]) -> Transport:
+    """Make the carrier between the processes of this job; `notice` is told what works less well than it could."""
+    if spec.transport == "tcp":
+        from paceline.transport.tcp import TcpTransport
+
+        return TcpTransport(Credentials(read_token(Path(spec.run_dir)), spec.job))
+    if spec.transport == "shm":
+        from paceline.transport.shm import ShmTransport
+
+        return ShmTransport(spec.job, notice=notice)
+    raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
+
+
+def listen_address(spec: ClusterSpec, server: int) -> str:
+    """Return where a server of this job listens: a free port, or a socket in the job's folder."""
+    return "tcp://127.0.0.1:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/server-{server}.sock"

@@ -1,0 +1,79 @@
+"""The entry of a server process: `python -m paceline.launch.server SPEC RANK`.
+
+It listens, publishes its address, and serves until its standard input says `stop`. The end of that input means that
+the launcher is gone: then it ends at once.
+"""
+
+import os
+import signal
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+from paceline.core.settings import ServerSettings
+from paceline.errors import PacelineError
+from paceline.launch.addresses import CLUSTER_NAME
+from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.spec import ClusterSpec, wait_spec, write_private
+from paceline.node.server import ServerNode
+from paceline.observe.trace import Trace, trace_path
+
+_EXIT_FAILURE = 1
+
+
+def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
+    """Return what the core of this server is told."""
+    return ServerSettings(
+        rank,
+        spec.num_servers,
+        generation=spec.generation,
+        workers=tuple(range(spec.num_workers)),
+        join_timeout_s=spec.join_timeout_s,
+    )
+
+
+def serve(spec: ClusterSpec, rank: int) -> None:
+    """Serve one shard of the job; blocks until told to stop."""
+    run_dir = Path(spec.run_dir)
+    transport = make_transport(spec, lambda text: print(text, file=sys.stderr))
+    listener = transport.listen(listen_address(spec, rank))
+
+    @cache
+    def addresses() -> tuple[str, ...]:
+        return wait_spec(run_dir / CLUSTER_NAME, spec.join_timeout_s).addresses
+
+    trace = Trace(trace_path(run_dir, "server", rank))
+    settings = server_settings(spec, rank)
+    node = ServerNode(settings, listener, transport, addresses, trace, full_trace=spec.trace == "full")
+    threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
+    write_private(run_dir / f"server-{rank}.address", listener.address.encode())
+    node.run()
+
+
+def _obey(node: ServerNode) -> None:
+    """Do what the launcher says on standard input, line by line."""
+    for line in sys.stdin:
+        match line.split():
+            case ["dead", worker, incarnation]:
+                node.report_death(int(worker), int(incarnation), "its process ended")
+            case ["stop"]:
+                node.stop()
+                return
+            case _:
+                print(f"the launcher said {line.strip()!r}, which means nothing to a server", file=sys.stderr)
+    os._exit(_EXIT_FAILURE)
+
+
+def main() -> None:
+    """Serve as the command line says; Ctrl-C is left to the launcher, which stops the servers last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]))
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(_EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A worker's copy of a table: the values it was sent last, and its own updates that those do not contain yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.partition import Range
+from paceline.node.layout import as_tensor, torch_dtype
+from paceline.tensors.table import Hyper, TableSpec
+
+
+@dataclass(slots=True)
+class _Own:
+    """One own update; `missing` are the servers whose values do not contain it yet."""
+
+    change: Tensor
+    missing: set[int]
+
+
+@dataclass(slots=True)
+class Mirror:
+    """The cached copy of one table. Used under the lock of the worker node.
+
+    With `reads_own_writes`, a read adds the worker's own updates that the copy lacks. That needs a rule whose effect
+    the worker can compute itself: adding, and plain SGD.
+    """
+
+    spec: TableSpec
+    spans: tuple[Range, ...]
+    reads_own_writes: bool
+    values: Tensor = field(init=False)
+    _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
+
+    def __post_init__(self) -> None:
+        """Start with zeros; nothing is read before the first values have come."""
+        self.values = torch.zeros(self.spec.numel, dtype=torch_dtype(self.spec))
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The servers that hold a part of the table."""
+        return tuple(span.server for span in self.spans if span.length)
+
+    def part(self, flat: Tensor, server: int) -> Tensor:
+        """Return the view of a flat tensor that belongs to a server."""
+        return flat[self.spans[server].start : self.spans[server].stop]
+
+    def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
+        """Take in values from a server; they contain the own pushes below `settled` and those in `includes`."""
+        self.part(self.values, server).copy_(as_tensor(body, self.values.dtype))
+        for seq, own in list(self._own.items()):
+            if seq < settled or seq in includes:
+                own.missing.discard(server)
+            if not own.missing:
+                del self._own[seq]
+
+    def note_own(self, seq: int, gradient: Tensor, hyper: tuple[Hyper, ...]) -> None:
+        """Remember an own update until the values contain it."""
+        if self.reads_own_writes:
+            self._own[seq] = _Own(_change(self.spec, gradient, hyper), set(self.servers))
+
+    def forget_own(self, seq: int) -> None:
+        """Forget an own update that was refused: it will never be in the values."""
+        self._own.pop(seq, None)
+
+    def read_into(self, out: Tensor) -> None:
+        """Copy the values, with own updates added where they are missing, into a flat tensor."""
+        out.copy_(self.values)
+        for own in self._own.values():
+            for server in own.missing:
+                self.part(out, server).add_(self.part(own.change, server))
+
+
+def can_replay(spec: TableSpec, consistency: Consistency) -> bool:
+    """Say whether a worker can compute the effect of its own pushes on this table."""
+    if consistency.visible == "on_clock":
+        return False
+    if spec.rule.name == "add":
+        return True
+    plain = ("momentum", "weight_decay", "nesterov", "maximize")
+    return spec.rule.name == "torch.optim.SGD" and not any(
+        group.get(key) for group in spec.rule.groups for key in plain
+    )
+
+
+def _change(spec: TableSpec, gradient: Tensor, hyper: tuple[Hyper, ...]) -> Tensor:
+    """Return what one push of this gradient adds to the values."""
+    if spec.rule.name == "add":
+        return gradient.clone()
+    change = torch.empty_like(gradient)
+    groups = hyper or spec.rule.groups
+    for segment, start in zip(spec.segments, spec.offsets, strict=True):
+        rate = groups[segment.group]["lr"]
+        if not isinstance(rate, int | float):
+            raise TypeError(f"learning rate of group {segment.group} is {rate}")
+        torch.mul(gradient[start : start + segment.numel], -rate, out=change[start : start + segment.numel])
+    return change

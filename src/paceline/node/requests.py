@@ -1,0 +1,76 @@
+"""What a worker asks of a server outside the protocol of clocks: tables, their state, meeting points.
+
+A request carries a number of the worker's choosing; the reply repeats it. Repeating a request is harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.tensors.table import TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """This is a table as I see it; make it if there is none, or tell me how yours differs."""
+
+    number: int
+    spec: TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Initialise:
+    """These are the first values of your part (beside this, raw); they count only if there are none yet."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitValues:
+    """Tell me when your part of the table has values."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Send me your part of the table: values and the state of the update rule."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """Replace your part of the table by what travels beside this."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Tell me when all workers that take part have come to this meeting point."""
+
+    number: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Your request is carried out; what you asked for is beside this."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Your request cannot be carried out, for this reason."""
+
+    number: int
+    reason: str
+
+
+Request = Declare | Initialise | AwaitValues | SaveState | LoadState | Meet

@@ -1,0 +1,259 @@
+"""A server: one thread that takes in what arrives, asks the core what to do, and does it in the order given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import msgspec
+
+from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
+from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
+from paceline.core.messages import (
+    Clock,
+    Closed,
+    Delivered,
+    Follow,
+    Join,
+    Leave,
+    Message,
+    Pull,
+    PushId,
+    PushRefused,
+    Sender,
+    Taken,
+    WorkerRefused,
+)
+from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.settings import ServerSettings
+from paceline.errors import PeerError
+from paceline.node.desk import Desk
+from paceline.node.inbox import Inbox, Incoming
+from paceline.node.peers import Peers
+from paceline.node.requests import Request
+from paceline.node.shelf import Shelf
+from paceline.node.wire import Hello, PushFrame, decode
+from paceline.observe import trace as records
+from paceline.observe.trace import Trace
+from paceline.transport.base import Connection, Listener, Transport
+
+_FROM_WORKERS = Join | Leave | Clock | Pull | Taken
+_FROM_SERVERS = Follow | Closed
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Put into the inbox to end the server's loop."""
+
+
+@dataclass(slots=True)
+class ServerNode:
+    """One server of a job. `run` blocks until `stop` is called from another thread.
+
+    Args:
+        addresses: returns the addresses of all servers, called when another server is first needed.
+        full_trace: also record every event and its effects, so that the run can be replayed.
+    """
+
+    settings: ServerSettings
+    listener: Listener
+    transport: Transport
+    addresses: Callable[[], tuple[str, ...]]
+    trace: Trace
+    full_trace: bool = False
+    allowed_rules: frozenset[str] | None = None
+    _core: ServerCore = field(init=False)
+    _inbox: Inbox = field(init=False)
+    _peers: Peers = field(init=False)
+    _shelf: Shelf = field(init=False)
+    _desk: Desk = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Join the parts."""
+        self._core = ServerCore(self.settings, started=time.monotonic())
+        self._inbox = Inbox(self.listener)
+        self._peers = Peers(
+            self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
+        )
+        self._shelf = Shelf(self.settings.server, self.settings.num_servers, self.allowed_rules)
+        self._desk = Desk(self._shelf, self._peers.send)
+
+    def run(self) -> None:
+        """Serve until `stop`; all connections and threads are gone afterwards."""
+        self._inbox.open()
+        try:
+            while True:
+                item = self._inbox.get(self._patience_s())
+                if isinstance(item, Stop):
+                    return
+                if item is None:
+                    self._handle(Timeout())
+                elif isinstance(item, Incoming):
+                    self._take_in(item)
+                elif isinstance(item, Died):
+                    self._handle(item)
+        finally:
+            self._peers.close()
+            self._inbox.close()
+            self.trace.close()
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._inbox.put(Stop())
+
+    def report_death(self, worker: int, incarnation: int, reason: str) -> None:
+        """Say that a worker's process is known to be dead, from any thread."""
+        self._inbox.put(Died(worker, incarnation, reason))
+
+    def _patience_s(self) -> float | None:
+        deadline = self._core.next_deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    # -- taking in ---------------------------------------------------------------------------------------------------
+
+    def _take_in(self, item: Incoming) -> None:
+        """Take in a frame; a peer that does not keep to the rules loses its connection, and nothing else changes."""
+        connection = item.connection
+        try:
+            hello = decode(connection.identity)
+            if not isinstance(hello, Hello):
+                raise PeerError("the peer did not introduce itself")
+            if item.frame is None:
+                self._on_lost(hello, connection)
+            else:
+                self._dispatch(hello, connection, decode(item.frame.header), item.frame.body)
+        except PeerError as error:
+            rank = self.settings.server
+            self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
+            self._peers.forget(connection)
+            self._inbox.drop(connection)
+
+    def _dispatch(self, hello: Hello, connection: Connection, message: object, body: memoryview) -> None:
+        if hello.role == "server":
+            if not isinstance(message, _FROM_SERVERS):
+                raise PeerError(f"a server may not say {type(message).__name__}")
+            self._handle(message)
+        elif isinstance(message, PushFrame):
+            _check_speaker(hello, message.push.id)
+            self._on_push(message, body)
+        elif isinstance(message, _FROM_WORKERS):
+            _check_speaker(hello, message.sender)
+            if isinstance(message, Join):
+                self._peers.register(hello, connection)
+            self._handle(message)
+        elif isinstance(message, Request):
+            self._on_request(connection, message, body)
+        else:
+            raise PeerError(f"a worker may not say {type(message).__name__}")
+
+    def _on_request(self, connection: Connection, message: Request, body: memoryview) -> None:
+        declared = self._desk.handle(connection, message, body)
+        if declared is not None:
+            self._handle(Declared(declared.name, self._shelf.declare(declared)))
+        self._desk.release_meetings(self._core.num_members)
+
+    def _on_push(self, frame: PushFrame, body: memoryview) -> None:
+        push_id = frame.push.id
+        if self._shelf.has(push_id):  # a copy of a push that is held: the core knows what to say
+            self._handle(frame.push)
+            return
+        problem = self._shelf.accept(frame, body)
+        kept = self._handle(Spoiled(frame.push, problem) if problem else frame.push)
+        if not kept:
+            self._shelf.discard(push_id)
+
+    def _on_lost(self, hello: Hello, connection: Connection) -> None:
+        current = self._peers.is_current(hello, connection)
+        self._peers.forget(connection)
+        self._desk.forget(connection)
+        self._inbox.drop(connection)
+        if hello.role == "worker" and current:
+            self._handle(Disconnected(hello.rank, hello.incarnation))
+
+    # -- asking the core and doing what it says ----------------------------------------------------------------------
+
+    def _handle(self, event: ServerEvent) -> bool:
+        """Do what the core says; return whether it holds a tensor from now on."""
+        effects = self._core.handle(event, time.monotonic())
+        if self.full_trace:
+            self._record_handled(event, effects)
+        for effect in effects:
+            self._perform(effect)
+        return any(isinstance(effect, Hold) for effect in effects)
+
+    def _perform(self, effect: ServerEffect) -> None:
+        match effect:
+            case Apply():
+                self._shelf.apply(effect.table, effect.ids)
+                self._record_applied(effect)
+            case Hold():
+                pass  # its tensor is on the shelf already
+            case Discard():
+                self._shelf.discard(effect.id)
+            case Reply():
+                self._reply(effect)
+            case Serve():
+                self._serve(effect)
+            case Tell():
+                self._peers.send_server(effect.server, effect.message)
+            case Advanced():
+                now, rank = time.monotonic(), self.settings.server
+                self.trace.record(records.MinClock(now, rank, effect.table, effect.clock))
+            case Membership():
+                self._on_membership(effect)
+
+    def _reply(self, effect: Reply) -> None:
+        message = effect.message
+        if isinstance(message, PushRefused | WorkerRefused):
+            now, rank = time.monotonic(), self.settings.server
+            self.trace.record(records.Refusal(now, rank, effect.worker, "", message.reason))
+        if isinstance(message, PushRefused):
+            self._shelf.discard(message.id)
+        self._peers.send_worker(effect.worker, effect.incarnation, message)
+
+    def _serve(self, effect: Serve) -> None:
+        table = effect.message.table
+        purpose = "delivery" if isinstance(effect.message, Delivered) else "read"
+        size_bytes = self._shelf.size_bytes(table)
+        body = self._peers.memory(effect.worker, effect.incarnation, table, purpose, size_bytes)
+        if len(body) == size_bytes:
+            self._shelf.values_into(table, body)
+            self._peers.send_worker(effect.worker, effect.incarnation, effect.message, body)
+
+    def _on_membership(self, effect: Membership) -> None:
+        now, rank = time.monotonic(), self.settings.server
+        change = cast("Literal['joined', 'left', 'died']", effect.change)
+        self.trace.record(records.Membership(now, rank, effect.worker, effect.incarnation, change))
+        self._desk.release_meetings(self._core.num_members)
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def _record_applied(self, effect: Apply) -> None:
+        workers = tuple(push_id.worker for push_id in effect.ids)
+        clock = self._core.clock_of(effect.table)
+        self.trace.record(records.Applied(time.monotonic(), self.settings.server, effect.table, workers, clock))
+
+    def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
+        self.trace.record(
+            records.Handled(
+                time.monotonic(),
+                f"server {self.settings.server}",
+                _as_data(event),
+                [_as_data(effect) for effect in effects],
+            )
+        )
+
+
+def _check_speaker(hello: Hello, said: PushId | Sender) -> None:
+    """Refuse a worker that speaks in the name of another one."""
+    if hello.role != "worker" or (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
+        raise PeerError(
+            f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
+            f"(incarnation {said.incarnation})"
+        )
+
+
+def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
+    return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}

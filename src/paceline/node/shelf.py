@@ -1,0 +1,104 @@
+"""The tables of one server: their shards, and the tensors of pushes that wait to be applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.messages import PushId
+from paceline.errors import UsageError
+from paceline.node.layout import as_tensor, spans, torch_dtype
+from paceline.node.wire import PushFrame
+from paceline.tensors.shard import Contribution, Shard
+from paceline.tensors.table import TableSpec, differences
+from paceline.tensors.update import resolve
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What one server holds. `allowed_rules` limits which rules may be imported by path; None allows all."""
+
+    server: int
+    num_servers: int
+    allowed_rules: frozenset[str] | None = None
+    specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
+    shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
+    # Tensors of pushes that have arrived and are neither applied nor discarded.
+    _waiting: dict[PushId, Contribution] = field(default_factory=dict[PushId, Contribution])
+
+    def declare(self, spec: TableSpec) -> Consistency:
+        """Make a table, or check that it is the one that exists; return its consistency.
+
+        Raises:
+            UsageError: the table exists and differs, or its rule cannot be had.
+        """
+        known = self.specs.get(spec.name)
+        if known is not None and known != spec:
+            lines = "; ".join(differences(spec, known))
+            raise UsageError(
+                f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
+                f"{lines}. Every worker must build the same model and the same optimizer."
+            )
+        if known is None:
+            spec.validate()
+            span = spans(spec, self.num_servers)[self.server]
+            self.shards[spec.name] = Shard(spec, span, rule=resolve(spec.rule, self.allowed_rules))
+            self.specs[spec.name] = spec
+        return Consistency.parse(spec.consistency)
+
+    def accept(self, frame: PushFrame, body: memoryview) -> str:
+        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing."""
+        spec, shard = self.specs.get(frame.push.table), self.shards.get(frame.push.table)
+        if spec is None or shard is None:
+            return ""
+        expected = self.size_bytes(spec.name)
+        if len(body) != expected:
+            return f"its tensor has {len(body)} bytes, server {self.server} expects {expected} for '{spec.name}'"
+        gradient = as_tensor(body, torch_dtype(spec))
+        if spec.nonfinite != "zero":
+            num_bad = shard.screen(gradient, frozenset(frame.absent))
+            if num_bad:
+                return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
+        self._waiting[frame.push.id] = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper)
+        return ""
+
+    def has(self, push_id: PushId) -> bool:
+        """Say whether the tensor of this push waits here."""
+        return push_id in self._waiting
+
+    def apply(self, table: str, ids: Sequence[PushId]) -> None:
+        """Update a table with these pushes in this order, as one update."""
+        self.shards[table].apply([self._waiting.pop(push_id) for push_id in ids])
+
+    def discard(self, push_id: PushId) -> None:
+        """Forget the tensor of a push."""
+        self._waiting.pop(push_id, None)
+
+    def values_into(self, table: str, body: memoryview) -> None:
+        """Copy the values of a table's shard into memory of exactly their size."""
+        if len(body):
+            self.shards[table].copy_values(as_tensor(body, torch_dtype(self.specs[table])))
+
+    def size_bytes(self, table: str) -> int:
+        """Return the size of this server's part of a table."""
+        return self.shards[table].span.length * torch_dtype(self.specs[table]).itemsize
+
+    def initialise(self, table: str, body: memoryview) -> None:
+        """Set the first values of a table; later ones change nothing.
+
+        Raises:
+            UsageError: the memory does not have the size of this server's part.
+        """
+        shard = self.shards[table]
+        if shard.initialised:
+            return
+        if len(body) != self.size_bytes(table):
+            raise UsageError(f"first values of '{table}' have {len(body)} bytes, expected {self.size_bytes(table)}")
+        shard.store(as_tensor(body, torch_dtype(self.specs[table])))
+
+    def state(self, table: str) -> dict[str, Tensor]:
+        """Return values and rule state of this server's part."""
+        return self.shards[table].state()

@@ -1,0 +1,89 @@
+"""Messages as bytes: one byte that names the kind, then the message in MessagePack, checked field by field.
+
+Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline.core import messages
+from paceline.errors import PeerError
+from paceline.node import requests
+from paceline.tensors.table import Hyper
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who connects: its role ("worker" or "server"), rank and life."""
+
+    role: str
+    rank: int
+    incarnation: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushFrame:
+    """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use."""
+
+    push: messages.Push
+    count: float
+    absent: tuple[int, ...]
+    hyper: tuple[Hyper, ...]
+
+
+# The position is the kind byte: append, never reorder.
+_KINDS: tuple[type, ...] = (
+    Hello,
+    PushFrame,
+    messages.Join,
+    messages.Leave,
+    messages.Clock,
+    messages.Pull,
+    messages.Taken,
+    messages.Joined,
+    messages.Left,
+    messages.Held,
+    messages.Applied,
+    messages.PushRefused,
+    messages.Ticked,
+    messages.Fetched,
+    messages.Delivered,
+    messages.PullRefused,
+    messages.WorkerRefused,
+    messages.Follow,
+    messages.Closed,
+    requests.Declare,
+    requests.Initialise,
+    requests.AwaitValues,
+    requests.SaveState,
+    requests.LoadState,
+    requests.Meet,
+    requests.Done,
+    requests.Failed,
+)
+_NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
+
+
+def encode(message: object) -> bytes:
+    """Return the header of a frame that carries this message."""
+    return bytes((_NUMBER[type(message)],)) + _ENCODER.encode(message)
+
+
+def decode(header: bytes) -> object:
+    """Return the message in the header of a frame.
+
+    Raises:
+        PeerError: the bytes are not one of our messages.
+    """
+    if not header or header[0] >= len(_KINDS):
+        raise PeerError(f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?")
+    try:
+        return _DECODERS[header[0]].decode(memoryview(header)[1:])
+    except msgspec.DecodeError as error:
+        raise PeerError(f"a malformed {_KINDS[header[0]].__name__} message: {error}") from error

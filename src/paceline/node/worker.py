@@ -1,0 +1,371 @@
+"""A worker: the user's calls and the servers' answers meet here, under one lock, around a worker core."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
+from paceline.core.messages import Push, PushId
+from paceline.core.settings import WorkerSettings
+from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.errors import DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.node.calls import Calls
+from paceline.node.layout import spans, torch_dtype
+from paceline.node.links import Link
+from paceline.node.mirror import Mirror, can_replay
+from paceline.node.outgoing import Outgoing, PushOutcome, Slots
+from paceline.node.requests import Declare, Done, Failed
+from paceline.node.wire import Hello, PushFrame, decode, encode
+from paceline.tensors.table import Hyper, TableSpec
+from paceline.transport.base import EMPTY, Frame, Transport
+
+_SLOTS = 2  # pushes of one table under way to one server
+_CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How patient a worker is, in seconds: with a silent job (`wait_timeout_s`), with a broken connection."""
+
+    wait_timeout_s: float = 600.0
+    reconnect_timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """How a read ended: the clock of the reader and of the values, where they came from, how long it waited."""
+
+    clock: int
+    value_clock: int
+    source: str
+    waited_s: float
+
+
+@dataclass(slots=True)
+class WorkerNode:
+    """One worker of a job.
+
+    Every call that waits raises `DeadlineExceeded` after `wait_timeout_s`, naming what it waited for, and `PeerError`
+    as soon as it is known that this will not come.
+    """
+
+    settings: WorkerSettings
+    transport: Transport
+    addresses: Sequence[str]
+    options: WorkerOptions = field(default_factory=WorkerOptions)
+    _core: WorkerCore = field(init=False)
+    _calls: Calls = field(init=False)
+    _links: list[Link] = field(default_factory=list[Link])
+    # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
+    _changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    _mirrors: dict[str, Mirror] = field(default_factory=dict[str, Mirror])
+    _slots: dict[tuple[str, int], Slots] = field(default_factory=dict[tuple[str, int], Slots])
+    _outgoing: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
+    _next: Outgoing | None = None
+    _reads: dict[int, Future[ReadDone]] = field(default_factory=dict[int, Future[ReadDone]])
+    _joined: bool = False
+    _left: bool = False
+    _failure: str = ""
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _timekeeper: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the core; nothing is connected yet."""
+        self._core = WorkerCore(self.settings)
+        self._calls = Calls(self._send_request, self.settings.retry_s)
+        self._timekeeper = threading.Thread(target=self._keep_time, name="paceline-time", daemon=True)
+
+    # -- the user's calls --------------------------------------------------------------------------------------------
+
+    @property
+    def clock(self) -> int:
+        """The number of clocks this worker has finished."""
+        return self._core.clock
+
+    @property
+    def failure(self) -> str:
+        """Why this worker cannot go on, or nothing."""
+        return self._failure
+
+    def join(self) -> int:
+        """Connect to all servers and take part; return the clock at which. Blocks until every server agrees."""
+        sender = self.settings.sender
+        identity = encode(Hello("worker", sender.worker, sender.incarnation, sender.generation))
+        for server, address in enumerate(self.addresses):
+            link = Link(
+                address,
+                identity,
+                self.transport,
+                self.options.reconnect_timeout_s,
+                on_frame=self._on_frame_of(server),
+                on_reconnected=self._on_reconnected_of(server),
+                on_lost=self._fail,
+            )
+            self._links.append(link)
+            link.open(_CONNECT_TIMEOUT_S)
+        self._timekeeper.start()
+        with self._changed:
+            self._handle(WantJoin())
+            self._wait(lambda: self._joined, "all servers to let this worker take part")
+            return self._core.clock
+
+    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True) -> Mirror:
+        """Declare a table to all servers and work with it from now on.
+
+        Raises:
+            Refused: it exists with other settings; the message lists the first differences.
+        """
+        layout = spans(spec, len(self.addresses))
+        self.ask_all(lambda number: Declare(number, spec), f"servers to agree on table '{spec.name}'")
+        consistency = Consistency.parse(spec.consistency)
+        with self._changed:
+            mirror = Mirror(spec, layout, reads_own_writes and can_replay(spec, consistency))
+            self._mirrors[spec.name] = mirror
+            item = torch_dtype(spec).itemsize
+            for span in layout:
+                self._slots[spec.name, span.server] = Slots(_SLOTS, span.length * item)
+            self._handle(Opened(spec.name, consistency, mirror.servers))
+        return mirror
+
+    def push(
+        self,
+        table: str,
+        gradient: Tensor,
+        *,
+        count: float,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+    ) -> Future[PushOutcome]:
+        """Send an update; the future ends when every server has applied or refused its part.
+
+        Blocks only while two earlier pushes of this table are still under way to the same server. `gradient` is
+        (elements of the table,) and may be overwritten as soon as this returns.
+        """
+        spec = self._mirrors[table].spec
+        future: Future[PushOutcome] = Future()
+        problem = _objection(spec, gradient)
+        if problem:
+            if spec.nonfinite == "halt":
+                raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
+            future.set_result(PushOutcome(applied=False, reason=problem))
+            return future
+        with self._changed:
+            mirror = self._mirrors[table]
+            bodies = {server: self._body(mirror, server, gradient) for server in mirror.servers}
+            self._next = Outgoing(PushFrame(_NOBODY, count, absent, hyper), bodies, future)
+            mirror.note_own(self._core.next_seq, gradient, hyper)
+            self._handle(WantPush(table))
+        return future
+
+    def tick(self) -> None:
+        """Finish the current clock. Does not block."""
+        with self._changed:
+            self._handle(WantClock())
+
+    def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
+        """Ask for values; the future ends when the copy of the table is fresh enough. Does not block."""
+        future: Future[ReadDone] = Future()
+        with self._changed:
+            self._check_failure()
+            self._reads[self._core.next_request] = future
+            self._handle(WantRead(table, refresh, exact))
+        return future
+
+    def read(self, table: str, out: Tensor, *, refresh: bool = True, exact: bool = False) -> ReadOutcome:
+        """Copy values into `out`, (elements of the table,); blocks until they are fresh enough."""
+        asked_at, clock = time.monotonic(), self._core.clock
+        future = self.begin_read(table, refresh=refresh, exact=exact)
+        with self._changed:
+            self._wait(
+                future.done, f"values of table '{table}' at clock {clock} ({self._mirrors[table].spec.consistency})"
+            )
+            waited_s = time.monotonic() - asked_at
+            done = future.result(timeout=0)
+            self._mirrors[table].read_into(out)
+        return ReadOutcome(clock, done.clock, done.source, waited_s)
+
+    def leave(self) -> None:
+        """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
+        with self._changed:
+            self._handle(WantLeave())
+            self._wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
+
+    def close(self) -> None:
+        """End all connections and threads; what is not settled stays as it is."""
+        self._closing.set()
+        for link in self._links:
+            link.close()
+        if self._timekeeper.is_alive():
+            self._timekeeper.join(timeout=5.0)
+
+    def ask_all(
+        self, make: Callable[[int], object], what: str, bodies: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
+        """Send a request to every server and return what each sent back; blocks until all have."""
+        with self._changed:
+            asked = [
+                self._calls.ask(server, make, bodies[server] if bodies else EMPTY)
+                for server in range(len(self.addresses))
+            ]
+        return [self._answer(future, what) for future in asked]
+
+    def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
+        """Send a request to one server and return what it sent back; blocks until it has."""
+        with self._changed:
+            future = self._calls.ask(server, make, EMPTY)
+        return self._answer(future, what)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, future: Future[memoryview], what: str) -> memoryview:
+        with self._changed:
+            self._wait(future.done, what)
+        return future.result(timeout=0)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait, under the lock, until `done`; whatever happens this ends by the deadline."""
+        patience_s = self.options.wait_timeout_s
+        deadline = time.monotonic() + patience_s
+        while not done():
+            self._check_failure()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(
+                    f"worker {self.settings.sender.worker} (clock {self._core.clock}) waited {patience_s:g} s for {what}"
+                )
+            self._changed.wait(left_s)
+
+    def _check_failure(self) -> None:
+        if self._failure:
+            raise PeerError(f"worker {self.settings.sender.worker} (clock {self._core.clock}): {self._failure}")
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self._failure = self._failure or reason
+            self._changed.notify_all()
+
+    # -- memory for pushes -------------------------------------------------------------------------------------------
+
+    def _body(self, mirror: Mirror, server: int, gradient: Tensor) -> memoryview:
+        """Copy one server's part of a gradient into memory that can travel to it."""
+        slots = self._slots[mirror.spec.name, server]
+        self._wait(lambda: slots.available, f"server {server} to apply earlier pushes of table '{mirror.spec.name}'")
+        memory = slots.take() or self._links[server].allocate(slots.size_bytes)
+        torch.frombuffer(memory, dtype=gradient.dtype).copy_(mirror.part(gradient, server))
+        return memory
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def _on_frame_of(self, server: int) -> Callable[[Frame], None]:
+        def on_frame(frame: Frame) -> None:
+            message = decode(frame.header)
+            with self._changed:
+                if isinstance(message, Done):
+                    self._calls.answered(message.number, frame.body)
+                elif isinstance(message, Failed):
+                    self._calls.failed(message.number, Refused(f"server {server} refused: {message.reason}"))
+                else:
+                    self._handle(Arrived(server, message), frame.body)
+                self._changed.notify_all()
+
+        return on_frame
+
+    def _on_reconnected_of(self, server: int) -> Callable[[], None]:
+        def on_reconnected() -> None:
+            with self._changed:
+                self._handle(Connected(server))
+                self._calls.repeat(server)
+
+        return on_reconnected
+
+    def _keep_time(self) -> None:
+        """Repeat what is due; a quarter of the first pause is fine enough for pauses that double."""
+        while not self._closing.wait(self.settings.retry_s / 4):
+            with self._changed:
+                deadline = self._core.next_deadline()
+                if deadline is not None and deadline <= time.monotonic():
+                    self._handle(Timeout())
+                self._calls.repeat_due()
+
+    def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
+        for effect in self._core.handle(event, time.monotonic()):
+            self._perform(effect, body)
+
+    def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case Install():
+                self._mirrors[effect.table].install(effect.server, body, effect.settled, effect.includes)
+            case Release():
+                self._release(effect)
+            case ReadDone():
+                future = self._reads.pop(effect.request, None)
+                if future is not None:
+                    future.set_result(effect)
+                self._reads = {request: f for request, f in self._reads.items() if request > effect.request}
+            case JoinDone():
+                self._joined = True
+            case LeaveDone():
+                self._left = True
+            case Fail():
+                self._fail(effect.reason)
+        self._changed.notify_all()
+
+    def _send(self, effect: Send) -> None:
+        message = effect.message
+        if not isinstance(message, Push):
+            self._links[effect.server].send(encode(message))
+            return
+        if self._next is not None:
+            self._next.frame = replace(self._next.frame, push=message)
+            self._outgoing[message.id], self._next = self._next, None
+        outgoing = self._outgoing[message.id]
+        body = EMPTY if effect.bare else outgoing.bodies[effect.server]
+        self._links[effect.server].send(encode(outgoing.frame), body)
+
+    def _release(self, effect: Release) -> None:
+        """Reuse the memory of a part that is answered; end the push when all parts are."""
+        outgoing = self._outgoing[effect.id]
+        table = outgoing.frame.push.table
+        self._slots[table, effect.server].give(outgoing.bodies.pop(effect.server))
+        outgoing.refused = outgoing.refused or effect.refused
+        if outgoing.bodies:
+            return
+        del self._outgoing[effect.id]
+        if outgoing.refused:
+            self._mirrors[table].forget_own(effect.id.seq)
+        outgoing.future.set_result(PushOutcome(applied=not outgoing.refused, reason=outgoing.refused))
+
+    def _send_request(self, server: int, request: object, body: memoryview) -> None:
+        self._links[server].send(encode(request), body)
+
+
+_NOBODY = Push(PushId(0, 0, 0, 0), "", 0, 0)
+
+
+def _objection(spec: TableSpec, gradient: Tensor) -> str:
+    """Say why a gradient may not be pushed: its shape, its type, or values that are not finite."""
+    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
+        raise UsageError(
+            f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
+            f"expected ({spec.numel},) {torch_dtype(spec)}"
+        )
+    if spec.nonfinite == "zero":
+        return ""
+    num_bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+    if not num_bad:
+        return ""
+    return (
+        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite; "
+        "it was not sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
+    )
