@@ -88,7 +88,8 @@ def test_garbage_gets_no_answer(listener: Listener) -> None:
 def test_no_noise_gets_in(listener: Listener, noise: bytes) -> None:
     with open_raw(listener.address) as client:
         client.sendall(noise)
-        client.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # refused already
+            client.shutdown(socket.SHUT_WR)
         assert len(read_to_end(client)) <= GREETING_BYTES
     assert nobody_was_let_in(listener)
 

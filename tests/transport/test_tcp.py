@@ -1,5 +1,6 @@
 """What is peculiar to TCP: addresses, ports, and peers that say or do the wrong thing after the handshake."""
 
+import errno
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from tests.transport.wire import open_raw, raw_server, shake_hands
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Limits, TcpTransport
+from paceline.transport.channel import Channel
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
 from paceline.transport.stream import StreamConnection
 
@@ -146,7 +148,7 @@ def test_frame_cut_by_the_end_is_lost() -> None:
 def test_frame_sent_in_part_ends_the_connection() -> None:
     client, server = served_by_hand()
     with client, closing(server):
-        with pytest.raises(DeadlineExceeded, match=r"to take a frame; [1-9]\d* of"):
+        with pytest.raises(DeadlineExceeded, match=r"to take a frame; sent [1-9]\d* of"):
             server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
         with pytest.raises(ConnectionLost, match="only in part"):
             server.send(b"next", timeout_s=5)
@@ -161,4 +163,15 @@ def test_last_words_can_be_read_after_a_failed_send() -> None:
                 server.send(b"large", memoryview(bytes(64 << 20)), timeout_s=0.1)
             assert server.receive(timeout_s=5).header == b"refused"
         with pytest.raises(ConnectionLost):
+            server.receive(timeout_s=5)
+
+
+def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object) -> int:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    client, server = served_by_hand()
+    with client, closing(server):
+        monkeypatch.setattr(Channel, "read_some", silent)
+        with pytest.raises(ConnectionLost, match="fell silent"):
             server.receive(timeout_s=5)

@@ -1,7 +1,8 @@
 """A stream socket whose every read and write ends by a deadline.
 
 Sockets are non-blocking and each direction polls by itself, so that a sender and a receiver in two threads do not
-share a timeout. Times out with TimeoutError, ends with EOFError or OSError; the layer above names the peer.
+share a timeout. Times out with TimeoutError (without errno), ends with EOFError or OSError; the layer above names
+the peer.
 """
 
 import array

@@ -172,8 +172,10 @@ class StreamConnection:
         """Do one step of reading or writing; whatever ends the stream ends the connection, with its reason."""
         try:
             return step()
-        except TimeoutError:
-            raise
+        except TimeoutError as error:
+            if error.errno is None:  # our deadline; the kernel's verdict that the peer fell silent has a number
+                raise
+            self._end("the other side fell silent")
         except PeerError as error:
             self._end(str(error))
             raise
@@ -207,7 +209,7 @@ class StreamConnection:
                 if num_left < total:
                     self._end(f"a frame could be sent only in part within {timeout_s} s")
                 raise DeadlineExceeded(
-                    f"waited {timeout_s} s for {self.peer} to take a frame; {total - num_left} of {total} bytes left"
+                    f"waited {timeout_s} s for {self.peer} to take a frame; sent {total - num_left} of {total} bytes"
                 ) from None
             num_left -= num_sent
             pending = _after(pending, num_sent)
