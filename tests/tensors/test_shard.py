@@ -112,8 +112,7 @@ def test_absent_differs_from_present_zero_under_exact_adam() -> None:
 @pytest.mark.parametrize("foreach", [None, True])
 def test_never_writes_to_a_single_contribution(name: str, foreach: bool | None) -> None:
     numbers = {"momentum": 0.9, "nesterov": True} if name == "SGD" else {}
-    decay = {} if name == "Rprop" else {"weight_decay": 0.1}
-    shard = shard_of(table(torch_optim(name, lr=0.1, foreach=foreach, **numbers, **decay), TWO))
+    shard = shard_of(table(torch_optim(name, lr=0.1, foreach=foreach, **numbers), TWO))
     shard.store(vector(1, 2, 3, 4))
     gradient = vector(1, -2, 3, -4)
     for _ in range(3):
@@ -202,6 +201,16 @@ def test_state_loaded_before_the_first_update_is_what_state_returns() -> None:
     assert {key: value.tolist() for key, value in two.state().items()} == {
         key: value.tolist() for key, value in one.state().items()
     }
+
+
+def test_loading_an_empty_state_starts_the_rule_anew() -> None:
+    spec = table(SGD(lr=1.0, momentum=0.5), TWO)
+    shard = shard_of(spec)
+    fresh = {key: value.clone() for key, value in shard.state().items()}
+    for _ in range(2):
+        shard.load_state(fresh)
+        shard.apply([Contribution(torch.ones(4))])
+        assert shard.values.tolist() == [-1.0] * 4
 
 
 def test_an_empty_range_counts_its_updates() -> None:

@@ -133,7 +133,7 @@ class TorchRule:
         self._class = optimizer_class(name)
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
-        self._loaded: dict[str, Tensor] = {}  # waits for the first update; empty once there is an optimizer
+        self._loaded: dict[str, Tensor] = {}  # waits for the next update; empty while there is an optimizer
 
     @property
     def granularity(self) -> Granularity:
@@ -168,7 +168,9 @@ class TorchRule:
         accepted = inspect.signature(self._class).parameters
         arguments = {key: value for key, value in hyper[0].items() if key in accepted and key not in _NOT_HYPER}
         self._optimizer = _construct(self._class, param_groups, arguments)
-        self._restore(self._optimizer, self._loaded)
+        for key, value in self._loaded.items():
+            index, _, name = key.partition(".")
+            self._optimizer.state[self._parameters[int(index)]][name] = value
         self._loaded = {}
         return self._optimizer
 
@@ -187,19 +189,8 @@ class TorchRule:
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
-        copied = {key: value.clone() for key, value in state.items()}
-        if self._optimizer is None:
-            self._loaded = copied
-        else:
-            self._restore(self._optimizer, copied)
-
-    def _restore(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
-        if not state:
-            return
-        optimizer.state.clear()
-        for key, value in state.items():
-            index, _, name = key.partition(".")
-            optimizer.state[self._parameters[int(index)]][name] = value
+        self._loaded = {key: value.clone() for key, value in state.items()}
+        self._optimizer = None
 
 
 def _construct(
