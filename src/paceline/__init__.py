@@ -1,3 +1,62 @@
-"""Paceline: the parameter server for PyTorch."""
+"""Paceline: the parameter server for PyTorch.
+
+Everything public is here; what needs torch is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+    from paceline.session import (
+        Session,
+        barrier,
+        connect,
+        distributed,
+        init,
+        local_rank,
+        rank,
+        report,
+        shard,
+        size,
+    )
+    from paceline.tensors import update
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Consistency",
+    "Session",
+    "asynchronous",
+    "backup",
+    "barrier",
+    "bsp",
+    "connect",
+    "distributed",
+    "essp",
+    "init",
+    "local_rank",
+    "rank",
+    "report",
+    "shard",
+    "size",
+    "ssp",
+    "update",
+]
+
+_CONSISTENCY = frozenset({"Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"})
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    if name == "update":
+        return import_module("paceline.tensors.update")
+    home = "paceline.core.consistency" if name in _CONSISTENCY else "paceline.session"
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)

@@ -44,8 +44,9 @@ class Shelf:
             )
         if known is None:
             spec.validate()
+            rule = resolve(spec.rule, self.allowed_rules)  # first: nothing is imported that is not allowed
             span = spans(spec, self.num_servers)[self.server]
-            self.shards[spec.name] = Shard(spec, span, rule=resolve(spec.rule, self.allowed_rules))
+            self.shards[spec.name] = Shard(spec, span, rule=rule)
             self.specs[spec.name] = spec
         return Consistency.parse(spec.consistency)
 

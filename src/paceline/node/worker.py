@@ -92,6 +92,11 @@ class WorkerNode:
         return self._core.clock
 
     @property
+    def num_servers(self) -> int:
+        """The number of servers of the job."""
+        return len(self.addresses)
+
+    @property
     def failure(self) -> str:
         """Why this worker cannot go on, or nothing."""
         return self._failure
@@ -193,6 +198,16 @@ class WorkerNode:
             self._mirrors[table].read_into(out)
         return ReadOutcome(clock, done.clock, done.source, waited_s)
 
+    def copy_values(self, table: str, out: Tensor) -> None:
+        """Copy the values read last, with own updates that they lack, into `out`. Does not block."""
+        with self._changed:
+            self._mirrors[table].read_into(out)
+
+    def settle(self) -> None:
+        """Block until every push made so far is applied or refused by every server."""
+        with self._changed:
+            self._wait(lambda: not self._outgoing, "servers to settle this worker's pushes")
+
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
         with self._changed:
@@ -240,7 +255,8 @@ class WorkerNode:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineExceeded(
-                    f"worker {self.settings.sender.worker} (clock {self._core.clock}) waited {patience_s:g} s for {what}"
+                    f"worker {self.settings.sender.worker} (clock {self._core.clock}) "
+                    f"waited {patience_s:g} s for {what}"
                 )
             self._changed.wait(left_s)
 

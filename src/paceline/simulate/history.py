@@ -11,7 +11,7 @@ Life = tuple[int, int]  # worker, incarnation
 _NEVER = 1 << 60
 
 
-class Violation(AssertionError):  # noqa: N818 - it is the finding, not the error
+class Violation(AssertionError):
     """A promise was broken; the message says which, where and when."""
 
 

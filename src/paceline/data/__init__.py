@@ -1,0 +1,1 @@
+"""Feeding: which worker gets which sample."""

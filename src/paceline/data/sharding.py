@@ -1,0 +1,158 @@
+"""A worker's part of the data, cut so that all workers together see every sample once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+
+from paceline.errors import UsageError
+
+_Source = TypeVar("_Source")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Which part of the data is this worker's.
+
+    Args:
+        rank: number of this worker.
+        size: number of workers.
+        seed: of the shuffle; the same on all workers, so that the global order does not depend on their number.
+        on_samples: called with the number of samples of each batch that is handed out.
+        on_missing: called when an epoch ends for which others have one more batch than this worker.
+    """
+
+    rank: int
+    size: int
+    seed: int
+    on_samples: Callable[[int], None]
+    on_missing: Callable[[], None]
+
+
+def shard_source(source: _Source, sharding: Sharding) -> _Source:
+    """Return this worker's part of `source`, used in its place.
+
+    - A `DataLoader` is cut by batches: of the global sequence of batches worker r takes r, r + size, and so on. A
+      loader that shuffles is shuffled by `seed` and epoch, the same way on every worker. When the number of batches
+      does not divide evenly, the workers without a last batch finish that clock empty-handed, so that all stay in
+      step; the mean weighted by samples is then still that of the samples there were.
+    - A sequence or a map-style dataset gives the samples r, r + size, ...
+    - Any other iterable is read by everyone, and worker r keeps every size-th item.
+
+    Raises:
+        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead.
+    """
+    if isinstance(source, DataLoader):
+        return cast("_Source", ShardedLoader(cast("DataLoader[Any]", source), sharding))
+    if isinstance(source, torch.Tensor):
+        return cast("_Source", source[sharding.rank :: sharding.size])
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        return cast("_Source", source[sharding.rank :: sharding.size])
+    if isinstance(source, Dataset) and isinstance(source, Sized):
+        indices = range(sharding.rank, len(source), sharding.size)
+        return cast("_Source", Subset(cast("Dataset[Any]", source), indices))
+    if isinstance(source, Iterable):
+        return cast("_Source", islice(cast("Iterable[Any]", source), sharding.rank, None, sharding.size))
+    raise UsageError(
+        f"cannot shard a {type(source).__name__}: expected a DataLoader, a dataset with a length, a sequence, "
+        "a tensor or an iterable."
+    )
+
+
+class ShardedLoader:
+    """Every size-th batch of a loader, as this worker's loader. Iterating it is one epoch."""
+
+    def __init__(self, loader: DataLoader[Any], sharding: Sharding) -> None:
+        _check(loader)
+        self._loader = loader
+        self._sharding = sharding
+        self._epoch = 0
+        self._order = _Order(
+            num_samples=len(cast("Sized", loader.dataset)),
+            batch_size=cast("int", loader.batch_size),
+            drop_last=loader.drop_last,
+            shuffled=isinstance(loader.sampler, RandomSampler),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches that this worker gets in one epoch."""
+        return len(range(self._sharding.rank, self._order.num_batches, self._sharding.size))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with this epoch's shuffle, after a restart for example. Counted by iterating otherwise."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches of one epoch."""
+        sharding, order = self._sharding, self._order
+        batches = order.batches(sharding.seed, self._epoch)
+        self._epoch += 1
+        for batch in self._load(batches[sharding.rank :: sharding.size]):
+            sharding.on_samples(_num_samples(batch))
+            yield batch
+        others_have_more = len(range(0, order.num_batches, sharding.size)) > len(self)
+        if others_have_more:
+            sharding.on_missing()
+
+    def _load(self, batches: list[list[int]]) -> Iterator[Any]:
+        loader = self._loader
+        return iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=batches,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The global sequence of batches, which does not depend on the number of workers."""
+
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+    shuffled: bool
+
+    @property
+    def num_batches(self) -> int:
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def batches(self, seed: int, epoch: int) -> list[list[int]]:
+        indices = list(range(self.num_samples))
+        if self.shuffled:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            indices = cast("list[int]", torch.randperm(self.num_samples, generator=generator).tolist())
+        return [indices[k * self.batch_size : (k + 1) * self.batch_size] for k in range(self.num_batches)]
+
+
+def _check(loader: DataLoader[Any]) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UsageError(
+            f"cannot shard a DataLoader with {type(loader.sampler).__name__} and batch size {loader.batch_size}: "
+            "use shuffle=True or False with a batch size, or shard the dataset and sample from that."
+        )
+
+
+def _num_samples(batch: object) -> int:
+    """Count the samples of a batch: the length of the first thing in it that has one."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        return _num_samples(next(iter(cast("Mapping[str, object]", batch).values())))
+    if isinstance(batch, Sequence) and batch and not isinstance(batch, str):
+        first = cast("Sequence[object]", batch)[0]
+        return _num_samples(first) if isinstance(first, torch.Tensor | Mapping | Sequence) else len(batch)
+    return 1

@@ -1,0 +1,118 @@
+"""A table as its user sees it: pull and push."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.core.effects import ReadDone
+from paceline.errors import UsageError
+from paceline.node.layout import torch_dtype
+from paceline.node.meter import Meter
+from paceline.node.outgoing import PushOutcome
+from paceline.node.worker import WorkerNode
+from paceline.tensors.table import Hyper, TableSpec
+
+Array = Tensor | npt.NDArray[np.generic]
+
+
+@dataclass(slots=True)
+class Table:
+    """One table of the parameter server.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     w = ps.table("w", shape=(3,), update=paceline.update.SGD(lr=0.5))
+        ...     w.push([1.0, 0.0, 2.0])
+        ...     ps.clock()
+        ...     w.pull()
+        tensor([-0.5000,  0.0000, -1.0000])
+    """
+
+    spec: TableSpec
+    shape: tuple[int, ...]
+    node: WorkerNode
+    meter: Meter
+
+    @property
+    def name(self) -> str:
+        """Name of the table, unique in the job."""
+        return self.spec.name
+
+    def push(
+        self,
+        gradient: Array | list[float],
+        *,
+        samples: float = 1.0,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+    ) -> Future[PushOutcome]:
+        """Send an update made during the current clock.
+
+        Blocks only while earlier pushes of this table are still under way; the update is copied, so the caller may
+        reuse its memory. Under bsp the future ends after all workers have finished the clock: do not wait for it
+        before `clock()`.
+
+        Args:
+            gradient: anything of the table's shape; converted to its dtype.
+            samples: how many samples it stands for, the weight under scale="samples".
+            absent: indices of the parameters that have no gradient and are to be left alone.
+            hyper: hyperparameters to use from now on, one dict a group, when they changed.
+
+        Returns:
+            A future of whether the update was applied, or why it was refused.
+
+        Raises:
+            UsageError: wrong shape, or values that are not finite in a table with nonfinite="halt".
+            PeerError: a server is gone.
+        """
+        flat = self._flat(gradient)
+        return self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper)
+
+    def pull(self, *, out: Tensor | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
+        """Return the values; blocks until they are as fresh as the table's consistency demands.
+
+        Args:
+            out: a contiguous tensor of the table's shape and dtype to fill instead of a new one.
+            refresh: ask the servers even when the cached copy is fresh enough.
+            exact: wait for every update of every earlier clock, whatever the bound.
+
+        Raises:
+            DeadlineExceeded: the values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        values = torch.empty(self.shape, dtype=torch_dtype(self.spec)) if out is None else out
+        outcome = self.node.read(self.name, values.view(-1), refresh=refresh, exact=exact)
+        self.meter.note_read(self.name, outcome)
+        return values
+
+    def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
+        """Ask for the values without blocking; the future holds them. One such request a table at a time."""
+        result: Future[Tensor] = Future()
+
+        def finish(done: Future[ReadDone]) -> None:
+            error = done.exception()
+            if error is not None:
+                result.set_exception(error)
+                return
+            values = torch.empty(self.shape, dtype=torch_dtype(self.spec))
+            self.node.copy_values(self.name, values.view(-1))
+            result.set_result(values)
+
+        self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)
+        return result
+
+    def _flat(self, gradient: Array | list[float]) -> Tensor:
+        tensor = torch.as_tensor(gradient, dtype=torch_dtype(self.spec)).detach()
+        if tuple(tensor.shape) != self.shape:
+            raise UsageError(
+                f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "
+                f"worker {self.meter.worker}, clock {self.node.clock}"
+            )
+        return tensor.contiguous().view(-1)

@@ -1,0 +1,411 @@
+"""The calls a user makes first: they find this process's place in a job, and bind it to the parameter server."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency, bsp
+from paceline.core.messages import Sender
+from paceline.core.settings import ServerSettings, WorkerSettings
+from paceline.data.sharding import Sharding, shard_source
+from paceline.errors import UsageError
+from paceline.launch.carriers import make_transport
+from paceline.launch.environment import Place, find_place
+from paceline.launch.spec import ClusterSpec, wait_spec
+from paceline.node.meter import Meter
+from paceline.node.requests import AwaitValues, Initialise, Meet
+from paceline.node.server import ServerNode
+from paceline.node.table import Table
+from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.observe.trace import Trace, trace_path
+from paceline.tensors.rules import RuleSpec
+from paceline.tensors.table import DType, NonFinite, Scale, Segment, TableSpec
+from paceline.training.optimizer import DistributedOptimizer, Settings
+from paceline.transport.base import Transport
+from paceline.transport.memory import MemoryTransport
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_START_TIMEOUT_S = 60.0
+_Source = TypeVar("_Source")
+
+
+@dataclass(slots=True)
+class Session:
+    """This process as a worker of a job. Made by `connect` and `init`; a context manager that leaves the job.
+
+    Attributes:
+        rank: number of this worker, from 0.
+        size: number of workers that were started.
+        local_rank: number of this worker on its machine.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node: WorkerNode
+    meter: Meter
+    consistency: Consistency | None  # what the launcher was told; a script that names its own wins
+    scale: Scale | None
+    server: _Embedded | None = None
+    _num_meetings: int = 0
+    _tables: dict[str, Table] = field(default_factory=dict[str, Table])
+    closed: bool = False
+
+    def __enter__(self) -> Self:
+        """Return this session."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Leave the job; after an error without waiting for anybody."""
+        self.close(politely=error is None)
+
+    # -- tables and clocks -------------------------------------------------------------------------------------------
+
+    def table(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | Tensor = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+    ) -> Table:
+        """Open a dense table, and make it if it is new. Every worker must call this with the same settings.
+
+        Blocks until worker 0 has given the first values.
+
+        Args:
+            name: unique in the job.
+            shape: of the values.
+            update: how pushes become values: `paceline.update.SGD(lr=0.1)`, for example.
+            consistency: when reads wait and what they see; by default what the launcher was told, else bsp.
+            scale: what one update applies of several pushes: their "sum", "mean", or the mean weighted by "samples"
+                (the default). Where updates show on arrival each push is applied on its own, in full.
+            init: first values, a number or a tensor of the shape. That of worker 0 counts.
+            dtype: of the values.
+            nonfinite: what happens to pushes with NaN or infinity: "reject", "zero" or "halt".
+            read_my_writes: let cached reads contain this worker's own pushes, where the rule allows it.
+
+        Raises:
+            Refused: another worker declared the table differently; the message lists the first differences.
+            UsageError: settings that make no sense.
+        """
+        if name in self._tables:
+            raise UsageError(f"worker {self.rank} has already opened table '{name}'; use what that call returned.")
+        policy = self.policy(consistency)
+        spec = TableSpec(
+            name,
+            (Segment(name, tuple(shape)),),
+            dtype,
+            update,
+            str(policy),
+            scale or self.scale or "samples",
+            nonfinite,
+        )
+        first = torch.as_tensor(init, dtype=getattr(torch, dtype)).broadcast_to(tuple(shape)).contiguous().view(-1)
+        return self.open_table(spec, tuple(shape), first, read_my_writes=read_my_writes)
+
+    def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
+        """Declare a table and wait for its first values, which worker 0 sends."""
+        spec.validate()
+        mirror = self.node.open_table(spec, reads_own_writes=read_my_writes)
+        if self.rank == 0:
+            parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
+            self.node.ask_all(
+                lambda number: Initialise(number, spec.name), f"servers to take the values of '{spec.name}'", parts
+            )
+        self.node.ask_all(
+            lambda number: AwaitValues(number, spec.name), f"worker 0 to give the first values of table '{spec.name}'"
+        )
+        table = Table(spec, shape, self.node, self.meter)
+        self._tables[spec.name] = table
+        return table
+
+    def clock(self) -> int:
+        """Finish the current clock of this worker, on all tables; return the number of finished clocks.
+
+        Does not block: waiting happens in the next pull, as far as the consistency asks for it.
+        """
+        self.meter.finish_clock(self.node.clock)
+        self.node.tick()
+        return self.node.clock
+
+    def take_samples(self) -> int:
+        """Return the number of samples of this clock, as counted by `shard` (0 where it is not used)."""
+        return self.meter.samples
+
+    def policy(self, given: Consistency | str | None) -> Consistency:
+        """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
+        if isinstance(given, str):
+            return Consistency.parse(given)
+        return given or self.consistency or bsp()
+
+    # -- meeting and leaving -----------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Block until every worker that still takes part has called this, and all its pushes are settled."""
+        self.node.settle()
+        self._num_meetings += 1
+        place = f"barrier {self._num_meetings}"
+        self.node.ask(0, lambda number: Meet(number, place), f"the other workers to come to {place}")
+
+    def close(self, *, politely: bool = True) -> None:
+        """Leave the job and free everything. Politely: wait until all pushes are settled. May be repeated."""
+        if self.closed:
+            return
+        self.closed = True
+        atexit.unregister(self.close)
+        try:
+            if politely and not self.node.failure:
+                self.node.leave()
+        finally:
+            self.node.close()
+            self.meter.trace.close()
+            if self.server is not None:
+                self.server.close()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def distributed(
+        self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings
+    ) -> DistributedOptimizer:
+        """Make an optimizer whose update runs on the servers; see `paceline.distributed`."""
+        return DistributedOptimizer(optimizer, model, settings, self)
+
+    def sharding(self, seed: int) -> Sharding:
+        """Return this worker's part in the data."""
+        return Sharding(self.rank, self.size, seed, on_samples=self._count_samples, on_missing=self._skip_clock)
+
+    def _count_samples(self, num_samples: int) -> None:
+        self.meter.samples += num_samples
+
+    def _skip_clock(self) -> None:
+        self.clock()
+
+
+@dataclass(slots=True)
+class _Embedded:
+    """A server in a thread of this process."""
+
+    node: ServerNode
+    thread: threading.Thread
+
+    def close(self) -> None:
+        self.node.stop()
+        self.thread.join(timeout=10.0)
+
+
+# The session that `init` made. A context variable, so that workers that are threads of one process have one each.
+_current: ContextVar[Session] = ContextVar("paceline_session")
+
+
+def connect(*, transport: Transport | None = None, place: Place | None = None) -> Session:
+    """Join the job that this process was started in, or embed one server when it was started alone.
+
+    Blocks until all servers are there and have let this worker take part.
+
+    Args:
+        transport: the carrier; by default the one the job's spec names.
+        place: which worker of which job this is; by default what the launcher left in the environment.
+
+    Raises:
+        PacelineError: no server can be reached in time, or they refuse this worker.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     ps.rank, ps.size
+        (0, 1)
+    """
+    place = place or find_place()
+    if place is None:
+        return _embed()
+    spec = wait_spec(place.spec_path, _START_TIMEOUT_S)
+    return join(spec, place, transport or make_transport(spec, print))
+
+
+def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
+    """Take part in a job as the worker of this place."""
+    sender = Sender(spec.generation, place.rank, place.incarnation)
+    node = WorkerNode(
+        WorkerSettings(sender, spec.num_servers), transport, spec.addresses, WorkerOptions(spec.wait_timeout_s)
+    )
+    try:
+        node.join()
+    except BaseException:
+        node.close()
+        raise
+    trace = Trace(trace_path(Path(spec.run_dir), "worker", place.rank))
+    consistency = Consistency.parse(spec.consistency) if spec.consistency else None
+    session = Session(
+        place.rank,
+        spec.num_workers,
+        place.local_rank,
+        node,
+        Meter(trace, place.rank),
+        consistency,
+        spec.scale,
+    )
+    atexit.register(session.close)
+    return session
+
+
+def _embed() -> Session:
+    """Start one server in this process and join it as the only worker."""
+    transport = MemoryTransport()
+    listener = transport.listen("memory://server-0")
+    addresses = (listener.address,)
+    server = ServerNode(ServerSettings(0, 1, workers=(0,)), listener, transport, lambda: addresses, Trace(None))
+    thread = threading.Thread(target=server.run, name="paceline-server", daemon=True)
+    thread.start()
+    node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, addresses)
+    node.join()
+    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, server=_Embedded(server, thread))
+    atexit.register(session.close)
+    return session
+
+
+def init() -> Session:
+    """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
+
+    The session is left when the process ends.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.rank(), paceline.size(), paceline.local_rank()
+        (0, 1, 0)
+    """
+    session = _current.get(None)
+    if session is None or session.closed:
+        session = connect()
+        _current.set(session)
+    return session
+
+
+def bind(session: Session) -> None:
+    """Make this the session of the running context, so that `init` finds it."""
+    _current.set(session)
+
+
+def current() -> Session:
+    """Return the session of this process (of this thread, where workers are threads).
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    session = _current.get(None)
+    if session is None:
+        raise UsageError("paceline.init() has not been called in this process: call it first.")
+    return session
+
+
+def rank() -> int:
+    """Return the number of this worker, from 0; see `init`."""
+    return current().rank
+
+
+def size() -> int:
+    """Return the number of workers; see `init`."""
+    return current().size
+
+
+def local_rank() -> int:
+    """Return the number of this worker on its machine; see `init`."""
+    return current().local_rank
+
+
+def barrier() -> None:
+    """Block until every worker that still takes part has called this, and all pushes are applied; see `init`."""
+    current().barrier()
+
+
+def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
+    """Tell how training goes: the loss of this clock, or with `accuracy` (0 to 1) a measurement on held-out data.
+
+    Shown in the live progress and in the report. Does not block.
+
+    Raises:
+        UsageError: an accuracy without the loss that was measured beside it.
+    """
+    session = current()
+    if accuracy is None:
+        session.meter.loss = loss
+    elif loss is None:
+        raise UsageError("report(accuracy=...) also needs loss=..., measured on the same data.")
+    else:
+        session.meter.note_evaluation(session.node.clock, loss, accuracy)
+
+
+def shard(source: _Source, *, seed: int = 0) -> _Source:
+    """Return this worker's part of a data source; see `paceline.data.sharding.shard_source`."""
+    return shard_source(source, current().sharding(seed))
+
+
+def distributed(
+    optimizer: torch.optim.Optimizer,
+    *,
+    consistency: Consistency | str | None = None,
+    scale: Scale | None = None,
+    fetch_every: int | None = 1,
+    nonfinite: NonFinite = "reject",
+    model: nn.Module | None = None,
+    name: str = "model",
+) -> DistributedOptimizer:
+    """Move an optimizer's update to the servers: the one changed line of an ordinary training loop.
+
+    The result is used like the optimizer it wraps: `zero_grad`, `step`, `param_groups`, schedulers, `state_dict`. Its
+    parameters are set to those of worker 0 at once. `step()` pushes this worker's gradients, finishes its clock and
+    fetches values; it blocks as long as the consistency asks for. Clip gradients before `step`: that clips each
+    worker's own.
+
+    Args:
+        optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
+        consistency: bsp() by default, or what the launcher was told with --consistency.
+        scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
+            come from `shard`), the plain "mean", or the "sum". Under ssp and asynchronous each push is an update of
+            its own and is applied in full with the given learning rate.
+        fetch_every: fetch values from the servers every n-th step; in between, and with None always, use the copy at
+            hand until the staleness bound forces a fetch.
+        nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
+            the worker ("halt").
+        model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and its
+            names are used in messages.
+        name: of the table on the servers; unique in the job.
+
+    Raises:
+        Refused: another worker has a different model or optimizer; the first differences are listed.
+        UsageError: an optimizer that cannot run on a server, with the reason.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), name="doc")
+        >>> model(torch.ones(2)).sum().backward()
+        >>> optimizer.step()
+    """
+    session = current()
+    policy = session.policy(consistency)
+    settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name)
+    return session.distributed(optimizer, model=model, settings=settings)
+
+
+def _bytes(part: Tensor) -> memoryview:
+    return part.contiguous().view(torch.uint8).numpy().data.cast("B")

@@ -1,0 +1,102 @@
+"""A whole job as threads of one process: `python -m paceline.session_threads script.py args...`.
+
+The workers run the script as separate modules, each with a session of its own; nothing leaves the process.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from paceline import session
+from paceline.errors import UsageError
+from paceline.launch.environment import Place, find_place
+from paceline.launch.lifeline import die_with_launcher
+from paceline.launch.server import server_settings
+from paceline.launch.spec import ClusterSpec, wait_spec
+from paceline.node.server import ServerNode
+from paceline.observe.trace import Trace, trace_path
+from paceline.transport.memory import MemoryTransport
+
+_START_TIMEOUT_S = 30.0
+_EXIT_FAILURE = 1
+
+
+def run_job(spec: ClusterSpec, place: Place, script: str) -> None:
+    """Run servers and workers to their end; the first worker that fails ends the process with its traceback."""
+    transport = MemoryTransport()
+    listeners = [transport.listen(f"memory://server-{rank}") for rank in range(spec.num_servers)]
+    addresses = tuple(listener.address for listener in listeners)
+    spec = replace(spec, addresses=addresses)
+    nodes = [
+        ServerNode(
+            server_settings(spec, rank),
+            listener,
+            transport,
+            lambda: addresses,
+            Trace(trace_path(Path(spec.run_dir), "server", rank)),
+            full_trace=spec.trace == "full",
+        )
+        for rank, listener in enumerate(listeners)
+    ]
+    servers = [threading.Thread(target=node.run, name=f"paceline-server-{k}") for k, node in enumerate(nodes)]
+    workers = [
+        threading.Thread(target=_run_worker, args=(spec, replace(place, rank=rank, local_rank=rank), transport, script))
+        for rank in range(spec.num_workers)
+    ]
+    for thread in servers + workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    for node in nodes:
+        node.stop()
+    for thread in servers:
+        thread.join()
+
+
+def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:
+    """Run the script in a context whose session is this worker's."""
+    context = contextvars.copy_context()
+    try:
+        context.run(_run_script, spec, place, transport, script)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
+    except BaseException:
+        print(f"worker {place.rank} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(_EXIT_FAILURE)
+
+
+def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:
+    joined = session.join(spec, place, transport)
+    session.bind(joined)
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    module_spec = importlib.util.spec_from_loader("__main__", loader)
+    if module_spec is None:
+        raise UsageError(f"{script} is not a Python script")
+    with joined:
+        loader.exec_module(importlib.util.module_from_spec(module_spec))
+
+
+def main() -> None:
+    """Run the job that the launcher described."""
+    die_with_launcher()
+    place = find_place()
+    if place is None:
+        raise UsageError("this program is started by `paceline run --transport memory`")
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+    run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, sys.argv[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training in PyTorch: an ordinary loop whose updates run on the servers."""
