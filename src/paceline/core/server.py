@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
 from paceline.core.closing import Closing, Contributors
-from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
 from paceline.core.ledger import WINDOW
@@ -23,8 +22,6 @@ from paceline.core.messages import (
     Applied,
     Clock,
     Closed,
-    Delivered,
-    Fetched,
     Follow,
     Held,
     Join,
@@ -41,8 +38,8 @@ from paceline.core.messages import (
     Ticked,
     WorkerRefused,
 )
-from paceline.core.readers import Readers
 from paceline.core.settings import ServerSettings
+from paceline.core.tables import ServedTable
 from paceline.errors import ProtocolBug
 
 ServerEvent = (
@@ -53,16 +50,6 @@ LEAD = 0  # the server that decides who contributes to a clock
 
 
 @dataclass(slots=True)
-class _Table:
-    consistency: Consistency
-    readers: Readers
-    closing: Closing
-    # Counts the updates applied here; a reader uses it to tell a newer value from an older one.
-    version: int = 0
-    ask_lead_at: float = 0.0
-
-
-@dataclass(slots=True)
 class ServerCore:
     """One server's protocol state. Drive it with `handle`, and again when `next_deadline` has passed."""
 
@@ -70,7 +57,7 @@ class ServerCore:
     started: float
     _clocks: Clocks = field(default_factory=Clocks)
     _lives: Lives = field(init=False)
-    _tables: dict[str, _Table] = field(default_factory=dict[str, _Table])
+    _tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
 
     def __post_init__(self) -> None:
         """Count on the expected workers from the start, so that no early one runs ahead of them."""
@@ -115,14 +102,14 @@ class ServerCore:
 
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
-        asks = [t.ask_lead_at for t in self._tables.values() if t.consistency.visible == "on_clock"]
+        asks = [t.ask_lead_at for t in self._tables.values() if t.closes_clocks]
         candidates = [*(asks if self._follows else ()), *filter(None, [self._lives.next_deadline()])]
         return min(candidates, default=None)
 
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
         entry = self._tables[table]
-        return entry.closing.clock if entry.consistency.visible == "on_clock" else self._clocks.slowest
+        return entry.closing.clock if entry.closes_clocks else self._clocks.slowest
 
     @property
     def num_members(self) -> int:
@@ -157,7 +144,7 @@ class ServerCore:
         table = self._tables.get(push.table)
         if spoiled or table is None:
             self._answer(push.id, push.table, PushRefused(push.id, spoiled or self._unknown(push.table)), effects)
-        elif table.consistency.visible == "on_arrival":
+        elif not table.closes_clocks:
             effects.append(Apply(push.table, (push.id,)))
             table.version += 1
             self._answer(push.id, push.table, Applied(push.id), effects)
@@ -194,12 +181,12 @@ class ServerCore:
     def _progress(self, before: int, effects: list[ServerEffect]) -> None:
         """Follow a change of the clocks: close what is complete, then release and deliver."""
         for name, table in self._tables.items():
-            if table.consistency.visible == "on_clock":
+            if table.closes_clocks:
                 self._close_complete(name, table, effects)
             elif self._clocks.slowest > before:
                 self._release(name, table, effects)
 
-    def _close_complete(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+    def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         """On the lead: close every clock that enough workers have finished, and tell those who wait to know."""
         while not self._follows and len(self._clocks):
             finished = self._clocks.past(table.closing.clock)
@@ -211,7 +198,7 @@ class ServerCore:
             for server in table.closing.followers_of(clock):
                 effects.append(Tell(server, Closed(self.settings.generation, name, clock, contributors)))
 
-    def _close(self, name: str, table: _Table, contributors: Contributors, effects: list[ServerEffect]) -> None:
+    def _close(self, name: str, table: ServedTable, contributors: Contributors, effects: list[ServerEffect]) -> None:
         clock = table.closing.clock
         applied, refused = table.closing.close(contributors)
         if applied:
@@ -241,7 +228,7 @@ class ServerCore:
             closed = Closed(event.generation, event.table, event.clock, contributors)
             effects.append(Tell(event.server, closed))
 
-    def _ask_lead(self, name: str, table: _Table, now: float, effects: list[ServerEffect]) -> None:
+    def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
         follow = Follow(self.settings.generation, self.settings.server, name, table.closing.clock)
         effects.append(Tell(LEAD, follow))
@@ -264,7 +251,7 @@ class ServerCore:
             table.readers.taken(event.sender.worker, event.clock)
             self._deliver(event.table, table, effects)
 
-    def _release(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+    def _release(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
         effects.append(Advanced(name, clock))
         for pull in table.readers.ready(clock):
@@ -272,24 +259,15 @@ class ServerCore:
             effects.append(self._values(pull, table))
         self._deliver(name, table, effects)
 
-    def _deliver(self, name: str, table: _Table, effects: list[ServerEffect]) -> None:
+    def _deliver(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
         for worker in table.readers.deliverable(clock):
             life = self._living(worker)
-            includes = life.ledger.applied_in(name)
-            message = Delivered(name, clock, table.version, life.ledger.settled, includes)
-            effects.append(Serve(worker, life.incarnation, message))
+            effects.append(Serve(worker, life.incarnation, table.delivered(clock, life.ledger)))
 
-    def _values(self, pull: Pull, table: _Table) -> Serve:
+    def _values(self, pull: Pull, table: ServedTable) -> Serve:
         ledger = self._living(pull.sender.worker).ledger
-        message = Fetched(
-            pull.request,
-            pull.table,
-            self.clock_of(pull.table),
-            table.version,
-            ledger.settled,
-            ledger.applied_in(pull.table),
-        )
+        message = table.fetched(pull, self.clock_of(pull.table), ledger)
         return Serve(pull.sender.worker, pull.sender.incarnation, message)
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -303,13 +281,9 @@ class ServerCore:
                 )
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
-        table = _Table(
-            event.consistency,
-            Readers(subscribing=event.consistency.deliver == "on_clock"),
-            Closing(followers, clock=self._clocks.slowest),
-        )
+        table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest))
         self._tables[event.table] = table
-        if self._follows and event.consistency.visible == "on_clock":
+        if self._follows and event.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
 
     # -- members -----------------------------------------------------------------------------------------------------
@@ -365,7 +339,7 @@ class ServerCore:
             did = "did not come back" if life.joined_at is not None else "did not join"
             self._give_up(worker, life, "died", f"it {did} within {waited:g} s", effects)
         for name, table in self._tables.items():
-            if self._follows and table.consistency.visible == "on_clock" and table.ask_lead_at <= now:
+            if self._follows and table.closes_clocks and table.ask_lead_at <= now:
                 self._ask_lead(name, table, now, effects)
 
     def _give_up(self, worker: int, life: Life, change: str, reason: str, effects: list[ServerEffect]) -> None:

@@ -1,0 +1,42 @@
+"""What a server core keeps for each table: its policy, its readers, the clock it has closed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.closing import Closing
+from paceline.core.consistency import Consistency
+from paceline.core.ledger import Ledger
+from paceline.core.messages import Delivered, Fetched, Pull
+from paceline.core.readers import Readers
+
+
+@dataclass(slots=True)
+class ServedTable:
+    """One table on one server."""
+
+    name: str
+    consistency: Consistency
+    closing: Closing
+    readers: Readers = field(init=False)
+    # Counts the updates applied here; a reader uses it to tell a newer value from an older one.
+    version: int = 0
+    ask_lead_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Send new values to readers where the policy says so."""
+        self.readers = Readers(subscribing=self.consistency.deliver == "on_clock")
+
+    @property
+    def closes_clocks(self) -> bool:
+        """Say whether updates become visible clock by clock."""
+        return self.consistency.visible == "on_clock"
+
+    def fetched(self, pull: Pull, clock: int, ledger: Ledger) -> Fetched:
+        """Return the answer to a pull, to go with the values as they are now."""
+        includes = ledger.applied_in(self.name)
+        return Fetched(pull.request, self.name, clock, self.version, ledger.settled, includes)
+
+    def delivered(self, clock: int, ledger: Ledger) -> Delivered:
+        """Return the notice of new values, to go with the values as they are now."""
+        return Delivered(self.name, clock, self.version, ledger.settled, ledger.applied_in(self.name))
