@@ -283,7 +283,7 @@ class ServerCore:
         followers = 0 if self._follows else self.settings.num_servers - 1
         table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest))
         self._tables[event.table] = table
-        if self._follows and event.closes_clocks:
+        if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
 
     # -- members -----------------------------------------------------------------------------------------------------
