@@ -1,0 +1,67 @@
+# Every target sets up what it needs: a fresh machine has to bring Python 3.11 or newer, make and nothing else.
+# The first target run fills .venv; later ones start at once, until pyproject.toml or constraints.txt changes.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := src tests benchmarks examples
+STAMPS := $(VENV)/installed
+
+# Names the packages on one line as they come in; warnings and errors of pip go to stderr untouched.
+define install
+	@echo "Installing Paceline with [$(1)] into $(VENV) (PyTorch is large: minutes the first time, then never again)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[$(1)]' \
+		| awk '/^(Collecting|Processing) / { sub(/.*\//, "", $$2); split($$2, name, /[^A-Za-z0-9._-]|-[0-9]/); \
+		                                     printf "%s ", name[1]; fflush() } \
+		       /^Installing collected/ { printf "\nunpacking ...\n"; fflush() }'
+	@mkdir -p $(STAMPS) && touch $(addprefix $(STAMPS)/,$(2))
+endef
+
+.PHONY: help demo test lint bench docs campaign clean
+
+help:  ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMPS)/demo  ## Train on handwritten digits under four consistency models, and write a report with pictures.
+	$(BIN)/paceline demo
+
+test: lint  ## Check everything: style, types, import contracts, tests.
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(STAMPS)/dev  ## Check style, formatting, strict types and import contracts.
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+campaign: $(STAMPS)/dev  ## Run the long searches for broken promises, which `make test` leaves out.
+	$(BIN)/python -m pytest -m campaign -n 2 --timeout 3600
+
+bench: $(STAMPS)/demo  ## Measure this machine and print a table of the numbers.
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMPS)/docs  ## Build the manual into docs/_build/html.
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
+clean:  ## Remove everything that the other targets make.
+	rm -rf $(VENV) docs/_build report runs dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/demo: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call install,demo,demo)
+
+$(STAMPS)/dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call install,dev,demo dev)
+
+$(STAMPS)/docs: pyproject.toml constraints.txt | $(BIN)/pip
+	$(call install,docs,docs)
