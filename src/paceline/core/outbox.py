@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.messages import FromWorker
+from paceline.core.messages import FromWorker, Join
 
 # What is asked, of which server; a later message under the same key replaces the earlier one.
 Key = tuple[int, str, int | str]
@@ -49,8 +49,9 @@ class Outbox:
         return entry.message if entry else None
 
     def for_server(self, server: int) -> list[Unanswered]:
-        """Return all that this server has not answered, in the order it was first said."""
-        return [entry for key, entry in self._unanswered.items() if key[0] == server]
+        """Return all that this server has not answered, in the order it was first said, but a join before all else."""
+        entries = [entry for key, entry in self._unanswered.items() if key[0] == server]
+        return sorted(entries, key=lambda entry: not isinstance(entry.message, Join))
 
     def next_due(self) -> float | None:
         """Return when something is to be repeated next."""

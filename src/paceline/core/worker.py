@@ -126,7 +126,7 @@ class WorkerCore:
             case WantLeave():
                 self._on_leave(now, effects)
             case Connected():
-                self._on_connected(event.server, effects)
+                self._on_connected(event.server, now, effects)
         return effects
 
     def next_deadline(self) -> float | None:
@@ -308,9 +308,9 @@ class WorkerCore:
         if all(self._outbox.message((s, "clock", 0)) is None for s in range(self.settings.num_servers)):
             self._withdrawn = {entry for entry in self._withdrawn if entry[1] >= self._ticked}
 
-    def _on_connected(self, server: int, effects: list[WorkerEffect]) -> None:
+    def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
         if self._has_joined:
-            effects.append(Send(server, Join(self.settings.sender)))
+            self._outbox.add((server, "join", 0), Join(self.settings.sender), now)
         effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:

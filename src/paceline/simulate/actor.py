@@ -10,7 +10,7 @@ from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock,
 from paceline.core.messages import Push, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.simulate.history import Read
+from paceline.simulate.history import Read, Violation
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
@@ -34,7 +34,7 @@ class Actor:
     paused_until: float = 0.0
     waited_s: float = 0.0
     _asked_at: float = 0.0
-    _asked_clock: int = 0
+    asked_clock: int = 0
     _arrived_length: int = 0
     _parts: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
     _alarm: float | None = None
@@ -88,17 +88,26 @@ class Actor:
 
     def _set_alarm(self) -> None:
         deadline = self.core.next_deadline()
-        if deadline is None or self._alarm == deadline:
+        if deadline is None or (self._alarm is not None and self._alarm <= deadline):
             return
-        self._alarm = deadline
+        self._alarm = alarm = max(self.world.now, deadline)
 
         def ring() -> None:
-            if self._alarm != deadline:
-                return
-            self._alarm = None
-            self._handle(Timeout())
+            if self._alarm == alarm:  # else an earlier one was set since
+                self._alarm = None
+                self._ring()
 
-        self.world.at(max(0.0, deadline - self.world.now), ring)
+        self.world.at(alarm - self.world.now, ring)
+
+    def _ring(self) -> None:
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until - self.world.now, self._ring)
+            return
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.world.now:
+            self._handle(Timeout())
+        else:
+            self._set_alarm()
 
     def _perform(self, effect: WorkerEffect) -> None:
         match effect:
@@ -118,9 +127,16 @@ class Actor:
             case LeaveDone():
                 self.left = True
             case Fail():
-                self.failed = effect.reason
+                self._fail(effect.reason)
             case Release():
                 pass
+
+    def _fail(self, reason: str) -> None:
+        """End this process with an error; only a worker that was given up may have to."""
+        self.failed = reason
+        if (self.worker, self.incarnation) not in self.world.history.gone:
+            raise Violation(f"L1: worker {self.worker}.{self.incarnation} failed, but takes part: {reason}")
+        self.world.hang_up(self)
 
     def _note_push(self, push: Push) -> None:
         made = self.world.history.made.get((self.worker, self.incarnation), [])
@@ -129,13 +145,13 @@ class Actor:
 
     def _read(self) -> None:
         refresh = self.world.rng.random() < self.world.scenario.refresh
-        self._asked_at, self._asked_clock = self.world.now, self.core.clock
+        self._asked_at, self.asked_clock = self.world.now, self.core.clock
         self._handle(WantRead(_TABLE, refresh=refresh))
 
     def _on_values(self, done: ReadDone) -> None:
         waited = self.world.now - self._asked_at
         self.waited_s += waited
-        clock = self._asked_clock
+        clock = self.asked_clock
         life = (self.worker, self.incarnation)
         read = Read(self.world.now, life, clock, done.clock, waited, done.source, dict(self._parts))
         self.world.history.read(read, self.world.members())

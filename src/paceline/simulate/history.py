@@ -9,6 +9,7 @@ from paceline.core.messages import PushId
 
 Life = tuple[int, int]  # worker, incarnation
 _NEVER = 1 << 60
+_RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones were compared before
 
 
 class Violation(AssertionError):
@@ -16,13 +17,16 @@ class Violation(AssertionError):
 
 
 @dataclass(slots=True)
-class _Shard:
-    """What one server has applied, in order."""
+class Shard:
+    """What one server has applied, in order, and what it has told readers about it."""
 
     order: list[tuple[PushId, int]] = field(default_factory=list[tuple[PushId, int]])  # push, its clock
     position: dict[PushId, int] = field(default_factory=dict[PushId, int])
     newest_clock: list[int] = field(default_factory=list[int])  # running maximum of the clocks in order
     contributors: dict[int, tuple[PushId, ...]] = field(default_factory=dict[int, tuple[PushId, ...]])
+    # Readers were told that every update of the clocks below is in; so none may come later.
+    promised: int = 0
+    last_seq: dict[Life, int] = field(default_factory=dict[Life, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,11 @@ class Read:
     source: str
     parts: dict[int, tuple[int, frozenset[int]]]
 
+    @property
+    def differential(self) -> int:
+        """Return the age of the values in clocks, as the papers count it: -1 is fresh, -(bound + 1) the oldest."""
+        return self.value_clock - 1 - self.clock
+
 
 @dataclass(slots=True)
 class History:
@@ -48,53 +57,57 @@ class History:
     consistency: Consistency
     num_servers: int
     keeps_order: bool
-    shards: list[_Shard] = field(init=False)
+    shards: list[Shard] = field(init=False)
     reads: list[Read] = field(default_factory=list[Read])
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
     gone: set[Life] = field(default_factory=set[Life])  # given up by some server
+    disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
         """Start with nothing applied."""
-        self.shards = [_Shard() for _ in range(self.num_servers)]
+        self.shards = [Shard() for _ in range(self.num_servers)]
+
+    # -- what happens ------------------------------------------------------------------------------------------------
 
     def pushed(self, push_id: PushId, clock: int) -> None:
         """Record that a push was made."""
         self.made.setdefault((push_id.worker, push_id.incarnation), []).append((push_id, clock))
 
     def applied(self, server: int, ids: tuple[PushId, ...], clocks: list[int]) -> None:
-        """Record one update of a server and check E1 (once), E4 (refusal is final), E7 (order), M2 (no zombie)."""
+        """Record one update of a server: applied once (E1), never after a refusal (E4), by no zombie (M2)."""
         shard = self.shards[server]
         for push_id, clock in zip(ids, clocks, strict=True):
-            _require(push_id not in shard.position, f"E1: {push_id} is applied twice on server {server}")
-            _require((server, push_id) not in self.refused, f"E4: {push_id} is applied after it was refused")
-            newest = self.replaced.get(push_id.worker, -1)
-            # With visible = on_clock the lead's decision is the commit; the others may carry it out later.
-            committed = self.consistency.visible == "on_clock" and server > 0
-            _require(
-                committed or push_id.incarnation >= newest,
-                f"M2: {push_id} is applied after incarnation {newest} had joined",
-            )
+            self._check_applied(server, shard, push_id, clock)
             shard.position[push_id] = len(shard.order)
             shard.order.append((push_id, clock))
             shard.newest_clock.append(max(clock, shard.newest_clock[-1] if shard.newest_clock else -1))
         if self.consistency.visible == "on_clock":
-            _require(list(ids) == sorted(ids), f"BSP4: server {server} sums {ids}, not in rank order")
-            _require(len(set(clocks)) == 1, f"BSP5: server {server} applies clocks {clocks} at once")
-            shard.contributors[clocks[0]] = ids
+            self._check_batch(server, shard, ids, clocks)
         elif self.keeps_order:
-            self._check_order(shard, ids)
+            self._check_order(server, shard, ids)
 
     def answered(self, server: int, push_id: PushId, *, refused: bool) -> None:
-        """Record the final answer to a push and check that an acknowledged one is applied (E2)."""
+        """Record the final answer to a push: what is acknowledged is applied (E2), what is refused had a reason."""
         (self.refused if refused else self.acknowledged).add((server, push_id))
-        _require(
-            refused or push_id in self.shards[server].position,
-            f"E2: server {server} has acknowledged {push_id} and not applied it",
-        )
+        applied = push_id in self.shards[server].position
+        if not refused and not applied:
+            raise Violation(f"E2: server {server} has acknowledged {push_id} and not applied it")
+        if refused and applied:
+            raise Violation(f"E4: server {server} has refused {push_id} after it was applied")
+        if refused and not self.consistency.backups and (push_id.worker, push_id.incarnation) not in self.gone:
+            raise Violation(f"E4: server {server} has refused {push_id} of a worker that takes part, without a quorum")
+
+    def given_up(self, server: int, life: Life) -> None:
+        """Record that a server ended a life; only one that something happened to, or that was replaced (L6)."""
+        if life not in self.disturbed and self.replaced.get(life[0], -1) <= life[1]:
+            raise Violation(
+                f"L6: server {server} has given up worker {life[0]}.{life[1]}, which nothing had happened to"
+            )
+        self.gone.add(life)
 
     def read(self, read: Read, members: dict[Life, int]) -> None:
         """Record a finished read and check its bound, its freshness and its monotony."""
@@ -103,65 +116,117 @@ class History:
         # A quorum promises nothing about those who miss it: there the contributors are checked instead (BSP2).
         needs = 0 if bound is None or self.consistency.backups else max(0, read.clock - bound)
         members = {life: clock for life, clock in members.items() if life not in self.gone}
-        where = f"read of worker {read.life[0]} at clock {read.clock}"
         slowest = min([clock for life, clock in members.items() if life != read.life], default=_NEVER)
-        _require(slowest >= needs, f"SSP1: {where}, but the slowest worker stands at {slowest}, bound {bound}")
+        if slowest < needs:
+            raise Violation(f"SSP1: {_where(read)}, but the slowest worker stands at {slowest}, bound {bound}")
+        if bound is not None and read.value_clock < read.clock - bound:
+            raise Violation(f"SSP2: {_where(read)} is told clock {read.value_clock}, bound {bound}")
         for server, (length, own) in read.parts.items():
-            self._check_freshness(server, length, needs, members, where)
-            self._check_own(server, length, own, read.life, where)
+            shard = self.shards[server]
+            self._check_members(server, length, needs, members, read)
+            self._check_promise(server, shard, length, max(needs, read.value_clock), read)
+            self._check_own(server, length, own, read)
             before = self._seen.get((read.life, server), 0)
-            _require(length >= before, f"SSP5: {where} saw {before} updates of server {server}, now {length}")
+            if length < before:
+                raise Violation(f"SSP5: {_where(read)} saw {before} updates of server {server}, now {length}")
             self._seen[read.life, server] = length
-            if self.consistency.visible == "on_clock" and length:
-                newest = self.shards[server].newest_clock[length - 1]
-                exact = bound == 0 and not self.consistency.backups
-                _require(newest < read.value_clock or not exact, f"BSP1: {where} contains an update of clock {newest}")
+            if self._is_exact and length and shard.newest_clock[length - 1] >= read.clock:
+                raise Violation(f"BSP1: {_where(read)} contains an update of clock {shard.newest_clock[length - 1]}")
 
-    def finish(self) -> None:
-        """Check at the end of a run that every clock had the same contributors on every server (BSP2)."""
-        if self.consistency.visible != "on_clock":
-            return
+    def finish(self, settled: list[Life]) -> None:
+        """Check at the end that all settled lives have their answers, and that no clock is torn (BSP2, BSP5)."""
+        for life in settled:
+            for push_id, _ in self.made.get(life, []):
+                for server in range(self.num_servers):
+                    if (server, push_id) not in self.acknowledged and (server, push_id) not in self.refused:
+                        raise Violation(f"E2: worker {life[0]} has left, and server {server} never answered {push_id}")
+        if self.consistency.visible == "on_clock":
+            self._check_contributors()
+
+    # -- the rules ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_exact(self) -> bool:
+        c = self.consistency
+        return c.bound == 0 and c.visible == "on_clock" and not c.backups
+
+    def _check_applied(self, server: int, shard: Shard, push_id: PushId, clock: int) -> None:
+        if push_id in shard.position:
+            raise Violation(f"E1: {push_id} is applied twice on server {server}")
+        if (server, push_id) in self.refused:
+            raise Violation(f"E4: {push_id} is applied after it was refused")
+        if clock < shard.promised:
+            raise Violation(
+                f"SSP2: {push_id} of clock {clock} is applied on server {server} after a reader was told "
+                f"that all clocks below {shard.promised} are in"
+            )
+        newest = self.replaced.get(push_id.worker, -1)
+        # With visible = on_clock the lead's decision is the commit; the others may carry it out later.
+        committed = self.consistency.visible == "on_clock" and server > 0
+        if push_id.incarnation < newest and not committed:
+            raise Violation(f"M2: {push_id} is applied after incarnation {newest} had joined")
+
+    def _check_batch(self, server: int, shard: Shard, ids: tuple[PushId, ...], clocks: list[int]) -> None:
+        if list(ids) != sorted(ids):
+            raise Violation(f"BSP4: server {server} sums {ids}, not in rank order")
+        if len({push_id.worker for push_id in ids}) != len(ids):
+            raise Violation(f"BSP2: server {server} sums {ids}, where a worker counts twice")
+        clock = clocks[0]
+        if len(set(clocks)) != 1 or clock in shard.contributors:
+            raise Violation(f"BSP5: server {server} applies clocks {clocks} at once, or a clock twice")
+        shard.contributors[clock] = ids
+
+    def _check_order(self, server: int, shard: Shard, ids: tuple[PushId, ...]) -> None:
+        for push_id in ids:
+            life = (push_id.worker, push_id.incarnation)
+            if push_id.seq != shard.last_seq.get(life, -1) + 1:
+                raise Violation(
+                    f"E7: {push_id} follows {shard.last_seq.get(life, -1)} of its worker on server {server}"
+                )
+            shard.last_seq[life] = push_id.seq
+
+    def _check_members(self, server: int, length: int, needs: int, members: dict[Life, int], read: Read) -> None:
+        """SSP2, seen from the makers: every push that a member made in a clock below `needs` is in the values."""
+        position = self.shards[server].position
+        for life in members:
+            for push_id, clock in reversed(self.made.get(life, ())):
+                if clock >= needs:
+                    continue
+                if position.get(push_id, _NEVER) >= length and (server, push_id) not in self.refused:
+                    raise Violation(f"SSP2: {_where(read)} needs clock {needs} and lacks {push_id} of clock {clock}")
+                if clock < needs - 2:  # older ones were checked by earlier reads
+                    break
+
+    def _check_promise(self, server: int, shard: Shard, length: int, complete: int, read: Read) -> None:
+        """SSP2, seen from the server: what the values lack is of clock `complete` or later, now and for ever."""
+        for push_id, clock in shard.order[length:]:
+            if clock < complete:
+                raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on server {server}")
+        shard.promised = max(shard.promised, complete)
+
+    def _check_own(self, server: int, length: int, own: frozenset[int], read: Read) -> None:
+        """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
+        position = self.shards[server].position
+        for push_id, _ in self.made.get(read.life, [])[-_RECENT:]:
+            inside = position.get(push_id, _NEVER) < length
+            if inside != (push_id.seq in own) and (server, push_id) not in self.refused:
+                raise Violation(
+                    f"SSP3: {_where(read)}: {push_id} is {'in' if inside else 'missing from'} server {server}'s "
+                    "values, the reader was told otherwise"
+                )
+
+    def _check_contributors(self) -> None:
         for clock in set.intersection(*(set(shard.contributors) for shard in self.shards)):
-            sets = {frozenset(shard.contributors[clock]) for shard in self.shards}
-            _require(len(sets) == 1, f"BSP2: clock {clock} has different contributors on different servers: {sets}")
+            sets = {shard.contributors[clock] for shard in self.shards}
+            if len(sets) != 1:
+                raise Violation(f"BSP2: clock {clock} has different contributors on different servers: {sets}")
         longest = max(max(shard.contributors, default=-1) for shard in self.shards)
         for server, shard in enumerate(self.shards):
             applied = {clock for clock in shard.contributors if clock < longest}
             others = {c for other in self.shards for c in other.contributors if c < longest}
-            _require(applied == others, f"BSP5: server {server} lacks the clocks {sorted(others - applied)}")
-
-    def _check_order(self, shard: _Shard, ids: tuple[PushId, ...]) -> None:
-        for push_id in ids:
-            made = self.made[push_id.worker, push_id.incarnation]
-            index = next(i for i, (other, _) in enumerate(reversed(made)) if other == push_id)
-            earlier = made[len(made) - 2 - index][0] if len(made) - 2 - index >= 0 else None
-            _require(earlier is None or earlier in shard.position, f"E7: {push_id} is applied before {earlier}")
-
-    def _check_freshness(self, server: int, length: int, needs: int, members: dict[Life, int], where: str) -> None:
-        """SSP2: every push that a member made in a clock below `needs` is in the values."""
-        shard = self.shards[server]
-        for life in members:
-            for push_id, clock in reversed(self.made.get(life, [])):
-                if clock >= needs:
-                    continue
-                inside = shard.position.get(push_id, _NEVER) < length or (server, push_id) in self.refused
-                _require(inside, f"SSP2: {where} needs clock {needs} and lacks {push_id} of clock {clock}")
-                if clock < needs - 2:  # older ones were checked by earlier reads
-                    break
-
-    def _check_own(self, server: int, length: int, own: frozenset[int], life: Life, where: str) -> None:
-        """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
-        shard = self.shards[server]
-        for push_id, _ in self.made.get(life, [])[-8:]:
-            inside = shard.position.get(push_id, _NEVER) < length
-            if (server, push_id) not in self.refused:
-                _require(
-                    inside == (push_id.seq in own),
-                    f"SSP3: {where}: {push_id} is {'in' if inside else 'missing from'} server {server}'s values, "
-                    "the reader was told otherwise",
-                )
+            if applied != others:
+                raise Violation(f"BSP5: server {server} lacks the clocks {sorted(others - applied)}")
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise Violation(message)
+def _where(read: Read) -> str:
+    return f"at {read.time:.4f} s: read of worker {read.life[0]}.{read.life[1]} at clock {read.clock}"

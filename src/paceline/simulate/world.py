@@ -85,7 +85,7 @@ class World:
         if not self._all_done():
             waiting = {w: a.describe() for w, a in self.actors.items() if not a.done}
             raise Violation(f"L1: at {self.now:g} s these workers have not finished: {waiting}")
-        self.history.finish()
+        self.history.finish([(worker, actor.incarnation) for worker, actor in self.actors.items() if actor.left])
         return self.history
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -132,9 +132,15 @@ class World:
 
         self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
 
+    def hang_up(self, actor: Actor) -> None:
+        """End all connections of a worker whose process has ended by itself."""
+        for server in range(self.scenario.num_servers):
+            self._lose(actor.worker, actor.incarnation, server, Disconnected(actor.worker, actor.incarnation))
+
     def cut(self, actor: Actor, server: int) -> None:
         """Cut one connection: what is on its way is lost; it is made again a little later."""
         worker, incarnation = actor.worker, actor.incarnation
+        self.history.disturbed.add((worker, incarnation))
         self._lose(worker, incarnation, server, Disconnected(worker, incarnation))
         self.at(self.scenario.lease_s / 10, lambda: actor.reconnected(server))
 
@@ -172,17 +178,23 @@ class World:
 
     def _set_alarm(self, server: int, entry: _Server) -> None:
         deadline = entry.core.next_deadline()
-        if deadline is None or entry.alarm == deadline:
+        if deadline is None or (entry.alarm is not None and entry.alarm <= deadline):
             return
-        entry.alarm = deadline
+        entry.alarm = alarm = max(self.now, deadline)
 
         def ring() -> None:
-            if entry.alarm != deadline:
-                return
-            entry.alarm = None
-            self._to_server(server, Timeout())
+            if entry.alarm == alarm:  # else an earlier one was set since
+                entry.alarm = None
+                self._ring(server, entry)
 
-        self.at(max(0.0, deadline - self.now), ring)
+        self.at(alarm - self.now, ring)
+
+    def _ring(self, server: int, entry: _Server) -> None:
+        deadline = entry.core.next_deadline()
+        if deadline is not None and deadline <= self.now:
+            self._to_server(server, Timeout())
+        else:
+            self._set_alarm(server, entry)
 
     # -- what servers ask for ----------------------------------------------------------------------------------------
 
@@ -203,10 +215,16 @@ class World:
             case Tell():
                 self._between(server, effect.server, effect.message)
             case Membership():
-                if effect.change != "joined":
-                    self.history.gone.add((effect.worker, effect.incarnation))
+                self._on_membership(server, effect)
             case Hold() | Discard() | Advanced():
                 pass
+
+    def _on_membership(self, server: int, effect: Membership) -> None:
+        life = (effect.worker, effect.incarnation)
+        if effect.change == "died":
+            self.history.given_up(server, life)
+        elif effect.change == "left":
+            self.history.gone.add(life)
 
     def _to_worker(self, server: int, worker: int, incarnation: int, message: object, length: int) -> None:
         link = (worker, incarnation, server)
@@ -241,6 +259,7 @@ class World:
             return
         actor.alive = False
         incarnation = actor.incarnation
+        self.history.disturbed.add((worker, incarnation))
         for server in range(self.scenario.num_servers):
             told = Died(worker, incarnation, "killed by the scenario")
             event = told if self.rng.random() < 0.5 else Disconnected(worker, incarnation)
@@ -253,6 +272,7 @@ class World:
         actor = self.actors[worker]
         if actor.done:
             return
+        self.history.disturbed.add((worker, actor.incarnation))
         actor.paused_until = self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s
         for server in range(self.scenario.num_servers):
             self._to_server(server, Disconnected(worker, actor.incarnation))
