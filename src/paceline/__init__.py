@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-    from paceline.session import (
-        Session,
-        barrier,
-        connect,
-        distributed,
-        init,
-        local_rank,
-        rank,
-        report,
-        shard,
-        size,
-    )
+    from paceline.current import barrier, distributed, init, local_rank, rank, report, shard, size
+    from paceline.session import Session, connect
     from paceline.tensors import update
 
 __version__ = "0.1.0"
@@ -45,6 +35,7 @@ __all__ = [
 ]
 
 _CONSISTENCY = frozenset({"Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"})
+_SESSION = frozenset({"Session", "connect"})
 
 
 def __getattr__(name: str) -> object:
@@ -53,7 +44,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     if name == "update":
         return import_module("paceline.tensors.update")
-    home = "paceline.core.consistency" if name in _CONSISTENCY else "paceline.session"
+    if name in _CONSISTENCY:
+        home = "paceline.core.consistency"
+    else:
+        home = "paceline.session" if name in _SESSION else "paceline.current"
     return getattr(import_module(home), name)
 
 

@@ -15,7 +15,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from paceline import session
+from paceline.current import bind
 from paceline.errors import UsageError
 from paceline.launch.environment import Place, find_place
 from paceline.launch.lifeline import die_with_launcher
@@ -23,6 +23,7 @@ from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
+from paceline.session import join
 from paceline.transport.memory import MemoryTransport
 
 _START_TIMEOUT_S = 30.0
@@ -77,8 +78,8 @@ def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, scr
 
 
 def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:
-    joined = session.join(spec, place, transport)
-    session.bind(joined)
+    joined = join(spec, place, transport)
+    bind(joined)
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     module_spec = importlib.util.spec_from_loader("__main__", loader)
     if module_spec is None:
