@@ -58,22 +58,49 @@ def current() -> Session:
 
 
 def rank() -> int:
-    """Return the number of this worker, from 0; see `init`."""
+    """Return the number of this worker, from 0.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.rank()
+        0
+    """
     return current().rank
 
 
 def size() -> int:
-    """Return the number of workers; see `init`."""
+    """Return the number of workers that were started.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.size()
+        1
+    """
     return current().size
 
 
 def local_rank() -> int:
-    """Return the number of this worker on its machine; see `init`."""
+    """Return the number of this worker among those on its machine, from 0: which accelerator to take, for example.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.local_rank()
+        0
+    """
     return current().local_rank
 
 
 def barrier() -> None:
-    """Block until every worker that still takes part has called this, and all pushes are applied; see `init`."""
+    """Block until every worker that still takes part has called this, and all pushes are applied.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.barrier()
+    """
     current().barrier()
 
 
@@ -84,6 +111,12 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
 
     Raises:
         UsageError: an accuracy without the loss that was measured beside it.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.report(loss=0.7)
+        >>> paceline.report(loss=0.8, accuracy=0.91)
     """
     session = current()
     if accuracy is None:
@@ -95,7 +128,21 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
 
 
 def shard(source: _Source, *, seed: int = 0) -> _Source:
-    """Return this worker's part of a data source; see `paceline.data.sharding.shard_source`."""
+    """Return this worker's part of a data source: a `DataLoader`, a dataset, a sequence, a tensor or an iterable.
+
+    All workers together see every sample once an epoch. A loader is cut by batches and shuffled by `seed` and epoch,
+    the same way on every worker; when its batches do not divide evenly, workers without a last one finish that clock
+    empty-handed, so that all stay in step.
+
+    Raises:
+        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.shard(["a", "b", "c"])  # worker 0 of 1 gets everything
+        ['a', 'b', 'c']
+    """
     return shard_source(source, current().sharding(seed))
 
 

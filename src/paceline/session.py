@@ -47,6 +47,15 @@ class Session:
         rank: number of this worker, from 0.
         size: number of workers that were started.
         local_rank: number of this worker on its machine.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     w = ps.table("w", shape=(2,), update=paceline.update.SGD(lr=0.5))
+        ...     _ = w.push([1.0, -2.0])
+        ...     _ = ps.clock()
+        ...     w.pull().tolist()
+        [-0.5, 1.0]
     """
 
     rank: int

@@ -99,22 +99,42 @@ class Consistency:
 
 
 def bsp() -> Consistency:
-    """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible point."""
+    """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible point.
+
+    Example:
+        >>> bsp().needs(7)  # a read at clock 7 waits for all clocks below 7
+        7
+    """
     return Consistency(bound=0, visible="on_clock")
 
 
 def ssp(staleness: int) -> Consistency:
-    """Stale synchronous (Ho et al., NIPS 2013): a read at clock c sees at least all clocks below c - staleness."""
+    """Stale synchronous (Ho et al., NIPS 2013): a read at clock c sees at least all clocks below c - staleness.
+
+    Example:
+        >>> ssp(3).needs(7)  # a read at clock 7 waits for all clocks below 4
+        4
+    """
     return Consistency(bound=staleness)
 
 
 def essp(staleness: int) -> Consistency:
-    """Eager SSP (Dai et al., AAAI 2015): the same bound, and servers push new values when the clock advances."""
+    """Eager SSP (Dai et al., AAAI 2015): the same bound, and servers push new values when the clock advances.
+
+    Example:
+        >>> essp(3).needs(7) == ssp(3).needs(7), essp(3).deliver
+        (True, 'on_clock')
+    """
     return Consistency(bound=staleness, deliver="on_clock")
 
 
 def asynchronous() -> Consistency:
-    """No bound: reads and writes never wait for another worker."""
+    """No bound: reads and writes never wait for another worker.
+
+    Example:
+        >>> asynchronous().needs(7)  # a read waits for nothing
+        0
+    """
     return Consistency(bound=None)
 
 
@@ -123,6 +143,10 @@ def backup(backups: int) -> Consistency:
 
     Raises:
         UsageError: `backups` is below 1.
+
+    Example:
+        >>> str(backup(1))  # the slowest worker of each clock is left out
+        'backup:1'
     """
     if backups < 1:
         raise UsageError(f"backup:{backups} asks for {backups} backup workers, expected 1 or more (or bsp).")

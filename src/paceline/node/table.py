@@ -29,8 +29,8 @@ class Table:
         >>> import paceline
         >>> with paceline.connect() as ps:
         ...     w = ps.table("w", shape=(3,), update=paceline.update.SGD(lr=0.5))
-        ...     w.push([1.0, 0.0, 2.0])
-        ...     ps.clock()
+        ...     _ = w.push([1.0, 0.0, 2.0])
+        ...     _ = ps.clock()
         ...     w.pull()
         tensor([-0.5000,  0.0000, -1.0000])
     """

@@ -1,8 +1,13 @@
 """Update rules as you name them. Each of these returns plain data; the servers run the rule it names.
 
-paceline.update.SGD(lr=0.1, momentum=0.9)
-paceline.update.torch_optim("NAdam", lr=2e-3)
-paceline.update.rule("my_package.rules:Lion", lr=1e-4)
+Example:
+    >>> import paceline
+    >>> paceline.update.SGD(lr=0.1, momentum=0.9).name
+    'torch.optim.SGD'
+    >>> paceline.update.torch_optim("NAdam", lr=2e-3).name
+    'torch.optim.NAdam'
+    >>> paceline.update.rule("my_package.rules:Lion", lr=1e-4).name
+    'my_package.rules:Lion'
 """
 
 from __future__ import annotations
@@ -111,7 +116,7 @@ def AdamW(  # noqa: N802 - as in torch.optim
 
 
 def rule(path: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
-    """Return your own rule by its import path; servers load it only when they were started to allow that path.
+    """Return your own rule by its import path; servers import it from what is installed there or beside the script.
 
     Raises:
         UsageError: the path does not have the form "package.module:Rule".
