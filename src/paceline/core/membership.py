@@ -37,7 +37,13 @@ class Membership:
 
     def end(self, worker: int, *, left: bool) -> None:
         """End the current life of a worker."""
-        self._ended[worker] = (self._lives.pop(worker).incarnation, left)
+        ended = (self._lives.pop(worker).incarnation, left)
+        self._ended[worker] = max(ended, self._ended.get(worker, ended))
+
+    def bury(self, worker: int, incarnation: int) -> None:
+        """Note the end of a life that never began here: its join may still be on the way and is then refused."""
+        if incarnation > self._ended.get(worker, (-1, False))[0]:
+            self._ended[worker] = (incarnation, False)
 
     def current(self, worker: int) -> Life | None:
         """Return the life of this worker that takes part or is expected."""

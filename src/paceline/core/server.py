@@ -332,6 +332,8 @@ class ServerCore:
         life = self._lives.current(event.worker)
         if life and life.incarnation == event.incarnation:
             self._give_up(event.worker, life, "died", event.reason, effects)
+        else:
+            self._lives.bury(event.worker, event.incarnation)
 
     def _on_timeout(self, now: float, effects: list[ServerEffect]) -> None:
         for worker, life in self._lives.overdue(now):

@@ -27,6 +27,7 @@ class Actor:
     incarnation: int
     core: WorkerCore = field(init=False)
     alive: bool = True
+    returns: bool = False  # killed, and to be started again
     joined: bool = False
     leaving: bool = False
     left: bool = False
@@ -48,11 +49,7 @@ class Actor:
     @property
     def done(self) -> bool:
         """Say whether nothing more is to be expected of this worker."""
-        return self.left or bool(self.failed) or (not self.alive and not self._comes_back)
-
-    @property
-    def _comes_back(self) -> bool:
-        return self.world.scenario.fate.restart and self.incarnation == 0
+        return self.left or bool(self.failed) or (not self.alive and not self.returns)
 
     def describe(self) -> str:
         """Say where this worker stands."""

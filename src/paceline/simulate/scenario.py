@@ -78,15 +78,21 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What happens to workers: `deaths` are killed at random times, `pauses` stop and come back as zombies.
+    """What happens to workers.
 
-    A killed worker comes back as its next incarnation when `restart` is set.
+    Args:
+        deaths: how many are killed at random times; the same one may be killed again after its restart.
+        pauses: how many stop for a while and come back, as zombies when it was too long.
+        restart: whether a killed worker comes back as its next incarnation.
+        joins: how many more join at random times.
+        early: probability that a worker is killed while it joins.
     """
 
     deaths: int = 0
     pauses: int = 0
     restart: bool = False
     joins: int = 0
+    early: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

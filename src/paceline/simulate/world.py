@@ -47,6 +47,8 @@ class World:
     _heap: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list[tuple[float, int, Callable[[], None]]]
     )
+    # Nothing happens to this worker, so that somebody is left who notices.
+    _spared: int = 0
     _sent: int = 0
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     # Messages on a connection that was cut since are lost.
@@ -56,6 +58,7 @@ class World:
         """Set up servers and workers, and draw their fates."""
         s = self.scenario
         self.rng = Random(s.seed)
+        self._spared = self.rng.randrange(s.num_workers)
         self.history = History(s.consistency, s.num_servers, s.network.keeps_order and s.network.cut == 0)
         for server in range(s.num_servers):
             settings = ServerSettings(
@@ -102,6 +105,8 @@ class World:
         """Start one life of a worker."""
         self.actors[worker] = Actor(self, worker, incarnation)
         self.at(0.0, self.actors[worker].begin)
+        if worker != self._spared and self.rng.random() < self.scenario.fate.early:
+            self.at(self.rng.uniform(0, 4 * self.scenario.network.latency_s[1]), lambda: self._kill(worker))
 
     def members(self) -> dict[tuple[int, int], int]:
         """Return the clock of every worker that takes part, whatever the servers believe."""
@@ -245,34 +250,41 @@ class World:
     def _draw_fates(self) -> None:
         s = self.scenario
         span = s.num_clocks * s.compute_s[1]
-        victims = self.rng.sample(range(s.num_workers), k=min(s.num_workers - 1, s.fate.deaths + s.fate.pauses))
-        for index, worker in enumerate(victims):
+        victims = [worker for worker in range(s.num_workers + s.fate.joins) if worker != self._spared]
+        for index in range(s.fate.deaths + s.fate.pauses if victims else 0):
+            worker = self.rng.choice(victims)
             action = self._kill if index < s.fate.deaths else self._pause
             self.at(self.rng.uniform(0, span), lambda worker=worker, action=action: action(worker))
         for index in range(s.fate.joins):
             worker = s.num_workers + index
             self.at(self.rng.uniform(0, span), lambda worker=worker: self.start(worker, 0))
 
+    def _victim(self, worker: int) -> Actor | None:
+        """Return the living process of this rank and note that something happens to it."""
+        actor = self.actors.get(worker)
+        if actor is None or not actor.alive or actor.done:
+            return None
+        self.history.disturbed.add((worker, actor.incarnation))
+        return actor
+
     def _kill(self, worker: int) -> None:
-        actor = self.actors[worker]
-        if actor.done:
+        actor = self._victim(worker)
+        if actor is None:
             return
-        actor.alive = False
+        actor.alive, actor.returns = False, self.scenario.fate.restart
         incarnation = actor.incarnation
-        self.history.disturbed.add((worker, incarnation))
         for server in range(self.scenario.num_servers):
             told = Died(worker, incarnation, "killed by the scenario")
             event = told if self.rng.random() < 0.5 else Disconnected(worker, incarnation)
-            delay = self.rng.uniform(0, self.scenario.lease_s)
+            delay = self.rng.uniform(0, self.scenario.lease_s) * self.rng.choice((0, 1))
             self.at(delay, lambda server=server, event=event: self._lose(worker, incarnation, server, event))
-        if self.scenario.fate.restart:
+        if actor.returns:
             self.at(self.rng.uniform(0, 2 * self.scenario.lease_s), lambda: self.start(worker, incarnation + 1))
 
     def _pause(self, worker: int) -> None:
-        actor = self.actors[worker]
-        if actor.done:
+        actor = self._victim(worker)
+        if actor is None:
             return
-        self.history.disturbed.add((worker, actor.incarnation))
         actor.paused_until = self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s
         for server in range(self.scenario.num_servers):
             self._to_server(server, Disconnected(worker, actor.incarnation))
