@@ -104,7 +104,7 @@ def run(
             trace=trace,
             run_dir=run_dir,
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
-            progress=progress,
+            progress=progress and not quiet,
             quiet=quiet,
         )
     )

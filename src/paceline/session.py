@@ -142,6 +142,7 @@ class Session:
         )
         table = Table(spec, shape, self.node, self.meter)
         self._tables[spec.name] = table
+        self.meter.begin()
         return table
 
     def clock(self) -> int:
@@ -171,6 +172,7 @@ class Session:
         self._num_meetings += 1
         place = f"barrier {self._num_meetings}"
         self.node.ask(0, lambda number: Meet(number, place), f"the other workers to come to {place}")
+        self.meter.begin()
 
     def close(self, *, politely: bool = True) -> None:
         """Leave the job and free everything. Politely: wait until all pushes are settled. May be repeated."""

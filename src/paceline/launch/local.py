@@ -78,7 +78,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     console = Console()
     environment = _share_cores(run, console)
     terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s)
-    board = open_board(trace_folder, run.num_workers) if run.progress and not run.quiet else None
+    board = open_board(trace_folder, run.num_workers) if run.progress else None
     with Signals() as signals:
         supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board)
         return supervisor.run(plan_launches(run, programs, run_dir, environment))

@@ -20,6 +20,12 @@ class Meter:
     loss: float | None = None
     wait_s: float = 0.0
     _since: float = field(default_factory=time.monotonic)
+    _has_finished: bool = False
+
+    def begin(self) -> None:
+        """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
+        if not self._has_finished:
+            self.wait_s, self._since = 0.0, time.monotonic()
 
     def note_read(self, table: str, outcome: ReadOutcome) -> None:
         """Record a read, and count what it waited."""
@@ -38,6 +44,7 @@ class Meter:
         step = records.Step(now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since)
         self.trace.record(step)
         self.samples, self.loss, self.wait_s, self._since = 0, None, 0.0, now
+        self._has_finished = True
 
     def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
         """Record a measurement on held-out data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast, final
@@ -130,6 +131,8 @@ class TorchRule:
     """
 
     def __init__(self, name: str) -> None:
+        # Building any torch optimizer imports this, for a second or so: here nobody is in the middle of a step.
+        importlib.import_module("torch._dynamo")
         self._class = optimizer_class(name)
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: list[nn.Parameter] = []
