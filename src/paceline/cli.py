@@ -51,6 +51,7 @@ def run(
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
+    traceback: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
     """Run a script as several workers and servers on this machine.
 
@@ -86,6 +87,8 @@ def run(
         Show only what the script prints, and errors.
     progress
         Show live progress.
+    traceback
+        Show where the errors of workers and servers come from.
     """
     from paceline.launch.local import run_local
     from paceline.launch.plan import LocalRun
@@ -106,6 +109,7 @@ def run(
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
             progress=progress and not quiet,
             quiet=quiet,
+            traceback=traceback,
         )
     )
 
@@ -131,7 +135,8 @@ def answer(tokens: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are told on stderr in one line."""
     options, script = split_at_script(tokens)
     wants_traceback = TRACEBACK_FLAG in options
-    options = [token for token in options if token != TRACEBACK_FLAG]
+    if not script:  # `run` hands it on to its workers
+        options = [token for token in options if token != TRACEBACK_FLAG]
     try:
         return app([*options, END_OF_OPTIONS, *script] if script else options)
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from paceline.core.consistency import Consistency, bsp
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.data.sharding import Sharding
-from paceline.errors import UsageError
+from paceline.errors import Refused, UsageError
 from paceline.launch.carriers import make_transport
+from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.environment import Place, find_place
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.meter import Meter
@@ -66,7 +68,6 @@ class Session:
     consistency: Consistency | None  # what the launcher was told; a script that names its own wins
     scale: Scale | None
     server: _Embedded | None = None
-    _num_meetings: int = 0
     _tables: dict[str, Table] = field(default_factory=dict[str, Table])
     closed: bool = False
 
@@ -76,7 +77,7 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Leave the job; after an error without waiting for anybody."""
-        self.close(politely=error is None)
+        self.close(politely=ended_well(error))
 
     # -- tables and clocks -------------------------------------------------------------------------------------------
 
@@ -129,21 +130,31 @@ class Session:
         return self.open_table(spec, tuple(shape), first, read_my_writes=read_my_writes)
 
     def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
-        """Declare a table and wait for its first values, which worker 0 sends."""
+        """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part."""
         spec.validate()
         mirror = self.node.open_table(spec, reads_own_writes=read_my_writes)
+        parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
         if self.rank == 0:
-            parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
-            self.node.ask_all(
-                lambda number: Initialise(number, spec.name), f"servers to take the values of '{spec.name}'", parts
-            )
-        self.node.ask_all(
-            lambda number: AwaitValues(number, spec.name), f"worker 0 to give the first values of table '{spec.name}'"
-        )
+            self._give_values(spec.name, parts)
+        try:
+            self._await_values(spec.name)
+        except Refused:  # worker 0 is gone, and this worker is the first of those that are left
+            self._give_values(spec.name, parts)
+            self._await_values(spec.name)
         table = Table(spec, shape, self.node, self.meter)
         self._tables[spec.name] = table
         self.meter.begin()
         return table
+
+    def _give_values(self, table: str, parts: list[memoryview]) -> None:
+        self.node.ask_all(
+            lambda number: Initialise(number, table), f"servers to take the first values of table '{table}'", parts
+        )
+
+    def _await_values(self, table: str) -> None:
+        self.node.ask_all(
+            lambda number: AwaitValues(number, table), f"worker 0 to give the first values of table '{table}'"
+        )
 
     def clock(self) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
@@ -169,9 +180,7 @@ class Session:
     def barrier(self) -> None:
         """Block until every worker that still takes part has called this, and all its pushes are settled."""
         self.node.settle()
-        self._num_meetings += 1
-        place = f"barrier {self._num_meetings}"
-        self.node.ask(0, lambda number: Meet(number, place), f"the other workers to come to {place}")
+        self.node.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
         self.meter.begin()
 
     def close(self, *, politely: bool = True) -> None:
@@ -181,7 +190,7 @@ class Session:
         self.closed = True
         atexit.unregister(self.close)
         try:
-            if politely and not self.node.failure:
+            if politely:
                 self.node.leave()
         finally:
             self.node.close()
@@ -242,7 +251,7 @@ def connect(*, transport: Transport | None = None, place: Place | None = None) -
     if place is None:
         return _embed()
     spec = wait_spec(place.spec_path, _START_TIMEOUT_S)
-    return join(spec, place, transport or make_transport(spec, print))
+    return join(spec, place, transport or make_transport(spec, _notice))
 
 
 def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
@@ -268,6 +277,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         spec.scale,
     )
     atexit.register(session.close)
+    when_script_ends(lambda well: session.close(politely=well))
     return session
 
 
@@ -288,3 +298,7 @@ def _embed() -> Session:
 
 def _bytes(part: Tensor) -> memoryview:
     return part.contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def _notice(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")

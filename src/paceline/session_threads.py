@@ -11,12 +11,12 @@ import importlib.util
 import os
 import sys
 import threading
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.current import bind
 from paceline.errors import UsageError
+from paceline.launch.complaint import complain
 from paceline.launch.environment import Place, find_place
 from paceline.launch.lifeline import die_with_launcher
 from paceline.launch.server import server_settings
@@ -70,10 +70,9 @@ def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, scr
     except SystemExit as stop:
         if stop.code not in (None, 0):
             os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
-    except BaseException:
+    except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
-        traceback.print_exc()
-        sys.stderr.flush()
+        complain(error, script)
         os._exit(_EXIT_FAILURE)
 
 

@@ -112,9 +112,9 @@ class ServerCore:
         return entry.closing.clock if entry.closes_clocks else self._clocks.slowest
 
     @property
-    def num_members(self) -> int:
-        """Count the workers that take part or are expected."""
-        return len(self._clocks)
+    def members(self) -> list[int]:
+        """Return the ranks that take part or are expected, in ascending order."""
+        return self._clocks.past(-1)
 
     @property
     def _follows(self) -> bool:

@@ -13,6 +13,7 @@ RANK: Final = "PACELINE_RANK"
 LOCAL_RANK: Final = "PACELINE_LOCAL_RANK"
 INCARNATION: Final = "PACELINE_INCARNATION"
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
+TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 
 
@@ -70,7 +71,14 @@ def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
     return NUM_THREADS in variables
 
 
-def child_environment(num_processes: int, num_cores: int, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+def wants_traceback(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the user asked to be shown where errors come from."""
+    return bool(variables.get(TRACEBACK))
+
+
+def child_environment(
+    num_processes: int, num_cores: int, variables: Mapping[str, str] = os.environ, *, traceback: bool = False
+) -> dict[str, str]:
     """Return what every process of a local job inherits.
 
     Processes that share a machine share its cores: unless the user chose a number, each computes with
@@ -79,7 +87,8 @@ def child_environment(num_processes: int, num_cores: int, variables: Mapping[str
     """
     fair_share = max(1, num_cores // num_processes)
     defaults = {NUM_THREADS: str(fair_share), "PYTHONUNBUFFERED": "1"}
-    return {**defaults, **variables, LAUNCHER: str(os.getpid())}
+    asked = {TRACEBACK: "1"} if traceback else {}
+    return {**defaults, **variables, **asked, LAUNCHER: str(os.getpid())}
 
 
 def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:

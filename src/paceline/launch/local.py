@@ -94,7 +94,7 @@ def open_board(trace_folder: Path, num_workers: int) -> Board:
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     num_processes = 1 if run.transport == "memory" else run.num_workers + run.num_servers
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    environment = child_environment(num_processes, num_cores)
+    environment = child_environment(num_processes, num_cores, traceback=run.traceback)
     if not (run.quiet or chose_num_threads()):
         console.say(
             f"{NUM_THREADS}={environment[NUM_THREADS]} for each of {num_processes} processes "

@@ -52,6 +52,7 @@ class LocalRun:
     grace_s: float = 5.0  # from being told to end until being killed
     progress: bool = False
     quiet: bool = False
+    traceback: bool = False  # show where the errors of workers and servers come from
 
     def validate(self) -> None:
         """Raise UsageError for numbers that make no run."""

@@ -15,6 +15,7 @@ from paceline.core.settings import ServerSettings
 from paceline.errors import PacelineError
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.environment import wants_traceback
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
@@ -53,15 +54,17 @@ def serve(spec: ClusterSpec, rank: int) -> None:
 
 def _obey(node: ServerNode) -> None:
     """Do what the launcher says on standard input, line by line."""
-    for line in sys.stdin:
-        match line.split():
-            case ["dead", worker, incarnation]:
-                node.report_death(int(worker), int(incarnation), "its process ended")
-            case ["stop"]:
-                node.stop()
-                return
-            case _:
-                print(f"the launcher said {line.strip()!r}, which means nothing to a server", file=sys.stderr)
+    # Unbuffered: a process whose other threads have failed could not end while this one holds a buffer's lock.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as orders:
+        for line in orders:
+            match line.decode().split():
+                case ["ended", worker, incarnation]:
+                    node.report_death(int(worker), int(incarnation), "its process ended")
+                case ["stop"]:
+                    node.stop()
+                    return
+                case _:
+                    print(f"the launcher said {line!r}, which means nothing to a server", file=sys.stderr)
     os._exit(_EXIT_FAILURE)
 
 
@@ -71,6 +74,8 @@ def main() -> None:
     try:
         serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]))
     except PacelineError as error:
+        if wants_traceback():
+            raise
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(_EXIT_FAILURE)
 

@@ -155,7 +155,9 @@ class Supervisor:
             self._pump.remove(pipe)
         if child.launch.role == "server":
             self._on_server_exit(child, exit_code)
-        elif exit_code == 0:
+            return
+        self._tell_servers_of_end(child.launch)
+        if exit_code == 0:
             self._num_finished += 1
         elif self._ending is None:
             self._on_worker_loss(child, exit_code)
@@ -165,10 +167,13 @@ class Supervisor:
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             self._ending = Ending(1, f"{child.name} {describe_exit(exit_code)} {when}", culprit=child)
 
+    def _tell_servers_of_end(self, launch: Launch) -> None:
+        """Let the servers wait for this worker no longer; one that has left by itself is not waited for anyway."""
+        for server in self._alive("server"):
+            server.tell(f"ended {launch.rank} {launch.incarnation}")
+
     def _on_worker_loss(self, child: Child, exit_code: int) -> None:
         launch = child.launch
-        for server in self._alive("server"):
-            server.tell(f"dead {launch.rank} {launch.incarnation}")
         happened = f"{child.name} {describe_exit(exit_code)}"
         match self._terms.policy.decide(exit_code, launch.incarnation):
             case Decision.CONTINUE if self._num_finished or self._alive("worker"):

@@ -1,14 +1,19 @@
 """The entry of a worker process: `python -m paceline.launch.worker script.py args...`.
 
 The script runs as it would under plain `python script.py args...`: as `__main__`, with its own folder first on the
-import path; its exceptions, SystemExit and KeyboardInterrupt end the process in the ordinary way.
+import path. When it has ended, well or not, this worker leaves the job: after an error without waiting for anybody.
 """
 
 import os
 import runpy
 import sys
+from typing import Final
 
+from paceline.launch.complaint import complain
+from paceline.launch.ending import ended_well, script_ended
 from paceline.launch.lifeline import die_with_launcher
+
+EXIT_INTERRUPTED: Final = 130
 
 
 def main() -> None:
@@ -18,7 +23,21 @@ def main() -> None:
     script = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    sys.excepthook = lambda _kind, error, _origin: complain(error, script)
+    try:
+        run_script(script)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def run_script(script: str) -> None:
+    """Run the script and leave the job; raises what the script, or the leaving, raised."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        script_ended(well=ended_well(error))
+        raise
+    script_ended(well=True)
 
 
 if __name__ == "__main__":

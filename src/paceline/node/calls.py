@@ -48,6 +48,11 @@ class Calls:
         if call is not None:
             call.future.set_exception(error)
 
+    def abandon(self, error: PacelineError) -> None:
+        """End all open calls with an error: nothing will come any more."""
+        for number in list(self._open):
+            self.failed(number, error)
+
     def repeat(self, server: int) -> None:
         """Send again what this server has not answered: its connection is new."""
         for call in list(self._open.values()):

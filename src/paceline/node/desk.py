@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from safetensors import SafetensorError
@@ -22,73 +22,89 @@ from paceline.node.requests import (
 )
 from paceline.node.shelf import Shelf
 from paceline.tensors.table import TableSpec
-from paceline.transport.base import EMPTY, Connection
+from paceline.transport.base import EMPTY
 
-Send = Callable[[Connection, object, memoryview], None]
+Life = tuple[int, int]  # (rank, incarnation) of a worker
+Send = Callable[[int, int, object, memoryview], None]
 
 
 @dataclass(slots=True)
 class Desk:
-    """Carries out requests at once where it can, and keeps those that wait for somebody else."""
+    """Carries out requests at once where it can, and keeps those that wait for somebody else.
+
+    A worker repeats a request until it is answered, so each of these may come again, even after it was answered.
+    """
 
     shelf: Shelf
     send: Send
-    _awaiting: list[tuple[Connection, AwaitValues]] = field(default_factory=list[tuple[Connection, AwaitValues]])
-    # Meeting point -> who has come, by connection. Invariant: empty points are removed.
-    _meetings: dict[str, dict[int, tuple[Connection, Meet]]] = field(
-        default_factory=dict[str, dict[int, tuple[Connection, Meet]]]
-    )
+    # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
+    _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # Meeting point -> who has come, and the number of their request. Invariant: no entry is empty.
+    _meetings: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # The last meeting that each life was released from: a copy of its request is not another meeting.
+    _met: dict[Life, int] = field(default_factory=dict[Life, int])
 
-    def handle(self, connection: Connection, request: Request, body: memoryview) -> TableSpec | None:
+    def handle(self, life: Life, request: Request, body: memoryview) -> TableSpec | None:
         """Answer a request; return the table that it declares, if it does."""
         try:
-            return self._carry_out(connection, request, body)
+            return self._carry_out(life, request, body)
         except (PacelineError, SafetensorError) as error:
-            self.send(connection, Failed(request.number, str(error)), EMPTY)
+            self._answer(life, Failed(request.number, str(error)))
             return None
 
-    def release_meetings(self, num_members: int) -> None:
-        """Answer those whose meeting is complete: as many have come as take part."""
-        complete = [place for place, present in self._meetings.items() if len(present) >= num_members]
-        for place in complete:
-            for connection, meet in self._meetings.pop(place).values():
-                self.send(connection, Done(meet.number), EMPTY)
+    def release(self, members: Sequence[int]) -> None:
+        """Answer those who have waited for what is there now, given the ranks that take part."""
+        for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
+            for life, number in self._meetings.pop(place).items():
+                self._met[life] = number
+                self._answer(life, Done(number))
+        for table in [table for table in self._awaiting if self._has_values(table)]:
+            for life, number in self._awaiting.pop(table).items():
+                self._answer(life, Done(number))
+        if members:
+            self._ask_for_values(min(members))
 
-    def forget(self, connection: Connection) -> None:
-        """Drop what a connection that has ended was waiting for."""
-        self._awaiting = [entry for entry in self._awaiting if entry[0] is not connection]
-        for present in self._meetings.values():
-            present.pop(id(connection), None)
-        self._meetings = {place: present for place, present in self._meetings.items() if present}
+    def forget(self, life: Life) -> None:
+        """Drop what a worker that takes part no longer was waiting for."""
+        self._met.pop(life, None)
+        self._awaiting = _without(self._awaiting, life)
+        self._meetings = _without(self._meetings, life)
 
-    def _carry_out(self, connection: Connection, request: Request, body: memoryview) -> TableSpec | None:
+    def _ask_for_values(self, first: int) -> None:
+        """Tell the first of those that take part that nobody else will give first values, if it waits for some."""
+        asked = [(table, life) for table, waiting in self._awaiting.items() for life in waiting if life[0] == first]
+        for table, life in asked:
+            number = self._awaiting[table].pop(life)
+            reason = f"table '{table}' has no values yet, and worker {first} is the first that takes part"
+            self._answer(life, Failed(number, reason))
+        self._awaiting = {table: waiting for table, waiting in self._awaiting.items() if waiting}
+
+    def _carry_out(self, life: Life, request: Request, body: memoryview) -> TableSpec | None:
         match request:
             case Declare():
                 self.shelf.declare(request.spec)
-                self.send(connection, Done(request.number), EMPTY)
+                self._answer(life, Done(request.number))
                 return request.spec
             case Meet():
-                self._meetings.setdefault(request.place, {})[id(connection)] = (connection, request)
+                if request.number <= self._met.get(life, 0):
+                    self._answer(life, Done(request.number))
+                else:
+                    self._meetings.setdefault(request.place, {})[life] = request.number
             case AwaitValues():
-                self._awaiting.append((connection, request))
-                self._release_awaiting()
+                self._awaiting.setdefault(self._known(request.table), {})[life] = request.number
             case Initialise():
                 self.shelf.initialise(self._known(request.table), body)
-                self.send(connection, Done(request.number), EMPTY)
-                self._release_awaiting()
+                self._answer(life, Done(request.number))
             case SaveState():
                 content = save(self.shelf.state(self._known(request.table)))
-                self.send(connection, Done(request.number), memoryview(content))
+                self.send(*life, Done(request.number), memoryview(content))
             case LoadState():
                 self.shelf.shards[self._known(request.table)].load_state(load(bytes(body)))
-                self.send(connection, Done(request.number), EMPTY)
+                self._answer(life, Done(request.number))
         return None
 
-    def _release_awaiting(self) -> None:
-        ready = [entry for entry in self._awaiting if self._has_values(entry[1].table)]
-        self._awaiting = [entry for entry in self._awaiting if entry not in ready]
-        for connection, request in ready:
-            self.send(connection, Done(request.number), EMPTY)
+    def _answer(self, life: Life, answer: Done | Failed) -> None:
+        self.send(*life, answer, EMPTY)
 
     def _has_values(self, table: str) -> bool:
         shard = self.shelf.shards.get(table)
@@ -99,3 +115,14 @@ class Desk:
             names = ", ".join(sorted(self.shelf.shards)) or "none"
             raise PacelineError(f"there is no table '{table}' on server {self.shelf.server}; tables: {names}")
         return table
+
+
+def _is_complete(present: dict[Life, int], members: Sequence[int]) -> bool:
+    ranks = {rank for rank, _ in present}
+    return ranks.issuperset(members)
+
+
+def _without(waiting: dict[str, dict[Life, int]], life: Life) -> dict[str, dict[Life, int]]:
+    """Return what is left when this life no longer waits."""
+    rest = {key: {other: n for other, n in entry.items() if other != life} for key, entry in waiting.items()}
+    return {key: entry for key, entry in rest.items() if entry}

@@ -30,13 +30,15 @@ class Inbox:
     # very thread that waits for it.
     _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
     _connections: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    _accepting: threading.Thread = field(init=False)
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     _closing: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self) -> None:
         """Start to accept connections."""
-        self._spawn(self._accept, "paceline-accept")
+        self._accepting = threading.Thread(target=self._accept, name="paceline-accept", daemon=True)
+        self._accepting.start()
 
     def put(self, item: object) -> None:
         """Add an event of the server's own making."""
@@ -53,6 +55,7 @@ class Inbox:
         """Stop listening, end all connections and wait for the threads."""
         self._closing.set()
         self.listener.close()
+        self._accepting.join(timeout=5.0)  # first: it may have a connection at hand that is not in the books yet
         with self._lock:
             connections, threads = list(self._connections.values()), list(self._threads)
         for connection in connections:
@@ -66,10 +69,12 @@ class Inbox:
         with self._lock:
             self._connections.pop(id(connection), None)
 
-    def _spawn(self, target: object, name: str, *args: object) -> None:
-        thread = threading.Thread(target=target, name=name, args=args, daemon=True)  # pyright: ignore[reportArgumentType]
+    def _take_care_of(self, connection: Connection) -> None:
+        name = f"paceline-read-{connection.peer}"
+        thread = threading.Thread(target=self._read, name=name, args=(connection,), daemon=True)
         with self._lock:
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            self._connections[id(connection)] = connection
+            self._threads = [*(known for known in self._threads if known.is_alive()), thread]
         thread.start()
 
     def _accept(self) -> None:
@@ -80,9 +85,7 @@ class Inbox:
                 continue
             except PeerError:
                 return
-            with self._lock:
-                self._connections[id(connection)] = connection
-            self._spawn(self._read, f"paceline-read-{connection.peer}", connection)
+            self._take_care_of(connection)
 
     def _read(self, connection: Connection) -> None:
         while not self._closing.is_set():

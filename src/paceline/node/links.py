@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
+from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError
+from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Frame, Transport
+from paceline.transport.buffers import fresh_buffer
 
 _POLL_S = 0.5
 _SEND_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -20,13 +24,14 @@ class Link:
     """Sends to a server, and hands over what comes from it on a thread of its own.
 
     Args:
+        hello: who connects; the count of its connections is filled in here.
         on_frame: called with each frame, on the reader thread.
         on_reconnected: called when the connection was made again, on the reader thread.
-        on_lost: called with the reason when the server could not be reached for `patience_s`.
+        on_lost: called with the reason when nothing will come from the server any more.
     """
 
     address: str
-    identity: bytes
+    hello: Hello
     transport: Transport
     patience_s: float
     on_frame: Callable[[Frame], None]
@@ -38,13 +43,16 @@ class Link:
 
     def open(self, timeout_s: float) -> None:
         """Connect, and start to read. Blocks until connected; raises as `Transport.connect` does."""
-        self._connection = self.transport.connect(self.address, self.identity, timeout_s=timeout_s)
+        self._connection = self._connect(timeout_s)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Return memory whose content travels to this server without a copy where the carrier can."""
-        return self._connection.allocate(size_bytes)
+        try:
+            return self._connection.allocate(size_bytes)
+        except ConnectionLost:  # it is being made again; memory of any kind can travel over it then
+            return fresh_buffer(size_bytes)
 
     def send(self, header: bytes, body: memoryview = EMPTY) -> None:
         """Send one frame. If the connection is broken it is lost, and repeated when there is a new connection."""
@@ -59,34 +67,50 @@ class Link:
         self._closing.set()
         self._connection.close()
         if threading.current_thread() is not self._reader:
-            self._reader.join(timeout=5.0)
+            self._reader.join(timeout=_JOIN_TIMEOUT_S)
+
+    def _connect(self, timeout_s: float) -> Connection:
+        connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
+        self.hello = replace(self.hello, connection=self.hello.connection + 1)
+        return connection
 
     def _read(self) -> None:
+        """Hand over frames until closed or lost, and say so whatever the reason."""
+        problem = "its reader thread failed; the traceback is on stderr"
+        try:
+            problem = self._read_on()
+        finally:
+            self._connection.close()
+            if not self._closing.is_set():
+                self.on_lost(f"the connection to {self.address} is lost: {problem}")
+
+    def _read_on(self) -> str:
+        """Hand over frames until closed or lost; return why it is over."""
+        problem = ""
         while not self._closing.is_set():
             try:
                 self.on_frame(self._connection.receive(timeout_s=_POLL_S))
             except DeadlineExceeded:
                 continue
             except PeerError as error:
-                if self._closing.is_set() or not self._reconnect(str(error)):
-                    return
+                problem = self._reconnect(str(error))
+                if problem:
+                    break
                 self.on_reconnected()
+        return problem
 
-    def _reconnect(self, problem: str) -> bool:
-        """Try until connected or out of patience; say whether there is a connection."""
+    def _reconnect(self, problem: str) -> str:
+        """Try until connected or out of patience; return why there is no connection, or nothing."""
         self._connection.close()
         give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
         while time.monotonic() < give_up and not self._closing.wait(pause_s):
-            pause_s = min(1.0, 2 * pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
-                self._connection = self.transport.connect(self.address, self.identity, timeout_s=_POLL_S)
+                self._connection = self._connect(_POLL_S)
             except AuthenticationFailed as error:
-                problem = str(error)
-                break
+                return str(error)
             except PeerError as error:
                 problem = str(error)
                 continue
-            return True
-        if not self._closing.is_set():
-            self.on_lost(f"the connection to {self.address} is lost and did not come back: {problem}")
-        return False
+            return ""
+        return f"it did not come back within {self.patience_s:g} s ({problem})"

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
+from paceline.tensors.table import TableSpec
+
+T = TypeVar("T")
+
+
+def promise(kind: type[T]) -> Future[T]:
+    """Return a future that ends when a server has answered; it cannot be cancelled, what is sent is sent."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +30,13 @@ class PushOutcome:
 
     applied: bool
     reason: str = ""
+
+
+def settled(outcome: PushOutcome) -> Future[PushOutcome]:
+    """Return a future that has ended already."""
+    future = promise(PushOutcome)
+    future.set_result(outcome)
+    return future
 
 
 @dataclass(slots=True)
@@ -28,10 +51,15 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Slots:
-    """Memory for pushes of one table to one server: at most `limit` pushes are under way at a time."""
+    """Memory for pushes of one table to one server: at most `limit` pushes are under way at a time.
+
+    Where pushes are applied clock by clock (`held`), those of the current clock do not count: they are under way until
+    the worker itself finishes the clock.
+    """
 
     limit: int
     size_bytes: int
+    held: bool
     _free: list[memoryview] = field(default_factory=list[memoryview])
     _num_made: int = 0
 
@@ -49,4 +77,25 @@ class Slots:
 
     def give(self, memory: memoryview) -> None:
         """Take memory back: its content is no longer needed."""
-        self._free.append(memory)
+        if self._num_made > self.limit:
+            self._num_made -= 1
+        else:
+            self._free.append(memory)
+
+
+def objection(spec: TableSpec, gradient: Tensor) -> str:
+    """Say why a gradient may not be pushed: its shape, its type, or values that are not finite."""
+    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
+        raise UsageError(
+            f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
+            f"expected ({spec.numel},) {torch_dtype(spec)}"
+        )
+    if spec.nonfinite == "zero":
+        return ""
+    num_bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+    if not num_bad:
+        return ""
+    return (
+        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite; "
+        "it was not sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
+    )

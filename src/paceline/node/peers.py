@@ -10,6 +10,7 @@ from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Transport
 
 _SEND_TIMEOUT_S = 5.0
+_LEAST_BYTES_PER_S = 50e6  # a peer that takes in large values more slowly than this does not keep up
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -26,46 +27,39 @@ class Peers:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
-    _workers: dict[tuple[int, int], Connection] = field(default_factory=dict[tuple[int, int], Connection])
+    # By (rank, incarnation): the newest connection, and the how-many-th of that life it is.
+    _workers: dict[tuple[int, int], tuple[int, Connection]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, Connection]]
+    )
     _servers: dict[int, Connection] = field(default_factory=dict[int, Connection])
-    # Memory in which values travel to a worker, by (connection, table, purpose). A worker has at most one read and
-    # one delivery of a table under way, and has taken in the last one before it causes the next.
-    _memory: dict[tuple[int, str, str], memoryview] = field(default_factory=dict[tuple[int, str, str], memoryview])
 
     def register(self, hello: Hello, connection: Connection) -> None:
-        """Note that this connection is the newest to that life of that worker."""
-        if hello.role == "worker":
-            self._workers[hello.rank, hello.incarnation] = connection
+        """Note a connection to that life of that worker, unless a newer one is known."""
+        life = hello.rank, hello.incarnation
+        newest, _ = self._workers.get(life, (-1, None))
+        if hello.connection >= newest:
+            self._workers[life] = hello.connection, connection
 
     def is_current(self, hello: Hello, connection: Connection) -> bool:
         """Say whether a worker is reached by this connection and not by a newer one."""
-        return self._workers.get((hello.rank, hello.incarnation)) is connection
+        return hello.role == "worker" and self.connection_of(hello.rank, hello.incarnation) is connection
+
+    def connection_of(self, worker: int, incarnation: int) -> Connection | None:
+        """Return the newest connection to that life of that worker, if there is one."""
+        _, connection = self._workers.get((worker, incarnation), (0, None))
+        return connection
 
     def forget(self, connection: Connection) -> None:
-        """Drop what belongs to a connection that has ended."""
-        self._workers = {life: c for life, c in self._workers.items() if c is not connection}
-        self._memory = {key: m for key, m in self._memory.items() if key[0] != id(connection)}
-
-    def memory(self, worker: int, incarnation: int, table: str, purpose: str, size_bytes: int) -> memoryview:
-        """Return memory for values on their way to a worker; empty if it is not connected."""
-        connection = self._workers.get((worker, incarnation))
-        if connection is None:
-            return EMPTY
-        key = (id(connection), table, purpose)
-        if key not in self._memory:
-            self._memory[key] = connection.allocate(size_bytes)
-        return self._memory[key]
+        """Drop a connection that has ended."""
+        self._workers = {life: entry for life, entry in self._workers.items() if entry[1] is not connection}
 
     def send_worker(self, worker: int, incarnation: int, message: object, body: memoryview = EMPTY) -> None:
         """Send to that life of that worker; a worker that does not take it in time is disconnected."""
-        connection = self._workers.get((worker, incarnation))
-        if connection is not None:
-            self.send(connection, message, body)
-
-    def send(self, connection: Connection, message: object, body: memoryview = EMPTY) -> None:
-        """Send on a connection; end it if the other side does not take the message in time."""
+        connection = self.connection_of(worker, incarnation)
+        if connection is None:
+            return
         try:
-            connection.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S)
+            connection.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S)
         except PeerError:
             self.drop(connection)
 

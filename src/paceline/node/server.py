@@ -19,7 +19,6 @@ from paceline.core.messages import (
     Join,
     Leave,
     Message,
-    Pull,
     PushId,
     PushRefused,
     Sender,
@@ -31,15 +30,16 @@ from paceline.core.settings import ServerSettings
 from paceline.errors import PeerError
 from paceline.node.desk import Desk
 from paceline.node.inbox import Inbox, Incoming
+from paceline.node.loans import Loans
 from paceline.node.peers import Peers
 from paceline.node.requests import Request
 from paceline.node.shelf import Shelf
-from paceline.node.wire import Hello, PushFrame, decode
+from paceline.node.wire import Hello, PullFrame, PushFrame, decode
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.transport.base import Connection, Listener, Transport
 
-_FROM_WORKERS = Join | Leave | Clock | Pull | Taken
+_FROM_WORKERS = Join | Leave | Clock | Taken
 _FROM_SERVERS = Follow | Closed
 
 
@@ -67,6 +67,7 @@ class ServerNode:
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
+    _loans: Loans = field(default_factory=Loans)
     _shelf: Shelf = field(init=False)
     _desk: Desk = field(init=False)
 
@@ -78,7 +79,7 @@ class ServerNode:
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
         )
         self._shelf = Shelf(self.settings.server, self.settings.num_servers, self.allowed_rules)
-        self._desk = Desk(self._shelf, self._peers.send)
+        self._desk = Desk(self._shelf, self._peers.send_worker)
 
     def run(self) -> None:
         """Serve until `stop`; all connections and threads are gone afterwards."""
@@ -116,6 +117,7 @@ class ServerNode:
     def _take_in(self, item: Incoming) -> None:
         """Take in a frame; a peer that does not keep to the rules loses its connection, and nothing else changes."""
         connection = item.connection
+        hello: object = None
         try:
             hello = decode(connection.identity)
             if not isinstance(hello, Hello):
@@ -127,32 +129,39 @@ class ServerNode:
         except PeerError as error:
             rank = self.settings.server
             self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
-            self._peers.forget(connection)
-            self._inbox.drop(connection)
+            self._on_lost(hello if isinstance(hello, Hello) else None, connection)
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, body: memoryview) -> None:
         if hello.role == "server":
-            if not isinstance(message, _FROM_SERVERS):
-                raise PeerError(f"a server may not say {type(message).__name__}")
-            self._handle(message)
+            self._handle(_from_server(hello, message, self.settings.num_servers))
         elif isinstance(message, PushFrame):
             _check_speaker(hello, message.push.id)
             self._on_push(message, body)
+        elif isinstance(message, PullFrame):
+            _check_speaker(hello, message.pull.sender)
+            self._loans.give_back(connection, message.pull.table, "read", message.taken)
+            self._handle(message.pull)
         elif isinstance(message, _FROM_WORKERS):
             _check_speaker(hello, message.sender)
-            if isinstance(message, Join):
-                self._peers.register(hello, connection)
-            self._handle(message)
+            self._on_said(hello, connection, message)
         elif isinstance(message, Request):
-            self._on_request(connection, message, body)
+            if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
+                self._on_request(hello, message, body)
         else:
             raise PeerError(f"a worker may not say {type(message).__name__}")
 
-    def _on_request(self, connection: Connection, message: Request, body: memoryview) -> None:
-        declared = self._desk.handle(connection, message, body)
+    def _on_said(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken) -> None:
+        if isinstance(message, Join):
+            self._peers.register(hello, connection)
+        elif isinstance(message, Taken):
+            self._loans.give_back(connection, message.table, "delivery", message.clock)
+        self._handle(message)
+
+    def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
+        declared = self._desk.handle((hello.rank, hello.incarnation), message, body)
         if declared is not None:
             self._handle(Declared(declared.name, self._shelf.declare(declared)))
-        self._desk.release_meetings(self._core.num_members)
+        self._desk.release(self._core.members)
 
     def _on_push(self, frame: PushFrame, body: memoryview) -> None:
         push_id = frame.push.id
@@ -164,12 +173,12 @@ class ServerNode:
         if not kept:
             self._shelf.discard(push_id)
 
-    def _on_lost(self, hello: Hello, connection: Connection) -> None:
-        current = self._peers.is_current(hello, connection)
+    def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
+        current = hello is not None and self._peers.is_current(hello, connection)
         self._peers.forget(connection)
-        self._desk.forget(connection)
+        self._loans.forget(connection)
         self._inbox.drop(connection)
-        if hello.role == "worker" and current:
+        if hello is not None and current:
             self._handle(Disconnected(hello.rank, hello.incarnation))
 
     # -- asking the core and doing what it says ----------------------------------------------------------------------
@@ -214,19 +223,26 @@ class ServerNode:
         self._peers.send_worker(effect.worker, effect.incarnation, message)
 
     def _serve(self, effect: Serve) -> None:
-        table = effect.message.table
-        purpose = "delivery" if isinstance(effect.message, Delivered) else "read"
-        size_bytes = self._shelf.size_bytes(table)
-        body = self._peers.memory(effect.worker, effect.incarnation, table, purpose, size_bytes)
+        connection = self._peers.connection_of(effect.worker, effect.incarnation)
+        if connection is None:
+            return
+        message = effect.message
+        size_bytes = self._shelf.size_bytes(message.table)
+        if isinstance(message, Delivered):
+            body = self._loans.lend(connection, message.table, "delivery", message.clock, size_bytes)
+        else:
+            body = self._loans.lend(connection, message.table, "read", message.request, size_bytes)
         if len(body) == size_bytes:
-            self._shelf.values_into(table, body)
-            self._peers.send_worker(effect.worker, effect.incarnation, effect.message, body)
+            self._shelf.values_into(message.table, body)
+            self._peers.send_worker(effect.worker, effect.incarnation, message, body)
 
     def _on_membership(self, effect: Membership) -> None:
         now, rank = time.monotonic(), self.settings.server
         change = cast("Literal['joined', 'left', 'died']", effect.change)
         self.trace.record(records.Membership(now, rank, effect.worker, effect.incarnation, change))
-        self._desk.release_meetings(self._core.num_members)
+        if change != "joined":
+            self._desk.forget((effect.worker, effect.incarnation))
+        self._desk.release(self._core.members)
 
     # -- the record --------------------------------------------------------------------------------------------------
 
@@ -253,6 +269,15 @@ def _check_speaker(hello: Hello, said: PushId | Sender) -> None:
             f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
             f"(incarnation {said.incarnation})"
         )
+
+
+def _from_server(hello: Hello, message: object, num_servers: int) -> Follow | Closed:
+    """Return what another server may say; refuse what it may not."""
+    if not isinstance(message, _FROM_SERVERS):
+        raise PeerError(f"a server may not say {type(message).__name__}")
+    if not 0 <= hello.rank < num_servers or (isinstance(message, Follow) and message.server != hello.rank):
+        raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")
+    return message
 
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite, isnan
 
 from torch import Tensor
 
@@ -46,7 +47,10 @@ class Shelf:
             spec.validate()
             rule = resolve(spec.rule, self.allowed_rules)  # first: nothing is imported that is not allowed
             span = spans(spec, self.num_servers)[self.server]
-            self.shards[spec.name] = Shard(spec, span, rule=rule)
+            try:
+                self.shards[spec.name] = Shard(spec, span, rule=rule)
+            except RuntimeError as error:  # what torch raises when there is no memory
+                raise UsageError(f"server {self.server} cannot hold table '{spec.name}': {error}") from error
             self.specs[spec.name] = spec
         return Consistency.parse(spec.consistency)
 
@@ -58,6 +62,9 @@ class Shelf:
         expected = self.size_bytes(spec.name)
         if len(body) != expected:
             return f"its tensor has {len(body)} bytes, server {self.server} expects {expected} for '{spec.name}'"
+        problem = _objection(spec, frame)
+        if problem:
+            return problem
         gradient = as_tensor(body, torch_dtype(spec))
         if spec.nonfinite != "zero":
             num_bad = shard.screen(gradient, frozenset(frame.absent))
@@ -103,3 +110,20 @@ class Shelf:
     def state(self, table: str) -> dict[str, Tensor]:
         """Return values and rule state of this server's part."""
         return self.shards[table].state()
+
+
+def _objection(spec: TableSpec, frame: PushFrame) -> str:
+    """Say why what came beside a gradient makes no sense, or nothing."""
+    if not (isfinite(frame.count) and frame.count >= 0):
+        return f"it stands for {frame.count} samples, expected a number >= 0"
+    if any(not 0 <= index < len(spec.segments) for index in frame.absent):
+        return f"it leaves out parameters {frame.absent}, but '{spec.name}' has {len(spec.segments)}"
+    groups = spec.rule.groups
+    if frame.hyper and len(frame.hyper) != len(groups):
+        return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
+    for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
+        missing = sorted(known.keys() - given.keys())
+        bad = [key for key, value in given.items() if isinstance(value, float) and isnan(value)]
+        if missing or bad:
+            return f"hyperparameters of group {number}: missing {missing}, not a number {bad}"
+    return ""

@@ -17,12 +17,17 @@ from paceline.tensors.table import Hyper
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who connects: its role ("worker" or "server"), rank and life."""
+    """Who connects: its role ("worker" or "server"), rank and life.
+
+    `connection` counts the connections that this life has made to the listener before: what arrives late over an
+    earlier one cannot take the place of a newer one.
+    """
 
     role: str
     rank: int
     incarnation: int
     generation: int
+    connection: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,17 @@ class PushFrame:
     hyper: tuple[Hyper, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PullFrame:
+    """A pull, and the last request of this table whose values from this server the worker has taken in.
+
+    Values travel in memory that is used again; this says that what was sent for `taken` may be overwritten.
+    """
+
+    pull: messages.Pull
+    taken: int
+
+
 # The position is the kind byte: append, never reorder.
 _KINDS: tuple[type, ...] = (
     Hello,
@@ -42,7 +58,7 @@ _KINDS: tuple[type, ...] = (
     messages.Join,
     messages.Leave,
     messages.Clock,
-    messages.Pull,
+    PullFrame,
     messages.Taken,
     messages.Joined,
     messages.Left,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
-from paceline.core.messages import Push, PushId
+from paceline.core.messages import Fetched, Pull, Push
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import DeadlineExceeded, PeerError, Refused, UsageError
@@ -22,9 +22,11 @@ from paceline.node.calls import Calls
 from paceline.node.layout import spans, torch_dtype
 from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
-from paceline.node.outgoing import Outgoing, PushOutcome, Slots
+from paceline.node.outgoing import PushOutcome, Slots, objection, settled
+from paceline.node.pushes import Pushes
+from paceline.node.reads import Reads
 from paceline.node.requests import Declare, Done, Failed
-from paceline.node.wire import Hello, PushFrame, decode, encode
+from paceline.node.wire import Hello, decode, encode
 from paceline.tensors.table import Hyper, TableSpec
 from paceline.transport.base import EMPTY, Frame, Transport
 
@@ -68,10 +70,8 @@ class WorkerNode:
     # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
     _changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     _mirrors: dict[str, Mirror] = field(default_factory=dict[str, Mirror])
-    _slots: dict[tuple[str, int], Slots] = field(default_factory=dict[tuple[str, int], Slots])
-    _outgoing: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
-    _next: Outgoing | None = None
-    _reads: dict[int, Future[ReadDone]] = field(default_factory=dict[int, Future[ReadDone]])
+    _pushes: Pushes = field(default_factory=Pushes)
+    _reads: Reads = field(default_factory=Reads)
     _joined: bool = False
     _left: bool = False
     _failure: str = ""
@@ -104,19 +104,19 @@ class WorkerNode:
     def join(self) -> int:
         """Connect to all servers and take part; return the clock at which. Blocks until every server agrees."""
         sender = self.settings.sender
-        identity = encode(Hello("worker", sender.worker, sender.incarnation, sender.generation))
+        hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             link = Link(
                 address,
-                identity,
+                hello,
                 self.transport,
                 self.options.reconnect_timeout_s,
                 on_frame=self._on_frame_of(server),
                 on_reconnected=self._on_reconnected_of(server),
                 on_lost=self._fail,
             )
-            self._links.append(link)
             link.open(_CONNECT_TIMEOUT_S)
+            self._links.append(link)
         self._timekeeper.start()
         with self._changed:
             self._handle(WantJoin())
@@ -135,9 +135,9 @@ class WorkerNode:
         with self._changed:
             mirror = Mirror(spec, layout, reads_own_writes and can_replay(spec, consistency))
             self._mirrors[spec.name] = mirror
-            item = torch_dtype(spec).itemsize
+            item, held = torch_dtype(spec).itemsize, consistency.visible == "on_clock"
             for span in layout:
-                self._slots[spec.name, span.server] = Slots(_SLOTS, span.length * item)
+                self._pushes.open(spec.name, span.server, Slots(_SLOTS, span.length * item, held))
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
 
@@ -153,20 +153,19 @@ class WorkerNode:
         """Send an update; the future ends when every server has applied or refused its part.
 
         Blocks only while two earlier pushes of this table are still under way to the same server. `gradient` is
-        (elements of the table,) and may be overwritten as soon as this returns.
+        (elements of the table,) and may be overwritten as soon as this returns. The future ends with `PeerError` when
+        this worker fails first: then it is not known whether the push was applied.
         """
-        spec = self._mirrors[table].spec
-        future: Future[PushOutcome] = Future()
-        problem = _objection(spec, gradient)
+        mirror = self._mirror(table)
+        problem = objection(mirror.spec, gradient)
+        if problem and mirror.spec.nonfinite == "halt":
+            raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
         if problem:
-            if spec.nonfinite == "halt":
-                raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
-            future.set_result(PushOutcome(applied=False, reason=problem))
-            return future
+            return settled(PushOutcome(applied=False, reason=problem))
         with self._changed:
-            mirror = self._mirrors[table]
+            self._check_failure()
             bodies = {server: self._body(mirror, server, gradient) for server in mirror.servers}
-            self._next = Outgoing(PushFrame(_NOBODY, count, absent, hyper), bodies, future)
+            future = self._pushes.prepare(bodies, count, absent, hyper)
             mirror.note_own(self._core.next_seq, gradient, hyper)
             self._handle(WantPush(table))
         return future
@@ -174,14 +173,15 @@ class WorkerNode:
     def tick(self) -> None:
         """Finish the current clock. Does not block."""
         with self._changed:
+            self._check_failure()
             self._handle(WantClock())
 
     def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
         """Ask for values; the future ends when the copy of the table is fresh enough. Does not block."""
-        future: Future[ReadDone] = Future()
+        self._mirror(table)
         with self._changed:
             self._check_failure()
-            self._reads[self._core.next_request] = future
+            future = self._reads.begin(self._core.next_request, table)
             self._handle(WantRead(table, refresh, exact))
         return future
 
@@ -190,12 +190,11 @@ class WorkerNode:
         asked_at, clock = time.monotonic(), self._core.clock
         future = self.begin_read(table, refresh=refresh, exact=exact)
         with self._changed:
-            self._wait(
-                future.done, f"values of table '{table}' at clock {clock} ({self._mirrors[table].spec.consistency})"
-            )
+            mirror = self._mirrors[table]
+            self._wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
             waited_s = time.monotonic() - asked_at
             done = future.result(timeout=0)
-            self._mirrors[table].read_into(out)
+            mirror.read_into(out)
         return ReadOutcome(clock, done.clock, done.source, waited_s)
 
     def copy_values(self, table: str, out: Tensor) -> None:
@@ -204,9 +203,19 @@ class WorkerNode:
             self._mirrors[table].read_into(out)
 
     def settle(self) -> None:
-        """Block until every push made so far is applied or refused by every server."""
+        """Block until every push made so far is applied or refused by every server.
+
+        Raises:
+            UsageError: a push waits for this worker's own `tick`.
+        """
         with self._changed:
-            self._wait(lambda: not self._outgoing, "servers to settle this worker's pushes")
+            table = self._pushes.held_at(self._core.clock)
+            if table:
+                raise UsageError(
+                    f"worker {self.settings.sender.worker} has pushed to table '{table}' during clock "
+                    f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
+                )
+            self._wait(lambda: not self._pushes, "servers to settle this worker's pushes")
 
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
@@ -217,6 +226,7 @@ class WorkerNode:
     def close(self) -> None:
         """End all connections and threads; what is not settled stays as it is."""
         self._closing.set()
+        self._fail("this worker has closed its connections")
         for link in self._links:
             link.close()
         if self._timekeeper.is_alive():
@@ -227,6 +237,7 @@ class WorkerNode:
     ) -> list[memoryview]:
         """Send a request to every server and return what each sent back; blocks until all have."""
         with self._changed:
+            self._check_failure()
             asked = [
                 self._calls.ask(server, make, bodies[server] if bodies else EMPTY)
                 for server in range(len(self.addresses))
@@ -236,6 +247,7 @@ class WorkerNode:
     def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
         """Send a request to one server and return what it sent back; blocks until it has."""
         with self._changed:
+            self._check_failure()
             future = self._calls.ask(server, make, EMPTY)
         return self._answer(future, what)
 
@@ -262,19 +274,41 @@ class WorkerNode:
 
     def _check_failure(self) -> None:
         if self._failure:
-            raise PeerError(f"worker {self.settings.sender.worker} (clock {self._core.clock}): {self._failure}")
+            raise self._error()
+
+    def _error(self) -> PeerError:
+        return PeerError(f"worker {self.settings.sender.worker} (clock {self._core.clock}): {self._failure}")
 
     def _fail(self, reason: str) -> None:
+        """Give up, for the first reason: whoever waits for anything is told."""
         with self._changed:
-            self._failure = self._failure or reason
+            if self._failure:
+                return
+            self._failure = reason
+            self._pushes.abandon(self._error())
+            self._reads.abandon(self._error())
+            self._calls.abandon(self._error())
             self._changed.notify_all()
+
+    def _mirror(self, table: str) -> Mirror:
+        mirror = self._mirrors.get(table)
+        if mirror is None:
+            names = ", ".join(sorted(self._mirrors)) or "none"
+            raise UsageError(
+                f"worker {self.settings.sender.worker} has not opened table '{table}'; it has opened: {names}"
+            )
+        return mirror
 
     # -- memory for pushes -------------------------------------------------------------------------------------------
 
     def _body(self, mirror: Mirror, server: int, gradient: Tensor) -> memoryview:
         """Copy one server's part of a gradient into memory that can travel to it."""
-        slots = self._slots[mirror.spec.name, server]
-        self._wait(lambda: slots.available, f"server {server} to apply earlier pushes of table '{mirror.spec.name}'")
+        table, clock = mirror.spec.name, self._core.clock
+        slots = self._pushes.slots(table, server)
+        self._wait(
+            lambda: self._pushes.has_slot(table, server, clock),
+            f"server {server} to apply earlier pushes of table '{table}'",
+        )
         memory = slots.take() or self._links[server].allocate(slots.size_bytes)
         torch.frombuffer(memory, dtype=gradient.dtype).copy_(mirror.part(gradient, server))
         return memory
@@ -289,8 +323,10 @@ class WorkerNode:
                     self._calls.answered(message.number, frame.body)
                 elif isinstance(message, Failed):
                     self._calls.failed(message.number, Refused(f"server {server} refused: {message.reason}"))
-                else:
+                elif not self._failure:
                     self._handle(Arrived(server, message), frame.body)
+                if isinstance(message, Fetched):
+                    self._reads.note_taken(server, message)
                 self._changed.notify_all()
 
         return on_frame
@@ -305,7 +341,7 @@ class WorkerNode:
 
     def _keep_time(self) -> None:
         """Repeat what is due; a quarter of the first pause is fine enough for pauses that double."""
-        while not self._closing.wait(self.settings.retry_s / 4):
+        while not self._closing.wait(self.settings.retry_s / 4) and not self._failure:
             with self._changed:
                 deadline = self._core.next_deadline()
                 if deadline is not None and deadline <= time.monotonic():
@@ -325,10 +361,7 @@ class WorkerNode:
             case Release():
                 self._release(effect)
             case ReadDone():
-                future = self._reads.pop(effect.request, None)
-                if future is not None:
-                    future.set_result(effect)
-                self._reads = {request: f for request, f in self._reads.items() if request > effect.request}
+                self._reads.finish(effect)
             case JoinDone():
                 self._joined = True
             case LeaveDone():
@@ -340,48 +373,22 @@ class WorkerNode:
     def _send(self, effect: Send) -> None:
         message = effect.message
         if not isinstance(message, Push):
-            self._links[effect.server].send(encode(message))
+            said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
+            self._links[effect.server].send(encode(said))
             return
-        if self._next is not None:
-            self._next.frame = replace(self._next.frame, push=message)
-            self._outgoing[message.id], self._next = self._next, None
-        outgoing = self._outgoing[message.id]
-        body = EMPTY if effect.bare else outgoing.bodies[effect.server]
-        self._links[effect.server].send(encode(outgoing.frame), body)
+        outgoing = self._pushes.outgoing(message)
+        if outgoing is not None:
+            body = EMPTY if effect.bare else outgoing.bodies[effect.server]
+            self._links[effect.server].send(encode(outgoing.frame), body)
 
     def _release(self, effect: Release) -> None:
         """Reuse the memory of a part that is answered; end the push when all parts are."""
-        outgoing = self._outgoing[effect.id]
-        table = outgoing.frame.push.table
-        self._slots[table, effect.server].give(outgoing.bodies.pop(effect.server))
-        outgoing.refused = outgoing.refused or effect.refused
-        if outgoing.bodies:
+        outgoing = self._pushes.release(effect)
+        if outgoing is None:
             return
-        del self._outgoing[effect.id]
         if outgoing.refused:
-            self._mirrors[table].forget_own(effect.id.seq)
+            self._mirrors[outgoing.frame.push.table].forget_own(effect.id.seq)
         outgoing.future.set_result(PushOutcome(applied=not outgoing.refused, reason=outgoing.refused))
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
         self._links[server].send(encode(request), body)
-
-
-_NOBODY = Push(PushId(0, 0, 0, 0), "", 0, 0)
-
-
-def _objection(spec: TableSpec, gradient: Tensor) -> str:
-    """Say why a gradient may not be pushed: its shape, its type, or values that are not finite."""
-    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
-        raise UsageError(
-            f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
-            f"expected ({spec.numel},) {torch_dtype(spec)}"
-        )
-    if spec.nonfinite == "zero":
-        return ""
-    num_bad = gradient.numel() - int(torch.isfinite(gradient).sum())
-    if not num_bad:
-        return ""
-    return (
-        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite; "
-        "it was not sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
-    )

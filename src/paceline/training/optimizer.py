@@ -211,4 +211,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._buffers.fetch(refresh=refresh, exact=exact)
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        self.num_refused += not pushed.result().applied
+        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+            self.num_refused += not pushed.result().applied

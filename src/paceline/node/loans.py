@@ -1,0 +1,59 @@
+"""Memory in which a server's values travel to workers: used again and again, but never while a worker may read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.errors import ConnectionLost
+from paceline.transport.base import EMPTY, Connection
+from paceline.transport.buffers import fresh_buffer
+
+Purpose = Literal["read", "delivery"]
+
+
+@dataclass(slots=True)
+class _Loan:
+    """Memory shared with one worker for one table and purpose.
+
+    It was last sent with `lent`; the worker has taken in what was sent up to `returned`. What these count is the
+    request of a read, or the clock of a delivery.
+    """
+
+    memory: memoryview
+    lent: int
+    returned: int = -1
+
+
+@dataclass(slots=True)
+class Loans:
+    """Shared memory by connection, table and purpose: at most one piece each, however slow the worker."""
+
+    _loans: dict[tuple[int, str, Purpose], _Loan] = field(default_factory=dict[tuple[int, str, Purpose], _Loan])
+
+    def lend(self, connection: Connection, table: str, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
+        """Return memory for values that are sent with this mark; empty when the connection is over.
+
+        While the worker may still read what was sent before, this is memory of its own, which the carrier copies.
+        """
+        key = id(connection), table, purpose
+        loan = self._loans.get(key)
+        if loan is None:
+            try:
+                loan = self._loans[key] = _Loan(connection.allocate(size_bytes), mark)
+            except ConnectionLost:
+                return EMPTY
+        elif loan.returned < loan.lent:
+            return fresh_buffer(size_bytes)
+        loan.lent = mark
+        return loan.memory
+
+    def give_back(self, connection: Connection, table: str, purpose: Purpose, mark: int) -> None:
+        """Note that the worker has taken in what was sent with this mark and before."""
+        loan = self._loans.get((id(connection), table, purpose))
+        if loan is not None:
+            loan.returned = max(loan.returned, mark)
+
+    def forget(self, connection: Connection) -> None:
+        """Let go of the memory shared over a connection that has ended."""
+        self._loans = {key: loan for key, loan in self._loans.items() if key[0] != id(connection)}
