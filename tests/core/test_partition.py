@@ -1,0 +1,65 @@
+"""Who owns which elements: everything once, in order, balanced, cut where the vector loops allow it."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from paceline.core.partition import ALIGNMENT, Range, partition
+from paceline.errors import UsageError
+
+LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 8), st.sampled_from(["anywhere", "between_tensors"]))
+def test_ranges_cover_the_table_once_and_in_order(lengths: list[int], num_servers: int, cut: str) -> None:
+    assume(num_servers <= (sum(lengths) if cut == "anywhere" else len(lengths)))
+    ranges = partition(lengths, num_servers, cut=cut)  # type: ignore[arg-type]
+    assert [r.server for r in ranges] == list(range(num_servers))
+    assert ranges[0].start == 0
+    assert ranges[-1].stop == sum(lengths)
+    assert all(before.stop == after.start for before, after in pairwise(ranges))
+    assert all(r.length >= 0 for r in ranges)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_cuts_inside_a_tensor_are_aligned_to_its_start(lengths: list[int], num_servers: int) -> None:
+    assume(num_servers <= sum(lengths))
+    starts = list(accumulate(lengths, initial=0))
+    for r in partition(lengths, num_servers)[:-1]:
+        tensor_start = max(start for start in starts if start <= r.stop)
+        assert r.stop in starts or (r.stop - tensor_start) % ALIGNMENT == 0
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_no_range_is_off_its_fair_share_by_more_than_the_alignment(lengths: list[int], num_servers: int) -> None:
+    assume(num_servers <= sum(lengths))
+    fair = sum(lengths) / num_servers
+    assert all(abs(r.length - fair) <= ALIGNMENT + 1 for r in partition(lengths, num_servers))
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_whole_tensors_stay_whole(lengths: list[int], num_servers: int) -> None:
+    assume(num_servers <= len(lengths))
+    starts = set(accumulate(lengths, initial=0))
+    assert all(r.stop in starts for r in partition(lengths, num_servers, cut="between_tensors"))
+
+
+def test_a_small_table_has_empty_ranges_rather_than_cuts_off_the_grid() -> None:
+    assert [r.length for r in partition([10], 3)] == [0, 0, 10]
+
+
+def test_the_example() -> None:
+    assert partition([100, 100], 2) == (Range(0, 0, 100), Range(1, 100, 200))
+    assert partition([1000], 2) == (Range(0, 0, 512), Range(1, 512, 1000))
+
+
+def test_more_servers_than_elements() -> None:
+    with pytest.raises(UsageError, match="3 servers for a table of 2 parameters. Use at most 2"):
+        partition([1, 1], 3)
+
+
+def test_more_servers_than_whole_tensors() -> None:
+    with pytest.raises(UsageError, match="3 servers for a table of 2 tensors, and its update rule needs each"):
+        partition([500, 500], 3, cut="between_tensors")

@@ -1,0 +1,254 @@
+"""The parts of the cores by themselves: ledger, readers, closing, outbox, membership."""
+
+from tests.core.cores import pull, push, push_id, sender, tick
+
+from paceline.core.closing import Closing
+from paceline.core.ledger import WINDOW, Ledger
+from paceline.core.membership import Membership
+from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
+from paceline.core.outbox import Outbox
+from paceline.core.readers import Readers
+
+# -- ledger ----------------------------------------------------------------------------------------------------------
+
+
+def test_t29_the_ledger_knows_the_answer_to_every_unsettled_push() -> None:
+    ledger = Ledger()
+    ledger.record("w", Held(push_id(0, 0)))
+    ledger.record("w", Applied(push_id(0, 0)))
+    ledger.record("v", PushRefused(push_id(0, 1), "no"))
+    assert ledger.answer(push(0, 0, 0)) == Applied(push_id(0, 0))
+    assert ledger.answer(push(0, 1, 0)) == PushRefused(push_id(0, 1), "no")
+    assert ledger.answer(push(0, 2, 0)) is None
+
+
+def test_t29_the_ledger_forgets_what_is_settled_and_calls_its_copies_late() -> None:
+    ledger = Ledger()
+    for seq in range(5):
+        ledger.record("w", Applied(push_id(0, seq)))
+    ledger.settle(3)
+    ledger.settle(1)  # an older word changes nothing
+    assert (len(ledger), ledger.settled) == (2, 3)
+    assert ledger.is_late(push(0, 2, 0))
+    assert not ledger.is_late(push(0, 3, 0))
+    ledger.record("w", Applied(push_id(0, 2)))  # an answer that is known to be known is not kept
+    assert len(ledger) == 2
+
+
+def test_the_ledger_says_when_a_worker_has_too_much_under_way() -> None:
+    ledger = Ledger(settled=10)
+    assert not ledger.overflows(push(0, 9 + WINDOW, 0))
+    assert ledger.overflows(push(0, 10 + WINDOW, 0))
+
+
+def test_t9_the_ledger_lists_what_is_applied_to_one_table() -> None:
+    ledger = Ledger()
+    ledger.record("w", Applied(push_id(0, 2)))
+    ledger.record("w", Applied(push_id(0, 0)))
+    ledger.record("w", Held(push_id(0, 1)))
+    ledger.record("v", Applied(push_id(0, 3)))
+    assert ledger.applied_in("w") == (0, 2)
+
+
+# -- readers ---------------------------------------------------------------------------------------------------------
+
+
+def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> None:
+    readers = Readers(subscribing=False)
+    assert not readers.ask(pull(0, 1, 3, needs=3), 0)
+    assert not readers.ask(pull(1, 1, 1, needs=1), 0)
+    assert not readers.ask(pull(2, 1, 5, needs=5), 0)
+    assert [p.sender.worker for p in readers.ready(4)] == [0, 1]
+
+
+def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> None:
+    readers = Readers(subscribing=False)
+    assert not readers.ask(pull(0, 2, 3, needs=3), 0)
+    assert not readers.ask(pull(0, 1, 0, needs=0), 0)
+    assert not readers.ask(pull(0, 2, 3, needs=3), 0)
+    assert readers.ready(3) == [pull(0, 2, 3, needs=3)]
+    assert readers.ask(pull(0, 2, 3, needs=3), 3)
+    assert readers.ready(3) == []
+
+
+def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time() -> None:
+    readers = Readers(subscribing=True)
+    assert readers.deliverable(5) == []
+    assert readers.ask(pull(0, 1, 0, needs=0), 1)
+    assert readers.deliverable(1) == []  # it has just been sent this clock
+    assert readers.deliverable(2) == [0]
+    assert readers.deliverable(3) == []  # still busy with clock 2
+    readers.taken(0, 1)  # an older notice
+    assert readers.deliverable(3) == []
+    readers.taken(0, 2)
+    assert readers.deliverable(4) == [0]  # the newest only; clock 3 is skipped
+
+
+def test_readers_forget_a_worker() -> None:
+    readers = Readers(subscribing=True)
+    readers.ask(pull(0, 7, 0, needs=0), 0)
+    readers.ask(pull(1, 7, 3, needs=3), 0)
+    readers.forget(0)
+    readers.forget(1)
+    assert readers.deliverable(9) == []
+    assert readers.ready(9) == []
+    assert readers.ask(pull(0, 1, 0, needs=0), 0)  # the next life counts its requests from the start
+
+
+# -- closing ---------------------------------------------------------------------------------------------------------
+
+
+def test_t21_a_clock_closes_in_rank_order_whatever_the_order_of_arrival() -> None:
+    closing = Closing(num_followers=0)
+    for worker in (2, 0, 1):
+        closing.hold(push_id(worker, 0), 0)
+    assert closing.close(((0, 0), (1, 0), (2, 0))) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [])
+    assert closing.clock == 1
+
+
+def test_t33_who_does_not_contribute_is_refused_also_a_former_life() -> None:
+    closing = Closing(num_followers=0)
+    closing.hold(push_id(0, 0), 0)
+    closing.hold(push_id(1, 0, incarnation=0), 0)
+    closing.hold(push_id(1, 0, incarnation=1), 0)
+    closing.hold(push_id(0, 1), 1)
+    applied, refused = closing.close(((1, 1),))
+    assert applied == [push_id(1, 0, incarnation=1)]
+    assert refused == [push_id(0, 0), push_id(1, 0)]
+    assert closing.close(((0, 0),)) == ([push_id(0, 1)], [])
+
+
+def test_a_withdrawn_worker_does_not_contribute_to_that_clock() -> None:
+    closing = Closing(num_followers=0)
+    closing.withdraw(1, 0, 0)
+    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0),)
+    closing.close(((0, 0),))
+    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0), (1, 0))
+    closing.withdraw(1, 0, 0)  # too late to matter
+    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0), (1, 0))
+
+
+def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None:
+    closing = Closing(num_followers=2)
+    assert closing.follow(1, 0) is None
+    assert closing.follow(2, 0) is None
+    assert closing.followers_of(0) == [1, 2]
+    closing.close(closing.decide([(0, 0)]))
+    assert closing.follow(1, 1) is None
+    assert closing.follow(2, 0) == ((0, 0),)  # asked again: its answer was lost
+    assert closing.follow(2, 1) is None
+    assert closing.follow(2, 0) is None  # a late copy; nobody needs the decision any more
+
+
+def test_a_clock_from_before_the_table_had_nobody() -> None:
+    assert Closing(num_followers=1, clock=3).follow(1, 1) == ()
+
+
+def test_the_pushes_of_the_dead_are_dropped_once() -> None:
+    closing = Closing(num_followers=0)
+    closing.hold(push_id(0, 0), 0)
+    closing.hold(push_id(0, 1), 1)
+    closing.hold(push_id(1, 0), 0)
+    assert closing.drop(0, 0) == [push_id(0, 0), push_id(0, 1)]
+    assert closing.drop(0, 0) == []
+    assert closing.close(((1, 0),)) == ([push_id(1, 0)], [])
+
+
+# -- outbox ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_unanswered_is_repeated_with_growing_pauses_up_to_a_limit() -> None:
+    outbox = Outbox(retry_s=1.0)
+    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
+    times = list[float]()
+    while len(times) < 7:
+        due = outbox.next_due()
+        assert due is not None
+        assert outbox.repeat_due(due - 0.001) == []
+        assert [(server, entry.message) for server, entry in outbox.repeat_due(due)] == [(0, tick(0, 1))]
+        times.append(due)
+    assert times == [1.0, 3.0, 7.0, 15.0, 27.0, 39.0, 51.0]
+
+
+def test_an_answer_is_expected_once_and_a_later_message_replaces_the_earlier() -> None:
+    outbox = Outbox(retry_s=1.0)
+    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
+    outbox.add((0, "clock", 0), tick(0, 2), now=0.5)
+    assert outbox.message((0, "clock", 0)) == tick(0, 2)
+    assert outbox.next_due() == 1.5
+    assert outbox.answered((0, "clock", 0))
+    assert not outbox.answered((0, "clock", 0))
+    assert outbox.next_due() is None
+
+
+def test_a_held_push_is_repeated_bare_and_patiently() -> None:
+    outbox = Outbox(retry_s=1.0)
+    key = (0, "push", 0)
+    outbox.add(key, push(0, 0, 0), now=0.0)
+    outbox.repeat_due(1.0)
+    outbox.make_bare(key)
+    (entry,) = outbox.for_server(0)
+    assert (entry.bare, entry.attempts) == (True, 1)
+    outbox.make_bare((0, "push", 9))  # answered already: nothing to do
+    assert outbox.for_server(1) == []
+
+
+def test_after_a_new_connection_the_join_comes_first() -> None:
+    outbox = Outbox(retry_s=1.0)
+    outbox.add((0, "push", 0), push(0, 0, 0), now=0.0)
+    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
+    outbox.add((0, "join", 0), Join(sender(0)), now=0.0)
+    assert [type(entry.message) for entry in outbox.for_server(0)] == [Join, type(push(0, 0, 0)), Clock]
+
+
+# -- membership ------------------------------------------------------------------------------------------------------
+
+
+def test_an_expected_worker_has_a_deadline_and_may_not_act() -> None:
+    lives = Membership(generation=1)
+    lives.expect(0, until=9.0)
+    assert lives.next_deadline() == 9.0
+    assert "has not joined" in lives.objection(sender(0))
+    assert lives.overdue(8.9) == []
+    assert [worker for worker, _ in lives.overdue(9.0)] == [0]
+
+
+def test_m2_an_ended_incarnation_never_comes_back() -> None:
+    lives = Membership(generation=1)
+    lives.begin(sender(0, 1), clock=3)
+    assert lives.objection(sender(0, 1)) == ""
+    assert "incarnation 0 of worker 0 is over" in lives.objection(sender(0, 0))
+    assert "has not joined" in lives.objection(sender(0, 2))
+    lives.end(0, left=False)
+    assert lives.has_ended(sender(0, 1))
+    assert lives.has_ended(sender(0, 0))
+    assert not lives.has_ended(sender(0, 2))
+    assert not lives.has_left(sender(0, 1))
+
+
+def test_k5_another_generation_may_not_act() -> None:
+    lives = Membership(generation=2)
+    lives.begin(sender(0, 0, generation=2), clock=0)
+    assert "belongs to generation 1 of the job, this is generation 2" in lives.objection(sender(0, 0, generation=1))
+
+
+def test_who_left_by_itself_is_told_apart() -> None:
+    lives = Membership(generation=1)
+    lives.begin(sender(0), clock=0)
+    lives.end(0, left=True)
+    assert lives.has_left(sender(0))
+    assert not lives.has_left(sender(0, 0, generation=2))
+
+
+def test_a_life_that_never_began_can_be_over_and_stays_so() -> None:
+    lives = Membership(generation=1)
+    lives.begin(sender(0, 0), clock=0)
+    lives.bury(0, 1)
+    lives.bury(0, 0)
+    lives.end(0, left=False)
+    assert lives.has_ended(sender(0, 1))
+    assert not lives.has_ended(sender(0, 2))
+
+
+def test_t2_readers_compare_with_the_need_of_the_reader_not_with_its_clock() -> None:
+    assert Readers(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)
