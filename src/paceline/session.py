@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.environment import Place, find_place
 from paceline.launch.spec import ClusterSpec, wait_spec
+from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.requests import AwaitValues, Initialise, Meet
 from paceline.node.server import ServerNode
@@ -49,6 +51,7 @@ class Session:
         rank: number of this worker, from 0.
         size: number of workers that were started.
         local_rank: number of this worker on its machine.
+        num_samples: how many samples loaders from `shard` have handed out for training so far.
 
     Example:
         >>> import paceline
@@ -68,6 +71,9 @@ class Session:
     consistency: Consistency | None  # what the launcher was told; a script that names its own wins
     scale: Scale | None
     server: _Embedded | None = None
+    num_samples: int = 0
+    # Those in use. Weak: whoever drops an optimizer is done with it.
+    _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
     _tables: dict[str, Table] = field(default_factory=dict[str, Table])
     closed: bool = False
 
@@ -114,8 +120,6 @@ class Session:
             Refused: another worker declared the table differently; the message lists the first differences.
             UsageError: settings that make no sense.
         """
-        if name in self._tables:
-            raise UsageError(f"worker {self.rank} has already opened table '{name}'; use what that call returned.")
         policy = self.policy(consistency)
         spec = TableSpec(
             name,
@@ -126,11 +130,18 @@ class Session:
             scale or self.scale or "samples",
             nonfinite,
         )
-        first = torch.as_tensor(init, dtype=getattr(torch, dtype)).broadcast_to(tuple(shape)).contiguous().view(-1)
-        return self.open_table(spec, tuple(shape), first, read_my_writes=read_my_writes)
+        spec.validate()
+        return self.open_table(
+            spec, tuple(shape), _first_values(init, spec, tuple(shape)), read_my_writes=read_my_writes
+        )
 
     def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
         """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part."""
+        if spec.name in self._tables:
+            raise UsageError(
+                f"worker {self.rank} has already opened table '{spec.name}': use what that call returned, or give "
+                "this one a name of its own (name=...)."
+            )
         spec.validate()
         mirror = self.node.open_table(spec, reads_own_writes=read_my_writes)
         parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
@@ -164,10 +175,6 @@ class Session:
         self.meter.finish_clock(self.node.clock)
         self.node.tick()
         return self.node.clock
-
-    def take_samples(self) -> int:
-        """Return the number of samples of this clock, as counted by `shard` (0 where it is not used)."""
-        return self.meter.samples
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
@@ -204,17 +211,24 @@ class Session:
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings
     ) -> DistributedOptimizer:
         """Make an optimizer whose update runs on the servers; see `paceline.distributed`."""
-        return DistributedOptimizer(optimizer, model, settings, self)
+        made = DistributedOptimizer(optimizer, model, settings, self)
+        self._optimizers.add(made)
+        return made
 
     def sharding(self, seed: int) -> Sharding:
         """Return this worker's part in the data."""
-        return Sharding(self.rank, self.size, seed, on_samples=self._count_samples, on_missing=self._skip_clock)
+        return Sharding(self.rank, self.size, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
 
     def _count_samples(self, num_samples: int) -> None:
+        self.num_samples += num_samples
         self.meter.samples += num_samples
 
-    def _skip_clock(self) -> None:
-        self.clock()
+    def _skip_batch(self) -> None:
+        """Finish the clocks of a batch that only others have, one for each optimizer, and fetch what they did."""
+        for _ in range(max(1, len(self._optimizers))):
+            self.clock()
+        for optimizer in list(self._optimizers):
+            optimizer.follow()
 
 
 @dataclass(slots=True)
@@ -294,6 +308,15 @@ def _embed() -> Session:
     session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, server=_Embedded(server, thread))
     atexit.register(session.close)
     return session
+
+
+def _first_values(init: float | Tensor, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
+    """Return the first values as a flat tensor."""
+    values = torch.as_tensor(init, dtype=torch_dtype(spec), device="cpu").detach()
+    try:
+        return values.broadcast_to(shape).contiguous().view(-1)
+    except RuntimeError as error:
+        raise UsageError(f"table '{spec.name}': init has shape {tuple(values.shape)}, expected {shape}.") from error
 
 
 def _bytes(part: Tensor) -> memoryview:

@@ -23,8 +23,8 @@ class Sharding:
         rank: number of this worker.
         size: number of workers.
         seed: of the shuffle; the same on all workers, so that the global order does not depend on their number.
-        on_samples: called with the number of samples of each batch that is handed out.
-        on_missing: called when an epoch ends for which others have one more batch than this worker.
+        on_samples: called with the number of samples of each batch that is handed out for training.
+        on_missing: called when an epoch of training ends for which others have one more batch than this worker.
     """
 
     rank: int
@@ -40,9 +40,12 @@ def shard_source(source: _Source, sharding: Sharding) -> _Source:
     - A `DataLoader` is cut by batches: of the global sequence of batches worker r takes r, r + size, and so on. A
       loader that shuffles is shuffled by `seed` and epoch, the same way on every worker. When the number of batches
       does not divide evenly, the workers without a last batch finish that clock empty-handed, so that all stay in
-      step; the mean weighted by samples is then still that of the samples there were.
+      step; the mean weighted by samples is then still that of the samples there were. Batches that are read while
+      gradients are off (`torch.no_grad()`, `optimizer.snapshot()`) are for evaluation: they count as no samples and
+      finish no clock.
     - A sequence or a map-style dataset gives the samples r, r + size, ...
-    - Any other iterable is read by everyone, and worker r keeps every size-th item.
+    - Any other iterable is read by everyone, and worker r keeps every size-th item: an iterable dataset, for a
+      `DataLoader` to read, where it can be read again and again, else an iterator.
 
     Raises:
         UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead.
@@ -56,12 +59,27 @@ def shard_source(source: _Source, sharding: Sharding) -> _Source:
     if isinstance(source, Dataset) and isinstance(source, Sized):
         indices = range(sharding.rank, len(source), sharding.size)
         return cast("_Source", Subset(cast("Dataset[Any]", source), indices))
-    if isinstance(source, Iterable):
-        return cast("_Source", islice(cast("Iterable[Any]", source), sharding.rank, None, sharding.size))
+    if isinstance(source, Iterator):
+        return cast("_Source", islice(cast("Iterator[Any]", source), sharding.rank, None, sharding.size))
+    if isinstance(source, Iterable) and not isinstance(source, str | bytes | Mapping):
+        return cast("_Source", ShardedStream(cast("Iterable[Any]", source), sharding.rank, sharding.size))
     raise UsageError(
         f"cannot shard a {type(source).__name__}: expected a DataLoader, a dataset with a length, a sequence, "
         "a tensor or an iterable."
     )
+
+
+class ShardedStream(IterableDataset[Any]):
+    """Every size-th item of an iterable, from `rank` on, each time it is read."""
+
+    def __init__(self, source: Iterable[Any], rank: int, size: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the whole iterable, and yield this worker's items."""
+        return islice(self._source, self._rank, None, self._size)
 
 
 class ShardedLoader:
@@ -73,11 +91,21 @@ class ShardedLoader:
         self._sharding = sharding
         self._epoch = 0
         self._order = _Order(
-            num_samples=len(cast("Sized", loader.dataset)),
+            num_samples=_size(loader),
             batch_size=cast("int", loader.batch_size),
             drop_last=loader.drop_last,
             shuffled=isinstance(loader.sampler, RandomSampler),
         )
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The whole dataset, of all workers."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples of a batch; the last one of an epoch may be smaller."""
+        return self._order.batch_size
 
     def __len__(self) -> int:
         """Return the number of batches that this worker gets in one epoch."""
@@ -92,11 +120,13 @@ class ShardedLoader:
         sharding, order = self._sharding, self._order
         batches = order.batches(sharding.seed, self._epoch)
         self._epoch += 1
-        for batch in self._load(batches[sharding.rank :: sharding.size]):
-            sharding.on_samples(_num_samples(batch))
+        own = batches[sharding.rank :: sharding.size]
+        for indices, batch in zip(own, self._load(own), strict=True):
+            if torch.is_grad_enabled():
+                sharding.on_samples(len(indices))
             yield batch
         others_have_more = len(range(0, order.num_batches, sharding.size)) > len(self)
-        if others_have_more:
+        if others_have_more and torch.is_grad_enabled():
             sharding.on_missing()
 
     def _load(self, batches: list[list[int]]) -> Iterator[Any]:
@@ -110,6 +140,9 @@ class ShardedLoader:
                 pin_memory=loader.pin_memory,
                 timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=loader.generator,
+                prefetch_factor=loader.prefetch_factor,
             )
         )
 
@@ -139,20 +172,18 @@ class _Order:
 def _check(loader: DataLoader[Any]) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+    sampler = loader.sampler
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
         raise UsageError(
-            f"cannot shard a DataLoader with {type(loader.sampler).__name__} and batch size {loader.batch_size}: "
+            f"cannot shard a DataLoader with {type(sampler).__name__} and batch size {loader.batch_size}: "
             "use shuffle=True or False with a batch size, or shard the dataset and sample from that."
+        )
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != _size(loader)):
+        raise UsageError(
+            "cannot shard a DataLoader that draws with replacement or not every sample once: "
+            "use shuffle=True, or shard the dataset and sample from that."
         )
 
 
-def _num_samples(batch: object) -> int:
-    """Count the samples of a batch: the length of the first thing in it that has one."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return _num_samples(next(iter(cast("Mapping[str, object]", batch).values())))
-    if isinstance(batch, Sequence) and batch and not isinstance(batch, str):
-        first = cast("Sequence[object]", batch)[0]
-        return _num_samples(first) if isinstance(first, torch.Tensor | Mapping | Sequence) else len(batch)
-    return 1
+def _size(loader: DataLoader[Any]) -> int:
+    return len(cast("Sized", loader.dataset))

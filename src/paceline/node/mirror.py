@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,10 +58,11 @@ class Mirror:
             if not own.missing:
                 del self._own[seq]
 
-    def note_own(self, seq: int, gradient: Tensor, hyper: tuple[Hyper, ...]) -> None:
+    def note_own(self, seq: int, gradient: Tensor, absent: tuple[int, ...], hyper: tuple[Hyper, ...]) -> None:
         """Remember an own update until the values contain it."""
-        if self.reads_own_writes:
-            self._own[seq] = _Own(_change(self.spec, gradient, hyper), set(self.servers))
+        groups = hyper or self.spec.rule.groups
+        if self.reads_own_writes and _is_plain(self.spec.rule.name, groups):
+            self._own[seq] = _Own(_change(self.spec, gradient, absent, groups), set(self.servers))
 
     def forget_own(self, seq: int) -> None:
         """Forget an own update that was refused: it will never be in the values."""
@@ -76,25 +78,22 @@ class Mirror:
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:
     """Say whether a worker can compute the effect of its own pushes on this table."""
-    if consistency.visible == "on_clock":
-        return False
-    if spec.rule.name == "add":
-        return True
-    plain = ("momentum", "weight_decay", "nesterov", "maximize")
-    return spec.rule.name == "torch.optim.SGD" and not any(
-        group.get(key) for group in spec.rule.groups for key in plain
-    )
+    return consistency.visible == "on_arrival" and _is_plain(spec.rule.name, spec.rule.groups)
 
 
-def _change(spec: TableSpec, gradient: Tensor, hyper: tuple[Hyper, ...]) -> Tensor:
+def _is_plain(rule: str, groups: tuple[Hyper, ...]) -> bool:
+    """Say whether a push changes the values by itself times a number: adding, and SGD without more."""
+    more = ("momentum", "weight_decay", "nesterov", "maximize")
+    return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for group in groups for key in more))
+
+
+def _change(spec: TableSpec, gradient: Tensor, absent: tuple[int, ...], groups: tuple[Hyper, ...]) -> Tensor:
     """Return what one push of this gradient adds to the values."""
-    if spec.rule.name == "add":
-        return gradient.clone()
-    change = torch.empty_like(gradient)
-    groups = hyper or spec.rule.groups
-    for segment, start in zip(spec.segments, spec.offsets, strict=True):
-        rate = groups[segment.group]["lr"]
-        if not isinstance(rate, int | float):
-            raise TypeError(f"learning rate of group {segment.group} is {rate}")
-        torch.mul(gradient[start : start + segment.numel], -rate, out=change[start : start + segment.numel])
+    change = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if spec.nonfinite == "zero" else gradient.clone()
+    for index, (segment, start) in enumerate(zip(spec.segments, spec.offsets, strict=True)):
+        part = change[start : start + segment.numel]
+        if index in absent:
+            part.zero_()
+        elif spec.rule.name != "add":
+            part.mul_(-cast("float", groups[segment.group]["lr"]))
     return change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
@@ -45,9 +47,14 @@ class Table:
         """Name of the table, unique in the job."""
         return self.spec.name
 
+    @property
+    def consistency(self) -> Consistency:
+        """When reads of this table wait, and what they see."""
+        return Consistency.parse(self.spec.consistency)
+
     def push(
         self,
-        gradient: Array | list[float],
+        gradient: Array | Sequence[float],
         *,
         samples: float = 1.0,
         absent: tuple[int, ...] = (),
@@ -60,7 +67,7 @@ class Table:
         before `clock()`.
 
         Args:
-            gradient: anything of the table's shape; converted to its dtype.
+            gradient: a tensor, an array or a sequence of the table's shape; converted to its dtype.
             samples: how many samples it stands for, the weight under scale="samples".
             absent: indices of the parameters that have no gradient and are to be left alone.
             hyper: hyperparameters to use from now on, one dict a group, when they changed.
@@ -75,21 +82,24 @@ class Table:
         flat = self._flat(gradient)
         return self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper)
 
-    def pull(self, *, out: Tensor | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
+    def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
 
         Args:
-            out: a contiguous tensor of the table's shape and dtype to fill instead of a new one.
+            out: a tensor or array of the table's shape and dtype to fill instead of a new one.
             refresh: ask the servers even when the cached copy is fresh enough.
-            exact: wait for every update of every earlier clock, whatever the bound.
+            exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
+                is not counted among the reads of training.
 
         Raises:
+            UsageError: `out` has another shape or dtype, or is not contiguous.
             DeadlineExceeded: the values did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        values = torch.empty(self.shape, dtype=torch_dtype(self.spec)) if out is None else out
+        values = self._new() if out is None else self._checked(out)
         outcome = self.node.read(self.name, values.view(-1), refresh=refresh, exact=exact)
-        self.meter.note_read(self.name, outcome)
+        if not exact:
+            self.meter.note_read(self.name, outcome)
         return values
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
@@ -101,15 +111,31 @@ class Table:
             if error is not None:
                 result.set_exception(error)
                 return
-            values = torch.empty(self.shape, dtype=torch_dtype(self.spec))
+            values = self._new()
             self.node.copy_values(self.name, values.view(-1))
             result.set_result(values)
 
         self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)
         return result
 
-    def _flat(self, gradient: Array | list[float]) -> Tensor:
-        tensor = torch.as_tensor(gradient, dtype=torch_dtype(self.spec)).detach()
+    def _new(self) -> Tensor:
+        return torch.empty(self.shape, dtype=torch_dtype(self.spec))
+
+    def _checked(self, out: Array) -> Tensor:
+        tensor = torch.from_numpy(out) if isinstance(out, np.ndarray) else out  # pyright: ignore[reportArgumentType]
+        expected = f"expected {self.shape} {torch_dtype(self.spec)}, contiguous and on the CPU"
+        if (tuple(tensor.shape), tensor.dtype) != (self.shape, torch_dtype(self.spec)):
+            raise UsageError(f"table '{self.name}': out is {tuple(tensor.shape)} {tensor.dtype}, {expected}")
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise UsageError(
+                f"table '{self.name}': out is on {tensor.device} with strides {tensor.stride()}, {expected}"
+            )
+        return tensor.detach()
+
+    def _flat(self, gradient: Array | Sequence[float]) -> Tensor:
+        if isinstance(gradient, np.ndarray):
+            gradient = np.require(gradient, requirements=["C", "W"])  # what torch takes without a warning
+        tensor = torch.as_tensor(gradient, dtype=torch_dtype(self.spec), device="cpu").detach()
         if tuple(tensor.shape) != self.shape:
             raise UsageError(
                 f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "

@@ -166,7 +166,7 @@ class WorkerNode:
             self._check_failure()
             bodies = {server: self._body(mirror, server, gradient) for server in mirror.servers}
             future = self._pushes.prepare(bodies, count, absent, hyper)
-            mirror.note_own(self._core.next_seq, gradient, hyper)
+            mirror.note_own(self._core.next_seq, gradient, absent, hyper)
             self._handle(WantPush(table))
         return future
 

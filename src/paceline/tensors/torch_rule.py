@@ -69,7 +69,8 @@ def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
         )
     name = PREFIX + cls.__name__
     optimizer_class(name)
-    return RuleSpec(name, tuple(hyper_of(group, name) for group in optimizer.param_groups))
+    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    return RuleSpec(name, tuple(hyper_of(group, name) for group in groups))
 
 
 def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from paceline.core.consistency import Consistency
 from paceline.node.table import Table
+from paceline.tensors.table import Segment, TableSpec
+from paceline.tensors.update import Add
 from paceline.training.flat import Flat
 
 
@@ -14,13 +17,13 @@ from paceline.training.flat import Flat
 class Buffers:
     """Floating-point buffers of one worker and what they were when they were last set from the servers.
 
-    Each clock a worker pushes how its buffers moved, divided by the number of workers; the table adds. So the table
-    moves by the mean of the workers' moves. Other buffers, such as step counts, stay each worker's own.
+    Each clock a worker pushes how its buffers moved; the table adds the mean of the workers' moves. Other buffers,
+    such as step counts, stay each worker's own.
     """
 
     flat: Flat
-    num_workers: int
     table: Table
+    num_workers: int
     _before: Tensor = field(init=False)
     _now: Tensor = field(init=False)
 
@@ -32,16 +35,24 @@ class Buffers:
     def push(self) -> None:
         """Send how the buffers have moved since they were set."""
         self.flat.pack_values(self._now)
-        move = (self._now - self._before).div_(self.num_workers)
+        move = self._now - self._before
+        if self.table.consistency.visible == "on_arrival":
+            move.div_(self.num_workers)  # each move is added on its own, so its share is taken here
         self._before.copy_(self._now)
         self.table.push(move)
 
-    def fetch(self, *, refresh: bool, exact: bool = False) -> None:
+    def fetch(self, *, refresh: bool) -> None:
         """Set the buffers to the workers' mean."""
-        self.table.pull(out=self._before, refresh=refresh, exact=exact)
+        self.table.pull(out=self._before, refresh=refresh)
         self.flat.unpack(self._before)
 
 
-def floating_buffers(model: nn.Module) -> list[Tensor]:
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a model that can be averaged, each once."""
-    return list({id(buffer): buffer for buffer in model.buffers() if buffer.is_floating_point()}.values())
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
+
+
+def buffers_spec(name: str, buffers: dict[str, Tensor], flat: Flat, consistency: Consistency) -> TableSpec:
+    """Return the table of these buffers: it adds the mean of what is pushed for a clock."""
+    segments = tuple(Segment(own, tuple(buffer.shape)) for own, buffer in buffers.items())
+    return TableSpec(name, segments, flat.dtype, Add(), str(consistency), "mean", "reject")

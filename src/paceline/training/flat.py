@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,34 +22,46 @@ _DTYPES: dict[torch.dtype, DType] = {
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype."""
+    """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype.
 
-    tensors: tuple[Tensor, ...]
+    Example:
+        >>> weights = Flat.over({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+        >>> flat = weights.empty()
+        >>> weights.pack_values(flat)
+        >>> flat
+        tensor([1., 1., 1., 1., 0., 0.])
+    """
+
+    named: Mapping[str, Tensor]
     dtype: DType
 
     @staticmethod
-    def over(tensors: Sequence[Tensor]) -> Flat:
-        """Lay tensors end to end.
+    def over(named: Mapping[str, Tensor]) -> Flat:
+        """Lay tensors end to end, in this order.
 
         Raises:
             UsageError: they have no common floating-point dtype.
         """
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
-            found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
+        first_of: dict[torch.dtype, str] = {}
+        for name, tensor in named.items():
+            first_of.setdefault(tensor.dtype, name)
+        if len(first_of) != 1 or not first_of.keys() <= _DTYPES.keys():
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ('{name}')" for dtype, name in first_of.items())
             raise UsageError(
-                f"the parameters have the dtypes {found}; expected one of {', '.join(_DTYPES.values())} for all. "
-                "Convert the model, or make one optimizer for each dtype."
+                f"the tensors of one table have the dtypes {found or 'of nothing: there are none'}; expected one of "
+                f"{', '.join(_DTYPES.values())} for all. Convert the model, or make one optimizer for each dtype."
             )
-        return Flat(tuple(tensors), _DTYPES[dtypes.pop()])
+        return Flat(named, _DTYPES[first_of.popitem()[0]])
 
     def empty(self) -> Tensor:
         """Return an uninitialised flat vector."""
-        return torch.empty(sum(tensor.numel() for tensor in self.tensors), dtype=self.tensors[0].dtype)
+        return torch.empty(
+            sum(tensor.numel() for tensor in self.named.values()), dtype=getattr(torch, self.dtype), device="cpu"
+        )
 
     def pack_values(self, out: Tensor) -> None:
         """Copy the tensors into a flat vector."""
-        for tensor, part in zip(self.tensors, self._parts(out), strict=True):
+        for tensor, part in self._pairs(out):
             part.copy_(tensor.detach().reshape(-1))
 
     def pack_gradients(self, out: Tensor) -> tuple[int, ...]:
@@ -59,38 +71,48 @@ class Flat:
             UsageError: a gradient is sparse.
         """
         absent: list[int] = []
-        for index, (tensor, part) in enumerate(zip(self.tensors, self._parts(out), strict=True)):
+        for index, ((tensor, part), name) in enumerate(zip(self._pairs(out), self.named, strict=True)):
             gradient = tensor.grad
             if gradient is None:
                 part.zero_()
                 absent.append(index)
             elif gradient.layout != torch.strided:
-                raise UsageError(f"parameter {index} has a sparse gradient: build its layer with sparse=False.")
+                raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
             else:
-                part.copy_(gradient.reshape(-1))
+                part.copy_(gradient.detach().reshape(-1))
         return tuple(absent)
 
     def unpack(self, flat: Tensor) -> None:
         """Copy a flat vector into the tensors."""
         with torch.no_grad():
-            for tensor, part in zip(self.tensors, self._parts(flat), strict=True):
+            for tensor, part in self._pairs(flat):
                 tensor.copy_(part.view(tensor.shape))
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        starts = accumulate((tensor.numel() for tensor in self.tensors), initial=0)
-        return [flat[start : start + t.numel()] for start, t in zip(starts, self.tensors, strict=False)]
+    def _pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        starts = accumulate((tensor.numel() for tensor in self.named.values()), initial=0)
+        return [
+            (tensor, flat[start : start + tensor.numel()])
+            for start, tensor in zip(starts, self.named.values(), strict=False)
+        ]
 
 
-def segments_of(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[Tensor], tuple[Segment, ...]]:
-    """Return the parameters of an optimizer in order, and what they are called."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
-    tensors: list[Tensor] = []
+def segments_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module | None
+) -> tuple[dict[str, Tensor], tuple[Segment, ...]]:
+    """Return the parameters of an optimizer in order, by what they are called, and the segments they become.
+
+    A parameter has the name it has in the model, or else the one that the optimizer was given.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()} if model is not None else {}
+    named: dict[str, Tensor] = {}
     segments: list[Segment] = []
     for group_index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
             own = given[index] if index < len(given) else f"group{group_index}.{index}"
-            name = names.get(id(parameter), own)
-            tensors.append(parameter)
+            name = names.get(parameter, own)
+            if name in named:
+                raise UsageError(f"the optimizer has two parameters of the name '{name}': give each its own.")
+            named[name] = parameter
             segments.append(Segment(name, tuple(parameter.shape), group_index))
-    return tensors, tuple(segments)
+    return named, tuple(segments)

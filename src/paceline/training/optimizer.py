@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -15,12 +15,12 @@ from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Table
-from paceline.tensors.table import NonFinite, Scale, Segment, TableSpec
+from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, hyper_of
-from paceline.tensors.update import Add
-from paceline.training.buffers import Buffers, floating_buffers
+from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
-from paceline.training.state import fetch_state, send_state
+from paceline.training.snapshot import newest_values
+from paceline.training.state import check_state, fetch_state, send_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,17 @@ class Job(Protocol):
         """Number of workers."""
         ...
 
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that this worker was handed so far, as far as somebody counts them."""
+        ...
+
     def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
         """Declare a table and wait for its first values."""
         ...
 
     def clock(self) -> int:
         """Finish the current clock."""
-        ...
-
-    def take_samples(self) -> int:
-        """Return the number of samples of this clock, 0 if nobody counts them."""
         ...
 
     def barrier(self) -> None:
@@ -85,13 +86,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job) -> None:
         rule = from_optimizer(optimizer)
+        _require_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.num_refused = 0
         self._settings = settings
         self._job = job
         self._num_steps = 0
-        tensors, segments = segments_of(optimizer, model)
-        self._flat = Flat.over(tensors)
+        self._num_samples = job.num_samples  # as of the last step
+        named, segments = segments_of(optimizer, model)
+        self._flat = Flat.over(named)
         self._scratch = self._flat.empty()
         spec = TableSpec(
             settings.name,
@@ -106,49 +109,81 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers = self._open_buffers(model)
         self._fetch(refresh=True)
 
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        spec = self._table.spec
+        kind = spec.rule.name.removeprefix("torch.optim.")
+        return super().__repr__().replace(type(self).__name__, f"Distributed {kind}, {spec.consistency}", 1)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after the table was made; used by the constructor before."""
+        if "_table" in self.__dict__:
+            raise UsageError(
+                f"table '{self._settings.name}' has all its parameters from the start: give the wrapped optimizer "
+                "every group, and freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], float] | None = None, *, samples: float | None = None
+    ) -> float | None:
         """Push gradients, finish the clock, fetch values; blocks as long as the consistency asks for.
 
         Args:
             closure: computes the loss and its gradients first, once.
+            samples: how many samples the gradients stand for, their weight under scale="samples". By default as many
+                as loaders from `shard` have handed out since the last step, or 1 where there are none.
 
         Returns:
             What the closure returned.
+
+        Raises:
+            UsageError: a gradient that is sparse, or one that is not finite under nonfinite="halt".
+            DeadlineExceeded: the values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         absent = self._flat.pack_gradients(self._scratch)
-        hyper = tuple(hyper_of(group) for group in self.param_groups)
-        samples = self._job.take_samples() or 1
-        pushed = self._table.push(self._scratch, samples=samples, absent=absent, hyper=hyper)
+        weight = samples if samples is not None else self._take_samples() or 1
+        pushed = self._table.push(self._scratch, samples=weight, absent=absent, hyper=self._hyper())
         pushed.add_done_callback(self._count_refusal)
         if self._buffers is not None:
             self._buffers.push()
         self._job.clock()
+        self.follow()
+        return loss
+
+    def follow(self) -> None:
+        """Fetch what the others have done, as far as `step` would: for a clock that was finished without a gradient.
+
+        `shard` calls this where an epoch has one more batch for others than for this worker.
+        """
         self._num_steps += 1
         every = self._settings.fetch_every
         eager = self._settings.consistency.deliver == "on_clock"
         self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
-        return loss
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
         """Hold one consistent state in the model for the length of a `with` block, for evaluation or saving.
 
         It contains every update of all clocks below this worker's own (under asynchronous: all that have arrived);
-        blocks until they are in. Training continues from where it was.
+        blocks until they are in. Gradients are off meanwhile. Training continues from where it was.
         """
-        before = self._flat.empty()
-        self._flat.pack_values(before)
-        self._fetch(refresh=True, exact=self._settings.consistency.bound is not None)
-        try:
+        clock = self._table.node.clock
+        with ExitStack() as held:
+            held.enter_context(torch.no_grad())
+            held.enter_context(newest_values(self._flat, self._table))
+            if self._buffers is not None:
+                held.enter_context(newest_values(self._buffers.flat, self._buffers.table))
             yield
-        finally:
-            self._flat.unpack(before)
+        if self._table.node.clock != clock:  # a quorum went on without this worker: gradients of old values are late
+            self._fetch(refresh=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -158,23 +193,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A plain `torch.optim` optimizer can load it, and the other way round. Blocks; take it at a barrier, where no
         pushes are under way, so that all its parts are of one state.
         """
-        hyper = tuple(hyper_of(group) for group in self.param_groups)
-        return fetch_state(self._table, hyper)
+        return {**super().state_dict(), "state": fetch_state(self._table)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state on the servers, and the model's parameters there to what they are on worker 0.
+        """Set the state on the servers, and the parameters and buffers there to what they are on worker 0.
 
         Every worker must call it, with the same state; blocks until all have.
+
+        Raises:
+            UsageError: the state is of another optimizer or model; nothing is changed then.
         """
+        check_state(self._table.spec, state_dict)
         groups = cast("list[dict[str, Any]]", state_dict["param_groups"])
-        if len(groups) != len(self.param_groups):
-            raise UsageError(f"the state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}.")
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
         self._job.barrier()
         if self._job.rank == 0:
-            self._flat.pack_values(self._scratch)
-            send_state(self._table, state_dict, self._scratch)
+            send_state(self._table, state_dict["state"], self._flat)
+            if self._buffers is not None:
+                send_state(self._buffers.table, {}, self._buffers.flat)
         self._job.barrier()
         self._fetch(refresh=True)
 
@@ -186,30 +223,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._job.open_table(spec, tuple(first.shape), first, read_my_writes=True)
 
     def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
-        tensors = floating_buffers(model) if model is not None else []
-        if not tensors:
+        named = floating_buffers(model) if model is not None else {}
+        if not named:
             return None
-        flat = Flat.over(tensors)
-        segments = tuple(Segment(f"buffer{index}", tuple(t.shape)) for index, t in enumerate(tensors))
-        spec = TableSpec(
-            f"{self._settings.name}.buffers",
-            segments,
-            flat.dtype,
-            Add(),
-            str(self._settings.consistency),
-            "sum",
-            "reject",
-        )
-        buffers = Buffers(flat, self._job.size, self._open(spec, flat))
-        buffers.fetch(refresh=True)
-        return buffers
+        flat = Flat.over(named)
+        spec = buffers_spec(f"{self._settings.name}.buffers", named, flat, self._settings.consistency)
+        return Buffers(flat, self._open(spec, flat), self._job.size)
 
-    def _fetch(self, *, refresh: bool, exact: bool = False) -> None:
-        self._table.pull(out=self._scratch, refresh=refresh, exact=exact)
+    def _fetch(self, *, refresh: bool) -> None:
+        self._table.pull(out=self._scratch, refresh=refresh)
         self._flat.unpack(self._scratch)
         if self._buffers is not None:
-            self._buffers.fetch(refresh=refresh, exact=exact)
+            self._buffers.fetch(refresh=refresh)
+
+    def _hyper(self) -> tuple[Hyper, ...]:
+        """Return the numbers of each group; what schedulers and users keep there beside them stays here."""
+        return tuple(hyper_of({key: group[key] for key in self.defaults}) for group in self.param_groups)
+
+    def _take_samples(self) -> int:
+        before, self._num_samples = self._num_samples, self._job.num_samples
+        return self._num_samples - before
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells
             self.num_refused += not pushed.result().applied
+
+
+def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has taken steps: its state would be lost without a word."""
+    for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
+        steps = cast("Tensor | float", state.get("step", 0))
+        if float(steps) > 0 or ("step" not in state and any(value is not None for value in state.values())):
+            raise UsageError(
+                "this optimizer has already taken steps: distribute a new one, then give that the state with "
+                "load_state_dict(...)."
+            )

@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any, cast
 
 from safetensors.torch import load, save
 from torch import Tensor
 
+from paceline.core.partition import Range
+from paceline.errors import UsageError
 from paceline.node.layout import spans
 from paceline.node.requests import LoadState, SaveState
 from paceline.node.table import Table
 from paceline.tensors.gather import OptimizerState, gather_optimizer, split_optimizer
-from paceline.tensors.table import Hyper
+from paceline.tensors.table import TableSpec
+from paceline.tensors.update import granularity
+from paceline.training.flat import Flat
+
+StateOf = dict[int, dict[str, Tensor]]
 
 
-def fetch_state(table: Table, hyper: Sequence[Hyper]) -> dict[str, Any]:
-    """Return the state of a table's update rule as the `state_dict` of the plain torch optimizer."""
+def fetch_state(table: Table) -> StateOf:
+    """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
     layout = spans(table.spec, table.node.num_servers)
     bodies = table.node.ask_all(
         lambda number: SaveState(number, table.name), f"the servers' state of table '{table.name}'"
     )
     parts = [(span, load(bytes(body))) for span, body in zip(layout, bodies, strict=True)]
-    return cast("dict[str, Any]", gather_optimizer(table.spec, parts, hyper))
+    return gather_optimizer(table.spec, parts)["state"]
 
 
-def send_state(table: Table, state_dict: dict[str, Any], values: Tensor) -> None:
-    """Set values, (elements of the table,), and rule state of a table on all servers."""
-    layout = spans(table.spec, table.node.num_servers)
+def send_state(table: Table, state: StateOf, flat: Flat) -> None:
+    """Set the values of a table to those of its tensors, and the state of its rule, on all servers; blocks."""
+    values = flat.empty()
+    flat.pack_values(values)
     bodies: list[memoryview] = []
-    for span in layout:
-        state = split_optimizer(table.spec, cast("OptimizerState", state_dict), span)
-        bodies.append(memoryview(save({**state, "values": values[span.start : span.stop].clone()})))
+    for span in spans(table.spec, table.node.num_servers):
+        part = split_optimizer(table.spec, {"state": state, "param_groups": []}, span)
+        bodies.append(memoryview(save({**part, "values": values[span.start : span.stop].clone()})))
     table.node.ask_all(lambda number: LoadState(number, table.name), f"servers to load table '{table.name}'", bodies)
+
+
+def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
+    """Refuse a `state_dict` that is not of this table's optimizer over this table's parameters.
+
+    Raises:
+        UsageError: it has other groups, or a state that does not fit its parameter.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise UsageError(f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}.")
+    sizes = Counter(segment.group for segment in spec.segments)
+    expected = [sizes[group] for group in range(len(spec.rule.groups))]
+    found = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
+    if found != expected:
+        raise UsageError(
+            f"the state has parameter groups of {found} parameters, the optimizer of table '{spec.name}' has "
+            f"{expected}: it is of another model or optimizer."
+        )
+    state = split_optimizer(spec, cast("OptimizerState", state_dict), Range(0, 0, spec.numel))
+    for key, value in state.items() if granularity(spec.rule) == "element" else ():
+        segment = spec.segments[int(key.partition(".")[0])]
+        if tuple(value.shape) not in ((), segment.shape):
+            raise UsageError(
+                f"the state '{key.partition('.')[2]}' of parameter '{segment.name}' has shape {tuple(value.shape)}, "
+                f"expected {segment.shape}: it is of another model."
+            )

@@ -1,0 +1,161 @@
+"""A whole job as threads of the test's process, over any carrier: servers, workers, and a deadline for each of them."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from paceline.current import bind
+from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.environment import Place
+from paceline.launch.server import server_settings
+from paceline.launch.spec import ClusterSpec, write_token
+from paceline.node.server import ServerNode
+from paceline.observe.trace import Trace
+from paceline.session import Session, join
+from paceline.transport.base import Transport
+from paceline.transport.memory import MemoryTransport
+
+DEADLINE_S = 40.0
+CARRIERS = ("memory", "shm", "tcp")
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Job:
+    """Servers that run, and what a worker needs to join them."""
+
+    spec: ClusterSpec
+    transport: Transport
+    servers: list[ServerNode]
+    _failures: list[BaseException] = field(default_factory=list)
+
+    def join(self, rank: int, incarnation: int = 0) -> Session:
+        place = Place(Path(self.spec.run_dir) / "cluster.json", rank, rank, incarnation)
+        return join(self.spec, place, self.transport)
+
+    def kill(self, worker: Session, incarnation: int = 0) -> None:
+        """End a worker without a word, and report its death as the launcher does."""
+        worker.close(politely=False)
+        self.report_death(worker.rank, incarnation)
+
+    def report_death(self, rank: int, incarnation: int = 0) -> None:
+        for server in self.servers:
+            server.report_death(rank, incarnation, "the test ended it")
+
+    def run(self, work: Callable[[Session], Result]) -> list[Result]:
+        """Run `work` as every worker at once; return what each returned, or raise what went wrong first."""
+        results: dict[int, Result] = {}
+
+        def live(rank: int) -> None:
+            torch.set_num_threads(1)  # a property of the thread: another number would add in another order
+            try:
+                with self.join(rank) as joined:
+                    bind(joined)
+                    results[rank] = work(joined)
+            except BaseException as error:
+                self._failures.append(error)
+                self.report_death(rank)
+
+        start_and_join(
+            [
+                threading.Thread(
+                    target=contextvars.Context().run, args=(live, rank), name=f"test-worker-{rank}", daemon=True
+                )
+                for rank in range(self.spec.num_workers)
+            ]
+        )
+        if self._failures:
+            raise self._failures[0]
+        return [results[rank] for rank in range(self.spec.num_workers)]
+
+
+@contextmanager
+def job(
+    directory: Path, *, workers: int = 1, servers: int = 1, carrier: str = "memory", **settings: Any
+) -> Iterator[Job]:
+    """Start the servers of a job; afterwards they are stopped, and no thread or descriptor is left."""
+    os.chmod(directory, 0o700)
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    spec = ClusterSpec(
+        job="test",
+        num_workers=workers,
+        num_servers=servers,
+        transport=carrier,  # pyright: ignore[reportArgumentType]
+        run_dir=str(directory),
+        **{"wait_timeout_s": DEADLINE_S / 2, **settings},
+    )
+    transport = _transport(spec, directory)
+    listeners = [transport.listen(_address(spec, rank)) for rank in range(servers)]
+    addresses = tuple(listener.address for listener in listeners)
+    nodes = [
+        ServerNode(server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None))
+        for rank, listener in enumerate(listeners)
+    ]
+    running = [threading.Thread(target=node.run, name="test-server", daemon=True) for node in nodes]
+    for thread in running:
+        thread.start()
+    try:
+        yield Job(replace(spec, addresses=addresses), transport, nodes)
+    finally:
+        for node in nodes:
+            node.stop()
+        join_all(running)
+    assert set(threading.enumerate()) <= threads, "threads left running"
+    gc.collect()
+    left = {number: name for number, name in open_descriptors().items() if number not in descriptors}
+    assert not left, "descriptors left open"
+
+
+def run_job(directory: Path, work: Callable[[Session], Result], **settings: Any) -> list[Result]:
+    """Run `work` as every worker of a job of its own."""
+    with job(directory, **settings) as started:
+        return started.run(work)
+
+
+def start_and_join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    join_all(threads)
+
+
+def join_all(threads: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            pytest.fail(f"{thread.name} did not end within {DEADLINE_S:g} s")
+
+
+def open_descriptors() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+    return found
+
+
+def _transport(spec: ClusterSpec, directory: Path) -> Transport:
+    if spec.transport == "memory":
+        return MemoryTransport()
+    if spec.transport == "tcp":
+        write_token(directory)
+    return make_transport(spec, pytest.fail)
+
+
+def _address(spec: ClusterSpec, rank: int) -> str:
+    return f"memory://server-{rank}" if spec.transport == "memory" else listen_address(spec, rank)
