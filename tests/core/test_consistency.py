@@ -93,10 +93,9 @@ def test_what_cannot_be_said_is_answered_with_what_can(text: str, message: str) 
 def test_any_other_text_is_a_usage_error(text: str) -> None:
     try:
         point = Consistency.parse(text)
-    except UsageError as error:
-        assert str(error)
-    else:
-        assert Consistency.parse(str(point)) == point
+    except UsageError:
+        return
+    assert Consistency.parse(str(point)) == point
 
 
 def test_t1_a_read_at_clock_c_needs_all_clocks_below_c_minus_s() -> None:

@@ -56,7 +56,7 @@ def test_the_example() -> None:
 
 
 def test_more_servers_than_elements() -> None:
-    with pytest.raises(UsageError, match="3 servers for a table of 2 parameters. Use at most 2"):
+    with pytest.raises(UsageError, match=r"3 servers for a table of 2 parameters\. Use at most 2"):
         partition([1, 1], 3)
 
 

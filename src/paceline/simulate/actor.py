@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
-from paceline.core.messages import Push, Sender
+from paceline.core.messages import PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.simulate.history import Read, Violation
@@ -39,6 +39,7 @@ class Actor:
     _arrived_length: int = 0
     _parts: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
     _alarm: float | None = None
+    _num_pushes: int = 0
 
     def __post_init__(self) -> None:
         """Make the core of this life."""
@@ -109,8 +110,6 @@ class Actor:
     def _perform(self, effect: WorkerEffect) -> None:
         match effect:
             case Send():
-                if isinstance(effect.message, Push) and not effect.bare:
-                    self._note_push(effect.message)
                 self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
             case Install():
                 own = frozenset(effect.includes) | frozenset(range(effect.settled))
@@ -135,11 +134,6 @@ class Actor:
             raise Violation(f"L1: worker {self.worker}.{self.incarnation} failed, but takes part: {reason}")
         self.world.hang_up(self)
 
-    def _note_push(self, push: Push) -> None:
-        made = self.world.history.made.get((self.worker, self.incarnation), [])
-        if not made or made[-1][0].seq < push.id.seq:
-            self.world.history.pushed(push.id, push.clock)
-
     def _read(self) -> None:
         refresh = self.world.rng.random() < self.world.scenario.refresh
         self._asked_at, self.asked_clock = self.world.now, self.core.clock
@@ -160,6 +154,9 @@ class Actor:
         if self.paused_until > self.world.now:
             self.world.at(self.paused_until - self.world.now, self._finish_clock)
             return
+        push_id = PushId(1, self.worker, self.incarnation, self._num_pushes)
+        self._num_pushes += 1
+        self.world.history.pushed(push_id, self.core.clock)
         self._handle(WantPush(_TABLE))
         self._handle(WantClock())
         if self.core.clock >= self.world.scenario.num_clocks:

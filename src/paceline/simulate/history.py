@@ -64,6 +64,7 @@ class History:
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
     gone: set[Life] = field(default_factory=set[Life])  # given up by some server
+    spoiled: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with values that may not be applied
     disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
@@ -98,8 +99,9 @@ class History:
             raise Violation(f"E2: server {server} has acknowledged {push_id} and not applied it")
         if refused and applied:
             raise Violation(f"E4: server {server} has refused {push_id} after it was applied")
-        if refused and not self.consistency.backups and (push_id.worker, push_id.incarnation) not in self.gone:
-            raise Violation(f"E4: server {server} has refused {push_id} of a worker that takes part, without a quorum")
+        has_reason = self.consistency.backups or push_id in self.spoiled
+        if refused and not has_reason and (push_id.worker, push_id.incarnation) not in self.gone:
+            raise Violation(f"E4: server {server} has refused a sound {push_id} of a worker that takes part")
 
     def given_up(self, server: int, life: Life) -> None:
         """Record that a server ended a life; only one that something happened to, or that was replaced (L6)."""
@@ -151,6 +153,9 @@ class History:
         return c.bound == 0 and c.visible == "on_clock" and not c.backups
 
     def _check_applied(self, server: int, shard: Shard, push_id: PushId, clock: int) -> None:
+        made = self.made.get((push_id.worker, push_id.incarnation), ())
+        if not any(push_id == own and clock == its for own, its in reversed(made)):
+            raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, and nobody made it")
         if push_id in shard.position:
             raise Violation(f"E1: {push_id} is applied twice on server {server}")
         if (server, push_id) in self.refused:

@@ -62,18 +62,28 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What happens to messages on their way. Probabilities are per message."""
+    """What happens to messages on their way. Probabilities are per message.
+
+    Args:
+        latency_s: bounds of the time a message takes.
+        drop: it is lost, and the connection stays.
+        duplicate: it arrives twice.
+        reorder: it may overtake others.
+        cut: the connection ends with it, and is made again a little later.
+        spoil: a push arrives with values that may not be applied.
+    """
 
     latency_s: tuple[float, float] = (0.0001, 0.0005)
     drop: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
     cut: float = 0.0
+    spoil: float = 0.0
 
     @property
     def keeps_order(self) -> bool:
-        """Say whether messages between two peers arrive in the order in which they were sent, or not at all."""
-        return self.reorder == 0 and self.duplicate == 0 and self.drop == 0
+        """Say whether all messages between two peers arrive, once each, in the order in which they were sent."""
+        return not any((self.reorder, self.duplicate, self.drop, self.cut, self.spoil))
 
 
 @dataclass(frozen=True, slots=True)

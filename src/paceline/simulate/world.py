@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Declared, Died, Disconnected, Timeout
+from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
 from paceline.core.messages import Applied, BetweenServers, FromWorker, Push, PushId, PushRefused
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
@@ -59,7 +59,7 @@ class World:
         s = self.scenario
         self.rng = Random(s.seed)
         self._spared = self.rng.randrange(s.num_workers)
-        self.history = History(s.consistency, s.num_servers, s.network.keeps_order and s.network.cut == 0)
+        self.history = History(s.consistency, s.num_servers, s.network.keeps_order)
         for server in range(s.num_servers):
             settings = ServerSettings(
                 server,
@@ -133,9 +133,15 @@ class World:
 
         def arrive() -> None:
             if self._epoch.get(link, 0) == epoch:
-                self._to_server(server, message)
+                self._to_server(server, self._maybe_spoiled(message))
 
         self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
+
+    def _maybe_spoiled(self, message: FromWorker) -> FromWorker | Spoiled:
+        if not isinstance(message, Push) or self.rng.random() >= self.scenario.network.spoil:
+            return message
+        self.history.spoiled.add(message.id)
+        return Spoiled(message, "spoiled by the scenario")
 
     def hang_up(self, actor: Actor) -> None:
         """End all connections of a worker whose process has ended by itself."""

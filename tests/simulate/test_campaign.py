@@ -1,0 +1,69 @@
+"""A seeded campaign: at least 100,000 reads without a violation, in which every rare thing happened."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.simulate.campaign import run
+from tests.simulate.swarm import STALENESSES, draw
+
+from paceline.core.consistency import Consistency, essp, ssp
+from paceline.simulate.scenario import Scenario
+from paceline.simulate.world import World
+
+BOUNDED: tuple[Consistency, ...] = tuple(point(s) for s in STALENESSES for point in (ssp, essp))
+ROOT = Path(__file__).parents[2]
+
+
+def longer(seed: int) -> Scenario:
+    """Return a scenario under a staleness bound, long enough that most of it is reads."""
+    return replace(draw(seed, BOUNDED, num_clocks=(60, 120)), num_workers=5, num_servers=1 + seed % 2)
+
+
+def test_a_hundred_thousand_reads_under_a_bound_and_none_too_old() -> None:
+    num_reads, seed = 0, 0
+    while num_reads < 100_000:
+        totals = run(range(seed, seed + 10 * len(BOUNDED)), longer)
+        assert totals.broken == {}
+        num_reads, seed = num_reads + totals.num_reads, seed + totals.num_runs
+    assert seed >= 10 * len(BOUNDED)
+
+
+def test_a_swarm_over_all_points_keeps_every_rule_and_everything_rare_happens() -> None:
+    totals = run(range(700))
+    assert totals.broken == {}
+    assert totals.missing == []
+
+
+@pytest.mark.parametrize("seed", [3, 17, 40])
+def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
+    assert trace_hash(seed) == trace_hash(seed)
+    assert trace_hash(seed) != trace_hash(seed + 1)
+
+
+def test_a_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
+    here = [trace_hash(seed) for seed in range(8)]
+    for hash_seed in ("0", "1"):
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", "from tests.simulate.test_campaign import main; main()"]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.split() == here
+
+
+def trace_hash(seed: int) -> str:
+    """Return a hash over every event and every effect of this seed."""
+    world = World(draw(seed), trace=[])
+    world.run()
+    return hashlib.sha256("\n".join(world.trace or []).encode()).hexdigest()
+
+
+def main() -> None:
+    """Print the hashes of the first seeds."""
+    for seed in range(8):
+        print(trace_hash(seed))

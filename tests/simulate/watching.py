@@ -1,0 +1,144 @@
+"""A world that notes which rare things happened in it, so that a campaign can show that they did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.effects import Advanced, Discard, Membership, ReadDone, Reply, Send, Serve, Tell
+from paceline.core.events import Arrived, Died, Timeout
+from paceline.core.messages import (
+    Clock,
+    Delivered,
+    Fetched,
+    Follow,
+    Pull,
+    Push,
+    PushId,
+    PushRefused,
+    WorkerRefused,
+)
+from paceline.simulate.world import World
+
+MUST_HAPPEN = (
+    "a copy of a push answered from the ledger",
+    "a late copy of a settled push ignored",
+    "a push refused because its clock is closed",
+    "a held push refused at the close of its clock",
+    "held pushes of a dead worker discarded",
+    "a repeated push sent without its tensor",
+    "a zombie refused",
+    "a lease ended",
+    "a restart joined as a new incarnation",
+    "a new incarnation replaced a life that seemed alive",
+    "a worker joined in the middle of the run",
+    "a waiter released by a death",
+    "the slowest clock jumped by more than one",
+    "a waiter skipped by a jump released",
+    "an overtaken pull ignored or a repeated one kept waiting",
+    "a delivery crossed a push of its receiver",
+    "a read served from a delivery",
+    "a read served from the cache",
+    "a read fetched",
+    "a follower asked the lead again",
+    "a late worker jumped to the clock it read",
+    "a connection cut",
+    "a worker kept out of a clock because one part of its push was refused",
+)
+
+
+@dataclass(slots=True)
+class WatchedWorld(World):
+    """Counts marks while it runs; the core knows nothing of them."""
+
+    marks: Counter[str] = field(default_factory=Counter[str])
+    _copies: dict[tuple[str, PushId], int] = field(default_factory=dict[tuple[str, PushId], int])
+    _advanced: dict[str, int] = field(default_factory=dict[str, int])
+    _own: dict[str, int] = field(default_factory=dict[str, int])  # worker -> sequence number of its newest push
+
+    def record(self, who: str, event: Any, effects: Any) -> None:
+        """Look at one step of a core."""
+        super(WatchedWorld, self).record(who, event, effects)
+        if who.startswith("server"):
+            self._watch_server(who, event, effects)
+        else:
+            self._watch_worker(who, event, effects)
+
+    def cut(self, actor: Any, server: int) -> None:
+        self.marks["a connection cut"] += 1
+        super(WatchedWorld, self).cut(actor, server)
+
+    def _watch_server(self, who: str, event: Any, effects: list[Any]) -> None:
+        if isinstance(event, Push):
+            self._watch_push(who, event, effects)
+        if isinstance(event, Clock) and event.withdrawn:
+            self.marks["a worker kept out of a clock because one part of its push was refused"] += 1
+        if isinstance(event, Pull) and not effects:
+            self.marks["an overtaken pull ignored or a repeated one kept waiting"] += 1
+        jumped = False
+        for effect in effects:
+            match effect:
+                case Membership():
+                    self._watch_membership(effect)
+                case Discard() if isinstance(event, Died | Timeout):
+                    self.marks["held pushes of a dead worker discarded"] += 1
+                case Reply(message=WorkerRefused(sender=sender)) if (sender.worker, sender.incarnation) in (
+                    self.history.disturbed
+                ):
+                    self.marks["a zombie refused"] += 1
+                case Reply(message=PushRefused(reason=reason)) if "was completed without" in reason:
+                    self.marks["a held push refused at the close of its clock"] += 1
+                case Advanced():
+                    jumped = effect.clock > self._advanced.get(who, 0) + 1
+                    self.marks["the slowest clock jumped by more than one"] += jumped
+                    self._advanced[who] = effect.clock
+                case Serve(message=Fetched()):
+                    self.marks["a waiter released by a death"] += isinstance(event, Died | Timeout)
+                    self.marks["a waiter skipped by a jump released"] += jumped
+                case Tell(message=Follow()) if isinstance(event, Timeout):
+                    self.marks["a follower asked the lead again"] += 1
+                case _:
+                    pass
+
+    def _watch_push(self, who: str, push: Push, effects: list[Any]) -> None:
+        copies = self._copies[who, push.id] = self._copies.get((who, push.id), 0) + 1
+        if copies > 1 and not effects:
+            self.marks["a late copy of a settled push ignored"] += 1
+        for effect in effects:
+            if isinstance(effect, Reply):
+                refused = isinstance(effect.message, PushRefused) and "is closed" in effect.message.reason
+                self.marks["a push refused because its clock is closed"] += refused and copies == 1
+                again = copies > 1 and not isinstance(effect.message, WorkerRefused)
+                self.marks["a copy of a push answered from the ledger"] += again
+
+    def _watch_membership(self, effect: Membership) -> None:
+        joined = effect.change == "joined"
+        self.marks["a restart joined as a new incarnation"] += joined and effect.incarnation > 0
+        self.marks["a worker joined in the middle of the run"] += joined and effect.worker >= self.scenario.num_workers
+        self.marks["a lease ended"] += "did not come back" in effect.reason
+        self.marks["a new incarnation replaced a life that seemed alive"] += "in its place" in effect.reason
+
+    def _watch_worker(self, who: str, event: Any, effects: list[Any]) -> None:
+        match event:
+            case Arrived(message=Delivered(settled=settled, includes=includes)):
+                newest = self._own.get(who, -1)
+                self.marks["a delivery crossed a push of its receiver"] += newest >= settled and newest not in includes
+            case _:
+                pass
+        for effect in effects:
+            match effect:
+                case Send(message=Push(id=push_id), bare=bare):
+                    self._own[who] = push_id.seq
+                    self.marks["a repeated push sent without its tensor"] += bare
+                case ReadDone(source="delivery"):
+                    self.marks["a read served from a delivery"] += 1
+                case ReadDone(source="cache"):
+                    self.marks["a read served from the cache"] += 1
+                case ReadDone(clock=clock):
+                    self.marks["a read fetched"] += 1
+                    actor = self.actors[int(who.split()[1].split(".")[0])]
+                    late = self.scenario.consistency.backups and clock > actor.asked_clock
+                    self.marks["a late worker jumped to the clock it read"] += bool(late)
+                case _:
+                    pass
