@@ -1,31 +1,15 @@
-import gc
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.leaks import nothing_left_behind
 from tests.transport.carriers import CARRIERS, Carrier, Pair, connect_pair, make_carrier
-
-
-def open_descriptors() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:
-            continue  # the listing's own descriptor
-    return found
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    descriptors, threads = open_descriptors(), set(threading.enumerate())
-    yield
-    gc.collect()
-    left = {number: name for number, name in open_descriptors().items() if number not in descriptors}
-    assert not left, "descriptors left open"
-    assert set(threading.enumerate()) <= threads, "threads left running"
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(params=CARRIERS)

@@ -20,8 +20,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.leaks import open_descriptors
 from tests.transport.carriers import Pair, connect_pair
-from tests.transport.conftest import open_descriptors
 from tests.transport.wire import read_exactly
 
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, Refused, UsageError

@@ -296,10 +296,16 @@ class WorkerCore:
                 self._on_left(server, effects)
             case PullRefused():
                 effects.append(Fail(f"server {server} refused a pull: {message.reason}"))
+            case WorkerRefused() if self._has_left(server):
+                pass  # the server forgot a life that is over, as it should; only its answer to that was lost
             case WorkerRefused():
                 effects.append(Fail(f"server {server} refused worker {message.sender.worker}: {message.reason}"))
             case _:
                 raise ProtocolBug(f"a worker has no use for {message} from server {server}")
+
+    def _has_left(self, server: int) -> bool:
+        """Say whether this worker has taken leave of a server, be it that the answer is still awaited."""
+        return server in self._left or self._outbox.message((server, "leave", 0)) is not None
 
     def _on_ticked(self, server: int, message: Ticked) -> None:
         asked = self._outbox.message((server, "clock", 0))

@@ -38,10 +38,10 @@ class Shelf:
         """
         known = self.specs.get(spec.name)
         if known is not None and known != spec:
-            lines = "; ".join(differences(spec, known))
+            lines = " ".join(differences(spec, known))
             raise UsageError(
                 f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
-                f"{lines}. Every worker must build the same model and the same optimizer."
+                f"{lines} Every worker must build the same model and the same optimizer."
             )
         if known is None:
             spec.validate()

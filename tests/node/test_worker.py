@@ -1,0 +1,183 @@
+"""A worker's own side: whatever happens, whoever waits is told, and what broke is made again."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, table
+
+from paceline.core.messages import Sender
+from paceline.core.settings import WorkerSettings
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.transport import Credentials, FaultPlan, TcpTransport
+
+
+def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers:
+        settings = WorkerSettings(Sender(1, 0, 0), num_servers=2)
+        node = WorkerNode(settings, servers.transport, (*servers.addresses, "memory://nobody"))
+
+        with pytest.raises(PeerError, match="nobody listens at memory://nobody"):
+            node.join()
+        node.close()
+
+
+def test_a_wrong_token_is_named(tmp_path: Path) -> None:
+    with cluster("tcp", tmp_path, num_servers=1) as servers:
+        stranger = TcpTransport(Credentials(bytes(range(1, 33)), "nodes"))
+        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), 1), stranger, servers.addresses)
+
+        with pytest.raises(AuthenticationFailed, match="the token or the job 'nodes' is not the one"):
+            node.join()
+        node.close()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tmp_path: Path) -> None:
+    with cluster(kind, tmp_path, num_workers=2, num_servers=1) as servers:
+        node = servers.worker(0)
+        node.options = WorkerOptions(wait_timeout_s=30.0, reconnect_timeout_s=0.2)
+        node.join()
+        open_table(node, table("w", 4, "bsp"))
+        pushed = node.push("w", torch.ones(4), count=1.0)
+        node.tick()
+        read = node.begin_read("w")  # waits for worker 1, who never comes
+
+    for future in (pushed, read):
+        with pytest.raises(PeerError, match=r"lost: it did not come back within 0\.2 s"):
+            future.result(timeout=10)
+    for call in (
+        lambda: node.push("w", torch.ones(4), count=1.0),
+        node.tick,
+        node.leave,
+        lambda: node.read("w", torch.empty(4)),
+        lambda: node.ask(0, lambda number: None, "nothing"),
+    ):
+        with pytest.raises(PeerError, match=r"worker 0 \(clock 1\): the connection to .* is lost"):
+            call()
+    node.close()
+
+
+def test_what_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=2) as servers, servers.joined(0, wait_timeout_s=0.2) as node:
+        open_table(node, table("w", 4, "ssp:1"))
+        node.tick()
+        node.tick()
+
+        with pytest.raises(
+            DeadlineExceeded, match=r"worker 0 \(clock 2\) waited 0.2 s for values of table 'w' at clock 2 \(ssp:1\)"
+        ):
+            node.read("w", torch.empty(4))
+        node.push("w", torch.ones(4), count=1.0)
+        node.settle()
+
+
+def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_them(tmp_path: Path) -> None:
+    with cluster("shm", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        values = torch.empty(4)
+        for clock in range(1, 4):
+            pushed = [node.push("w", torch.ones(4), count=1.0) for _ in range(10)]
+            with pytest.raises(
+                UsageError, match=rf"pushed to table 'w' during clock {clock - 1}.*call clock\(\) first"
+            ):
+                node.settle()
+            node.tick()
+            node.read("w", values)
+
+            assert values.tolist() == [10.0 * clock] * 4
+            assert all(push.result(timeout=5).applied for push in pushed)
+        node.leave()
+
+
+def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        for call in (
+            lambda: node.push("v", torch.ones(4), count=1.0),
+            lambda: node.begin_read("v"),
+            lambda: node.read("v", torch.empty(4)),
+        ):
+            with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
+                call()
+        node.leave()
+
+
+def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=2) as servers:
+        ahead = threading.Event()
+
+        def one(node: WorkerNode) -> None:
+            for name, policy in (("late", "bsp"), ("soon", "asynchronous")):
+                open_table(node, table(name, 4, policy))
+            if node.settings.sender.worker == 1:
+                assert ahead.wait(timeout=10)
+                node.tick()
+                return
+            node.tick()
+            late = node.begin_read("late")
+            node.read("soon", torch.empty(4))
+            assert not late.done()
+            ahead.set()
+            assert late.result(timeout=10).clock == 1
+
+        servers.run(2, one)
+
+
+def test_a_future_of_a_push_cannot_be_cancelled(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        pushed = node.push("w", torch.ones(4), count=1.0)
+
+        assert not pushed.cancel()
+        node.tick()
+        assert pushed.result(timeout=10).applied
+        node.leave()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tmp_path: Path) -> None:
+    plan = FaultPlan(cut=0.25)
+    with cluster(kind, tmp_path, num_workers=2, num_servers=1, plan=plan, seed=3, lease_s=20.0) as servers:
+
+        def work(node: WorkerNode) -> None:
+            open_table(node, table("w", 4, "ssp:1"))
+            for _ in range(8):
+                node.push("w", torch.ones(4), count=1.0)
+                node.tick()
+                node.read("w", torch.empty(4))
+
+        servers.run(2, work)
+
+        assert servers.values("w").tolist() == [16.0] * 4
+        assert counts_of(servers.transport).cut >= 10
+
+
+def test_a_closed_worker_refuses_to_go_on_and_may_be_closed_again(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers:
+        with servers.joined(0) as node:
+            open_table(node, table("w", 4, "bsp"))
+            pushed = node.push("w", torch.ones(4), count=1.0)
+        node.close()
+
+        with pytest.raises(PeerError, match="has closed its connections"):
+            pushed.result(timeout=0)
+        with pytest.raises(PeerError, match="has closed its connections"):
+            node.tick()
+
+
+def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_path: Path) -> None:
+    spec = table("w", 4, "bsp")
+    with cluster("memory", tmp_path, num_workers=2, lease_s=0.2) as servers:
+        with servers.joined(1) as lost:
+            lost.open_table(spec)
+        with servers.joined(0) as node:
+            open_table(node, spec)
+            node.push("w", torch.ones(4), count=1.0)
+            node.tick()
+            node.read("w", torch.empty(4))
+            node.leave()
+
+        assert servers.values("w").tolist() == [1.0] * 4
