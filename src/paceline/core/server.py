@@ -171,8 +171,9 @@ class ServerCore:
         if self._life_of(sender, effects) is None:
             return
         for name, clock in event.withdrawn:
-            if name in self._tables:
-                self._tables[name].closing.withdraw(sender.worker, sender.incarnation, clock)
+            table = self._tables.get(name)
+            if table is not None and table.closes_clocks:
+                table.closing.withdraw(sender.worker, sender.incarnation, clock)
         before = self._clocks.slowest
         self._clocks.advance(sender.worker, event.clock)
         effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
