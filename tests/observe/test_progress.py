@@ -42,7 +42,7 @@ def test_rates_forget_what_is_older_than_the_window(tmp_path: Path) -> None:
     assert board.rows() == [WorkerRow(0, 2, loss=1.0, samples_per_s=10.0, lead=0, wait_share=0.5)]
 
 
-def test_without_a_terminal_one_line_every_two_seconds_and_a_last_one(tmp_path: Path) -> None:
+def test_without_a_terminal_one_line_every_two_seconds(tmp_path: Path) -> None:
     out = io.StringIO()
     board = Board(tmp_path / "trace", 2, stream=out)
     for now in (50.0, 51.0, 52.0):
@@ -53,7 +53,16 @@ def test_without_a_terminal_one_line_every_two_seconds_and_a_last_one(tmp_path: 
         board.refresh(now)
     board.close()
     line = "clock 3 2  |  lead +1 +0  |  loss 0.5000  |  192 samples/s  |  waiting 0% 25%"
-    assert out.getvalue().splitlines() == [f"4 s  |  {line}", f"5 s  |  {line}"]
+    assert out.getvalue().splitlines() == [f"4 s  |  {line}"]
+
+
+def test_without_a_terminal_the_last_line_tells_what_came_since(tmp_path: Path) -> None:
+    out = io.StringIO()
+    board = Board(tmp_path / "trace", 2, stream=out)
+    board.refresh(50.0)
+    two_workers(tmp_path)
+    board.close()
+    assert out.getvalue().startswith("0 s  |  clock 3 2")
 
 
 def test_a_line_for_many_workers_says_the_range() -> None:

@@ -124,16 +124,18 @@ class _Lines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown_s = 0.0
+        self._shown: Sequence[WorkerRow] = ()
 
     def show(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
         if elapsed_s - self._shown_s >= PLAIN_INTERVAL_S:
             self._print(rows, elapsed_s)
 
     def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        self._print(rows, elapsed_s)
+        if list(rows) != list(self._shown):
+            self._print(rows, elapsed_s)
 
     def _print(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        self._shown_s = elapsed_s
+        self._shown_s, self._shown = elapsed_s, rows
         if any(row.clock for row in rows):
             print(plain_line(rows, elapsed_s), file=self._stream, flush=True)
 
