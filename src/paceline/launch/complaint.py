@@ -22,7 +22,7 @@ def complain(error: BaseException, script: str) -> None:
     if isinstance(error, PacelineError) and not wants_traceback():
         print(f"paceline: {error}{_place(origin)}", file=sys.stderr, flush=True)
     else:
-        sys.__excepthook__(type(error), error, origin)
+        sys.__excepthook__(type(error), error.with_traceback(origin), origin)
         sys.stderr.flush()
 
 

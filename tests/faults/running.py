@@ -1,0 +1,119 @@
+"""Runs real jobs by the command line, and looks at what they say and what they leave behind."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.launch.launching import processes_of, wait_gone
+
+import paceline
+
+TIMEOUT_S = 60.0
+LEFT_WITHIN_S = 2.0
+SOURCES = Path(paceline.__file__).parents[1]
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@dataclass
+class Run:
+    """One `paceline run`: its process, and all lines that it has written so far, of both streams."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    lines: list[str] = field(default_factory=list)
+    _news: threading.Condition = field(default_factory=threading.Condition)
+    _over: bool = False
+
+    def listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    def wait_for(self, words: str, times: int = 1) -> list[str]:
+        """Wait for so many lines that contain these words, and return them."""
+        with self._news:
+            in_time = self._news.wait_for(lambda: self._over or len(self.saying(words)) >= times, TIMEOUT_S)
+        found = self.saying(words)
+        assert in_time, f"no {times} lines with {words!r} in time:\n{self.output}"
+        assert len(found) >= times, f"no {times} lines with {words!r}:\n{self.output}"
+        return found
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for the end and return the exit code."""
+        code = self.process.wait(timeout_s)
+        with self._news:
+            self._news.wait_for(lambda: self._over, timeout_s)
+        return code
+
+    def saying(self, words: str) -> list[str]:
+        return [line for line in self.lines if words in line]
+
+    def told(self) -> list[str]:
+        """What the launcher itself has said."""
+        return [line for line in self.lines if line.startswith("paceline: ")]
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def family(self) -> set[int]:
+        """The processes of the job; not the launcher."""
+        return processes_of(self.run_dir) - {self.process.pid}
+
+
+@contextmanager
+def running(run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "") -> Iterator[Run]:
+    """Start `paceline run`; when the block ends so must the job, and nothing of it may be left."""
+    command = [sys.executable, "-m", "paceline", "run", "--run-dir", str(run_dir), "--quiet", *options, str(script)]
+    command += args
+    if wrap:
+        command = ["bash", "-c", f'{wrap}; exec "$@"', "bash", *command]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    run = Run(process, run_dir)
+    listener = threading.Thread(target=run.listen)
+    listener.start()
+    try:
+        yield run
+        process.wait(TIMEOUT_S)
+        assert wait_gone(run.family(), LEFT_WITHIN_S) == set(), f"processes are left:\n{run.output}"
+        left = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
+        assert not {name for name in left if name == "token" or name.endswith((".sock", ".address"))}, left
+    finally:
+        process.kill()
+        process.wait()
+        listener.join(timeout=10.0)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def run_to_end(
+    run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = ""
+) -> tuple[int, Run]:
+    """Run a job to its end; return its exit code and what it said."""
+    with running(run_dir, script, *args, options=options, wrap=wrap) as run:
+        code = run.end()
+    return code, run
+
+
+def write_script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def seconds_since(begin_s: float) -> float:
+    return time.monotonic() - begin_s

@@ -1,0 +1,91 @@
+"""A server, the launcher or the user ends the job: it ends soon, says why once, and leaves nothing."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.faults.running import LEFT_WITHIN_S, SCRIPTS, Run, running
+from tests.launch.launching import wait_gone
+
+LEDGER = SCRIPTS / "ledger.py"
+ENDLESS = ("ssp:2", "100000", "0.01")
+FAILS_WITHIN_S = 5.0  # the servers' and workers' grace
+
+
+def listening_ports(run: Run) -> list[tuple[str, int]]:
+    """Where the processes of the job accept connections over the network."""
+    found = [psutil.Process(pid).net_connections("inet") for pid in run.family()]
+    return [tuple(entry.laddr) for entries in found for entry in entries if entry.status == psutil.CONN_LISTEN]
+
+
+def assert_nothing_left(run: Run, family: set[int], ports: list[tuple[str, int]], shared: set[str]) -> None:
+    assert wait_gone(family, LEFT_WITHIN_S) == set()
+    taken = {entry.laddr.port for entry in psutil.net_connections("inet") if entry.status == psutil.CONN_LISTEN}
+    assert not taken & {port for _, port in ports}
+    assert {name for name in os.listdir("/dev/shm") if "paceline" in name.lower()} <= shared
+    assert not [path for path in run.run_dir.glob("**/*") if path.is_socket()]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_kill_9_of_the_launcher_leaves_nothing(transport: str, tmp_path: Path) -> None:
+    options = ("-n", "4" if transport == "tcp" else "1", "-m", "2", "--transport", transport)
+    shared = set(os.listdir("/dev/shm"))
+    with running(tmp_path / "run", LEDGER, *ENDLESS, options=options) as run:
+        run.wait_for("begin", times=int(options[1]))
+        family, ports = run.family(), listening_ports(run)
+        assert {host for host, _ in ports} == ({"127.0.0.1"} if transport == "tcp" else set())
+        assert len(ports) == (2 if transport == "tcp" else 0)
+
+        run.process.kill()
+
+        assert_nothing_left(run, family, ports, shared)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_the_job(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    with running(tmp_path / "run", LEDGER, *ENDLESS, options=("-n", "2")) as run:
+        run.wait_for("begin", times=2)
+        family = run.family()
+
+        began_s = time.monotonic()
+        run.process.send_signal(number)
+
+        assert run.end(FAILS_WITHIN_S) == code
+        assert time.monotonic() - began_s < FAILS_WITHIN_S
+        assert run.told() == [f"paceline: stopped by {number.name}"]
+        assert "Traceback" not in run.output
+        assert_nothing_left(run, family, [], set())
+
+
+def test_kill_9_of_a_server_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    with running(tmp_path / "run", LEDGER, *ENDLESS, options=("-n", "2", "-m", "2")) as run:
+        run.wait_for("begin", times=2)
+        [server] = [pid for pid in run.family() if psutil.Process(pid).cmdline()[-2:] == [spec_of(run), "1"]]
+
+        began_s = time.monotonic()
+        os.kill(server, signal.SIGKILL)
+
+        assert run.end(FAILS_WITHIN_S) == 1
+        assert time.monotonic() - began_s < FAILS_WITHIN_S
+        assert run.told()[-1] == "paceline: server 1 was killed by SIGKILL before the run was over"
+
+
+def spec_of(run: Run) -> str:
+    return str(run.run_dir / "spec.json")
+
+
+def test_a_worker_that_is_stopped_and_woken_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path / "run", LEDGER, "ssp:2", "40", "0.01", options=("-n", "2", "-m", "2")) as run:
+        sleeper = int(run.wait_for("[worker 0] begin")[0].split()[-1])
+        os.kill(sleeper, signal.SIGSTOP)
+        run.wait_for("[worker 1] begin")
+        with pytest.raises(subprocess.TimeoutExpired):  # the bound holds the other worker back
+            run.process.wait(1.0)
+        os.kill(sleeper, signal.SIGCONT)
+
+        assert run.end() == 0, run.output
+        assert len(run.saying("ledger 0 40")) == 2
