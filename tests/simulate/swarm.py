@@ -29,6 +29,7 @@ POINTS: tuple[Consistency, ...] = (
 def draw(seed: int, points: tuple[Consistency, ...] = POINTS, num_clocks: tuple[int, int] = (3, 30)) -> Scenario:
     """Return the scenario of this seed; the points take turns, all else is drawn."""
     rng = Random(seed)
+    network = _draw_network(rng)
     return Scenario(
         consistency=points[seed % len(points)],
         num_workers=rng.choice((1, 2, 2, 3, 3, 4, 5)),
@@ -37,9 +38,11 @@ def draw(seed: int, points: tuple[Consistency, ...] = POINTS, num_clocks: tuple[
         compute_s=rng.choice(((0.001, 0.002), (0.009, 0.011), (0.001, 0.03))),
         apply_s=rng.choice((0.0, 0.0, 0.001)),
         stragglers=_draw_stragglers(rng),
-        network=_draw_network(rng),
+        network=network,
         fate=_draw_fate(rng),
         refresh=rng.choice((0.0, 0.5, 1.0)),
+        # Where nothing is dropped nobody may need a retry: it would come after the end of all time.
+        retry_s=0.02 if network.drop else 1e6,
         seed=seed,
     )
 

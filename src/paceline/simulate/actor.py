@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
-from paceline.core.messages import PushId, Sender
+from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.simulate.history import Read, Violation
+from paceline.simulate.history import Part, Read, Violation
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
@@ -36,8 +36,9 @@ class Actor:
     waited_s: float = 0.0
     _asked_at: float = 0.0
     asked_clock: int = 0
-    _arrived_length: int = 0
-    _parts: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict[int, tuple[int, frozenset[int]]])
+    # Of the values that came with the message at hand: how many updates they contain, and their clock.
+    _arrived: tuple[int, int] = (0, 0)
+    _parts: dict[int, Part] = field(default_factory=dict[int, Part])
     _alarm: float | None = None
     _num_pushes: int = 0
 
@@ -68,7 +69,8 @@ class Actor:
             delay = self.paused_until - self.world.now
             self.world.at(delay, lambda: self.receive(server, message, length))
             return
-        self._arrived_length = length
+        if isinstance(message, Fetched | Delivered):
+            self._arrived = length, message.clock
         self._handle(Arrived(server, message))
 
     def reconnected(self, server: int) -> None:
@@ -113,7 +115,7 @@ class Actor:
                 self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
             case Install():
                 own = frozenset(effect.includes) | frozenset(range(effect.settled))
-                self._parts[effect.server] = (self._arrived_length, own)
+                self._parts[effect.server] = Part(*self._arrived, own)
             case JoinDone():
                 self.joined = True
                 self.world.history.replaced[self.worker] = self.incarnation

@@ -30,8 +30,17 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The values of one server in a reader's hands, and what the reader was told about them."""
+
+    length: int  # how many updates they contain
+    clock: int
+    own: frozenset[int]  # sequence numbers of the reader's own pushes that are in
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
-    """One finished read; `parts` has, per server, how many updates the values contain and which are the reader's."""
+    """One finished read, with its part of every server."""
 
     time: float
     life: Life
@@ -39,7 +48,7 @@ class Read:
     value_clock: int
     waited_s: float
     source: str
-    parts: dict[int, tuple[int, frozenset[int]]]
+    parts: dict[int, Part]
 
     @property
     def differential(self) -> int:
@@ -123,11 +132,11 @@ class History:
             raise Violation(f"SSP1: {_where(read)}, but the slowest worker stands at {slowest}, bound {bound}")
         if bound is not None and read.value_clock < read.clock - bound:
             raise Violation(f"SSP2: {_where(read)} is told clock {read.value_clock}, bound {bound}")
-        for server, (length, own) in read.parts.items():
-            shard = self.shards[server]
+        for server, part in read.parts.items():
+            shard, length = self.shards[server], part.length
             self._check_members(server, length, needs, members, read)
-            self._check_promise(server, shard, length, max(needs, read.value_clock), read)
-            self._check_own(server, length, own, read)
+            self._check_promise(server, shard, length, max(needs, part.clock), read)
+            self._check_own(server, part, read)
             before = self._seen.get((read.life, server), 0)
             if length < before:
                 raise Violation(f"SSP5: {_where(read)} saw {before} updates of server {server}, now {length}")
@@ -209,12 +218,12 @@ class History:
                 raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on server {server}")
         shard.promised = max(shard.promised, complete)
 
-    def _check_own(self, server: int, length: int, own: frozenset[int], read: Read) -> None:
+    def _check_own(self, server: int, part: Part, read: Read) -> None:
         """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
         position = self.shards[server].position
         for push_id, _ in self.made.get(read.life, [])[-_RECENT:]:
-            inside = position.get(push_id, _NEVER) < length
-            if inside != (push_id.seq in own) and (server, push_id) not in self.refused:
+            inside = position.get(push_id, _NEVER) < part.length
+            if inside != (push_id.seq in part.own) and (server, push_id) not in self.refused:
                 raise Violation(
                     f"SSP3: {_where(read)}: {push_id} is {'in' if inside else 'missing from'} server {server}'s "
                     "values, the reader was told otherwise"

@@ -121,5 +121,12 @@ class Scenario:
     # Probability that a read asks the servers although its cached copy would do.
     refresh: float = 1.0
     lease_s: float = 0.05
+    # Long where nothing is lost without notice: then nobody may need a retry, and who waits in vain is found.
     retry_s: float = 0.02
     seed: int = 0
+
+    @property
+    def patience_s(self) -> float:
+        """Return the virtual time after which whoever has not finished waits in vain."""
+        clock_s = self.compute_s[1] * self.stragglers.factor + self.apply_s + self.network.latency_s[1]
+        return 200 * self.num_clocks * clock_s + 1000 * self.lease_s

@@ -17,7 +17,7 @@ from paceline.simulate.history import History, Violation
 from paceline.simulate.scenario import Scenario
 
 TABLE = "w"
-_LIMIT_S = 10_000.0
+_LIMIT_AT_ONCE = 100_000  # events at one moment of virtual time
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ class World:
     num_events: int = 0
     history: History = field(init=False)
     rng: Random = field(init=False)
-    actors: dict[int, Actor] = field(default_factory=dict[int, Actor])
+    actors: dict[int, Actor] = field(default_factory=dict[int, Actor])  # the newest life of each worker
+    _lives: dict[tuple[int, int], Actor] = field(default_factory=dict[tuple[int, int], Actor])
     _servers: list[_Server] = field(default_factory=list[_Server])
     _heap: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list[tuple[float, int, Callable[[], None]]]
@@ -65,7 +66,7 @@ class World:
                 server,
                 s.num_servers,
                 workers=tuple(range(s.num_workers)),
-                join_timeout_s=10 * s.lease_s,
+                join_timeout_s=100 * s.lease_s,
                 lease_s=s.lease_s,
                 retry_s=s.retry_s,
             )
@@ -79,10 +80,13 @@ class World:
 
     def run(self) -> History:
         """Let everything happen until every worker has left."""
+        moved = 0  # the number of events when virtual time last moved
         while self._heap and not self._all_done():
-            self.now, _, action = heapq.heappop(self._heap)
-            if self.now > _LIMIT_S:
+            due, _, action = heapq.heappop(self._heap)
+            moved = self.num_events if due > self.now else moved
+            if due > self.scenario.patience_s or self.num_events - moved > _LIMIT_AT_ONCE:
                 break
+            self.now = due
             self.num_events += 1
             action()
         if not self._all_done():
@@ -103,8 +107,8 @@ class World:
 
     def start(self, worker: int, incarnation: int) -> None:
         """Start one life of a worker."""
-        self.actors[worker] = Actor(self, worker, incarnation)
-        self.at(0.0, self.actors[worker].begin)
+        actor = self.actors[worker] = self._lives[worker, incarnation] = Actor(self, worker, incarnation)
+        self.at(0.0, actor.begin)
         if worker != self._spared and self.rng.random() < self.scenario.fate.early:
             self.at(self.rng.uniform(0, 4 * self.scenario.network.latency_s[1]), lambda: self._kill(worker))
 
@@ -242,9 +246,8 @@ class World:
         epoch = self._epoch.get(link, 0)
 
         def arrive() -> None:
-            actor = self.actors[worker]
-            if actor.incarnation == incarnation and self._epoch.get(link, 0) == epoch:
-                actor.receive(server, message, length)
+            if self._epoch.get(link, 0) == epoch:
+                self._lives[worker, incarnation].receive(server, message, length)
 
         self._carry(f"server {server}", f"worker {worker}.{incarnation}", arrive)
 
@@ -285,13 +288,22 @@ class World:
             delay = self.rng.uniform(0, self.scenario.lease_s) * self.rng.choice((0, 1))
             self.at(delay, lambda server=server, event=event: self._lose(worker, incarnation, server, event))
         if actor.returns:
-            self.at(self.rng.uniform(0, 2 * self.scenario.lease_s), lambda: self.start(worker, incarnation + 1))
+            delay = self.rng.uniform(0, 2 * self.scenario.lease_s) * self.rng.choice((0, 1))
+            self.at(delay, lambda: self.start(worker, incarnation + 1))
+
+    def _replace(self, actor: Actor) -> None:
+        if self.actors[actor.worker] is actor and actor.alive and not actor.done:
+            self.start(actor.worker, actor.incarnation + 1)
 
     def _pause(self, worker: int) -> None:
         actor = self._victim(worker)
         if actor is None:
             return
-        actor.paused_until = self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s
+        pause_s = self.rng.uniform(0.1, 4) * self.scenario.lease_s
+        actor.paused_until = self.now + pause_s
+        if self.scenario.fate.restart and self.rng.random() < 0.5:
+            # Taken for dead and replaced: when it goes on, two lives of one worker speak at once.
+            self.at(self.rng.uniform(0, pause_s), lambda: self._replace(actor))
         for server in range(self.scenario.num_servers):
             self._to_server(server, Disconnected(worker, actor.incarnation))
             self.at(actor.paused_until - self.now, lambda server=server: actor.reconnected(server))
