@@ -1,0 +1,240 @@
+"""Mistakes that a careful person could make in the core, each as one change of its text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A named mistake: `old` occurs exactly once in `file` and becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+WORKER, SERVER, LEDGER = "core/worker.py", "core/server.py", "core/ledger.py"
+READERS, CLOSING, MEMBERSHIP = "core/readers.py", "core/closing.py", "core/membership.py"
+CLOCKS, OUTBOX, CONSISTENCY = "core/clocks.py", "core/outbox.py", "core/consistency.py"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # -- the bound ---------------------------------------------------------------------------------------------------
+    Mutant("ssp off by one, too old", CONSISTENCY, "max(0, clock - self.bound)", "max(0, clock - self.bound - 1)"),
+    Mutant("ssp off by one, too strict", CONSISTENCY, "max(0, clock - self.bound)", "max(0, clock - self.bound + 1)"),
+    Mutant(
+        "cached read without a look at its age",
+        WORKER,
+        "return server in self.have and self.have[server][0] >= needs",
+        "return server in self.have",
+    ),
+    Mutant(
+        "cached read compared with the global minimum",
+        WORKER,
+        "return server in self.have and self.have[server][0] >= needs",
+        "return server in self.have and max(clock for clock, _ in self.have.values()) >= needs",
+    ),
+    Mutant("values of any age installed", WORKER, ">= table.have.get(server, (-1, -1))", ">= (-1, -1)"),
+    Mutant("read served before the clock is complete", READERS, "if pull.needs > clock:", "if pull.needs > clock + 1:"),
+    Mutant(
+        "tick before every server has the pushes",
+        WORKER,
+        "ready = min(unseen, default=self.clock)",
+        "ready = max(unseen, default=self.clock)",
+    ),
+    Mutant(
+        "tick although pushes are on their way",
+        WORKER,
+        "if p.unseen and p.push.clock < self.clock",
+        "if p.unseen and p.push.clock < self._ticked",
+    ),
+    # -- waiting and releasing ---------------------------------------------------------------------------------------
+    Mutant(
+        "waiters released by equality",
+        READERS,
+        "sorted(self._waiting.items()) if pull.needs <= clock]",
+        "sorted(self._waiting.items()) if pull.needs == clock]",
+    ),
+    Mutant(
+        "a removed worker does not release waiters",
+        SERVER,
+        "change, reason))\n        self._progress(before, effects)",
+        "change, reason))",
+    ),
+    Mutant(
+        "a removed worker stays in the vector clock",
+        SERVER,
+        "        self._clocks.remove(worker)\n",
+        "",
+    ),
+    Mutant(
+        "an old tick's answer taken for a newer one's",
+        WORKER,
+        "isinstance(asked, Clock) and message.clock >= asked.clock",
+        "isinstance(asked, Clock)",
+    ),
+    Mutant("an overdue lease is never noticed", MEMBERSHIP, "life.lease_until <= now", "life.lease_until < 0"),
+    Mutant("a lost question to the lead is not repeated", SERVER, "table.ask_lead_at <= now", "table.ask_lead_at < 0"),
+    # -- once, and acknowledged after that ---------------------------------------------------------------------------
+    Mutant("no dedup", LEDGER, "return entry[1] if entry else None", "return None"),
+    Mutant("the ledger forgets one too many", LEDGER, "if seq >= settled}", "if seq > settled}"),
+    Mutant("a late copy is taken for a new push", LEDGER, "return push.id.seq < self.settled", "return False"),
+    Mutant("the ledger never forgets", LEDGER, "if settled > self.settled:", "if settled > self.settled + 10**9:"),
+    Mutant(
+        "acknowledged on receipt",
+        SERVER,
+        "self._answer(push.id, push.table, Held(push.id), effects)",
+        "self._answer(push.id, push.table, Applied(push.id), effects)",
+    ),
+    Mutant(
+        "acknowledged before it is applied",
+        SERVER,
+        "effects.append(Apply(push.table, (push.id,)))\n            table.version += 1\n            "
+        "self._answer(push.id, push.table, Applied(push.id), effects)",
+        "self._answer(push.id, push.table, Applied(push.id), effects)\n            table.version += 1\n            "
+        "effects.append(Apply(push.table, (push.id,)))",
+    ),
+    Mutant(
+        "retry with a new identity",
+        WORKER,
+        "            effects.append(Send(server, entry.message, entry.bare))\n",
+        "            if isinstance(entry.message, Push):\n"
+        "                self._on_push(entry.message.table, now, effects)\n"
+        "                continue\n"
+        "            effects.append(Send(server, entry.message, entry.bare))\n",
+    ),
+    Mutant("a first push sent without its tensor", OUTBOX, "bare: bool = False", "bare: bool = True"),
+    Mutant("unbounded retry", WORKER, "if entry.attempts > self.settings.max_attempts:", "if entry.attempts < 0:"),
+    Mutant("leave before everything is settled", WORKER, "if self._leaving and not self._pushed:", "if self._leaving:"),
+    Mutant(
+        "says that held pushes are in the values",
+        LEDGER,
+        "if own == table and isinstance(answer, Applied)",
+        "if own == table",
+    ),
+    Mutant(
+        "says that no unsettled push is in the values",
+        LEDGER,
+        "if own == table and isinstance(answer, Applied)",
+        "if own == table and isinstance(answer, PushRefused)",
+    ),
+    Mutant(
+        "an update does not count as a version",
+        SERVER,
+        "            table.version += 1\n            self._answer(push",
+        "            self._answer(push",
+    ),
+    # -- lives -------------------------------------------------------------------------------------------------------
+    Mutant(
+        "no incarnation check",
+        MEMBERSHIP,
+        "life.joined_at is not None and life.incarnation == sender.incarnation",
+        "life.joined_at is not None",
+    ),
+    Mutant("no generation check", MEMBERSHIP, "if sender.generation != self.generation:", "if sender.generation < 0:"),
+    Mutant(
+        "a zombie may join again",
+        SERVER,
+        " or self._lives.has_ended(sender)",
+        "",
+    ),
+    Mutant(
+        "the dead may join late",
+        SERVER,
+        "self._lives.bury(event.worker, event.incarnation)",
+        "pass",
+    ),
+    Mutant(
+        "a lost connection of a former life ends the new one",
+        SERVER,
+        "life.incarnation == event.incarnation and life.joined_at is not None:\n            life.lease_until = now",
+        "life.joined_at is not None:\n            life.lease_until = now",
+    ),
+    Mutant("coming back does not stop the lease", SERVER, "            life.lease_until = None\n", ""),
+    Mutant(
+        "a joiner starts at the highest clock",
+        CLOCKS,
+        "self._of[worker] = self.slowest\n",
+        "self._of[worker] = max(self._of.values(), default=self.slowest)\n",
+    ),
+    Mutant(
+        "a joiner starts where the slowest server stands",
+        WORKER,
+        "self.clock = max(self._joined.values())",
+        "self.clock = min(self._joined.values())",
+    ),
+    Mutant(
+        "a joiner starts in a clock that is closed",
+        SERVER,
+        "max([self._clocks.add(sender.worker), *(t.closing.clock for t in self._tables.values())])",
+        "self._clocks.add(sender.worker)",
+    ),
+    # -- closing clocks ----------------------------------------------------------------------------------------------
+    Mutant(
+        "summed in order of arrival",
+        CLOSING,
+        "sorted(self._held.pop(self.clock, []))",
+        "self._held.pop(self.clock, [])",
+    ),
+    Mutant(
+        "every server decides who contributes",
+        SERVER,
+        "while not self._follows and len(self._clocks):",
+        "while len(self._clocks):",
+    ),
+    Mutant(
+        "a quorum although none was asked for",
+        SERVER,
+        "len(self._clocks) - table.consistency.backups",
+        "len(self._clocks) - 1",
+    ),
+    Mutant(
+        "a push for a closed clock is held", SERVER, "elif push.clock < table.closing.clock:", "elif push.clock < 0:"
+    ),
+    Mutant(
+        "values served before the update is applied",
+        SERVER,
+        "        applied, refused = table.closing.close(contributors)\n",
+        "        applied, refused = table.closing.close(contributors)\n        self._release(name, table, effects)\n",
+    ),
+    Mutant(
+        "a part refused elsewhere is summed here",
+        WORKER,
+        "self._withdrawn.add((pushed.push.table, pushed.push.clock))",
+        "pass",
+    ),
+    Mutant(
+        "a follower drops what the lead may have counted",
+        SERVER,
+        "            if not self._follows:\n                effects += [Discard",
+        "            if True:\n                effects += [Discard",
+    ),
+    Mutant(
+        "the lead forgets a decision when the first follower has it",
+        CLOSING,
+        "done = min(self._following.values())",
+        "done = max(self._following.values())",
+    ),
+    Mutant(
+        "a late worker stays behind",
+        WORKER,
+        "if table.consistency.backups and oldest > self.clock:",
+        "if table.consistency.backups and oldest < 0:",
+    ),
+    # -- deliveries --------------------------------------------------------------------------------------------------
+    Mutant(
+        "deliveries pile up instead of the newest only",
+        READERS,
+        "if not reader.busy and reader.sent < clock",
+        "if reader.sent < clock",
+    ),
+    Mutant("an older notice frees a busy subscriber", READERS, "if reader and reader.sent == clock:", "if reader:"),
+    Mutant("a reader does not subscribe", READERS, "if self.subscribing:", "if self.subscribing is None:"),
+    Mutant(
+        "a delivery of too old values wakes the reader",
+        WORKER,
+        "if reading and server in reading.awaited and table.fresh(server, reading.needs):",
+        "if reading and server in reading.awaited:",
+    ),
+)

@@ -1,0 +1,123 @@
+"""What the simulator cannot see, asked of the cores directly; each check raises AssertionError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.core.cores import make_server, make_worker, of, pull, push, said, sender, tick
+
+from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
+from paceline.core.effects import Apply, Fail, Serve
+from paceline.core.events import Arrived, Died, Disconnected, Timeout, WantClock, WantPush, WantRead
+from paceline.core.messages import Clock, Closed, Delivered, Fetched, Join, Joined, Taken, Ticked
+
+
+def generations() -> None:
+    assert of(make_server(ssp(1)).handle(push(0, 0, 0, generation=2), 0.0), Apply) == []
+
+
+def attempts() -> None:
+    core = make_worker(max_attempts=3)
+    core.handle(WantPush("w"), 0.0)
+    effects = [effect for _ in range(5) for effect in core.handle(Timeout(), core.next_deadline() or 0.0)]
+    assert of(effects, Fail)
+
+
+def ledger_size() -> None:
+    core = make_server(asynchronous(), workers=(0,))
+    for seq in range(2000):
+        assert of(core.handle(push(0, seq, seq, settled=seq), 0.0), Apply)
+    (values,) = of(core.handle(pull(0, 1, 0, 0), 0.0), Serve)
+    assert len(values.message.includes) == 1
+
+
+def late_copies() -> None:
+    core = make_server(asynchronous(), workers=(0,))
+    core.handle(push(0, 0, 0), 0.0)
+    core.handle(push(0, 1, 0, settled=1), 0.0)
+    assert core.handle(push(0, 0, 0), 0.0) == []
+
+
+def leases() -> None:
+    core = make_server(ssp(1))
+    core.handle(Disconnected(0, 0), 0.0)
+    core.handle(Join(sender(0)), 1.0)
+    assert core.handle(Timeout(), 100.0) == []
+
+
+def late_joins() -> None:
+    core = make_server(ssp(1))
+    core.handle(Died(2, 0, "killed"), 0.0)
+    assert said(core.handle(Join(sender(2)), 0.0), Joined) == []
+
+
+def deliveries() -> None:
+    core = make_server(essp(0), workers=(0,))
+    core.handle(pull(0, 1, 0, needs=0), 0.0)
+    assert len(said(core.handle(tick(0, 1), 0.0), Delivered)) == 1
+    assert said(core.handle(tick(0, 2), 0.0), Delivered) == []
+    assert [m.clock for m in said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered)] == [2]
+    assert said(core.handle(tick(0, 3), 0.0), Delivered) == []
+    assert said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered) == []
+
+
+def older_values() -> None:
+    core = make_worker(asynchronous())
+    core.handle(WantRead("w"), 0.0)
+    core.handle(Arrived(0, Fetched(1, "w", 2, 9, 0, ())), 0.0)
+    assert core.handle(Arrived(0, Fetched(1, "w", 2, 8, 0, ())), 0.0) == []
+
+
+def versions() -> None:
+    core = make_server(ssp(1))
+    for seq in (0, 1):
+        core.handle(push(0, seq, 0), 0.0)
+    assert [m.version for m in said(core.handle(pull(0, 1, 0, 0), 0.0), Fetched)] == [2]
+
+
+def closed_clocks() -> None:
+    core = make_server(backup(1), workers=(0, 1, 2))
+    for worker in (0, 1):
+        core.handle(tick(worker, 3), 0.0)
+    assert said(core.handle(Join(sender(3)), 0.0), Joined) == [Joined(3)]
+
+
+def torn_clocks() -> None:
+    follower = make_server(bsp(), server=1, num_servers=2)
+    for worker in (0, 1):
+        follower.handle(push(worker, 0, 0), 0.0)
+    follower.handle(Died(1, 0, "killed"), 0.0)
+    effects = follower.handle(Closed(1, "w", 0, ((0, 0), (1, 0))), 0.0)
+    assert [len(effect.ids) for effect in of(effects, Apply)] == [2]
+
+
+def ticks() -> None:
+    core = make_worker()
+    for _ in range(2):
+        core.handle(WantClock(), 0.0)
+    core.handle(Arrived(0, Ticked(1)), 0.0)
+    assert said(core.handle(Timeout(), 1.0), Clock) == [tick(0, 2)]
+
+
+def jumps() -> None:
+    core = make_worker(backup(1))
+    core.handle(WantRead("w"), 0.0)
+    core.handle(Arrived(0, Fetched(1, "w", 4, 0, 0, ())), 0.0)
+    assert core.clock == 4
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    generations,
+    attempts,
+    ledger_size,
+    late_copies,
+    leases,
+    late_joins,
+    deliveries,
+    older_values,
+    versions,
+    closed_clocks,
+    torn_clocks,
+    ticks,
+    jumps,
+)

@@ -1,0 +1,78 @@
+"""The tests are tested: every known mistake in the core is found by the campaign or a direct check."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.mutants.catalogue import MUTANTS, Mutant
+
+import paceline
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(paceline.__file__).parent
+COPIED = ("core", "simulate", "errors.py", "__init__.py")
+NUM_SEEDS = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """How the hunt for one mutant ended."""
+
+    code: int
+    output: str
+
+
+def hunt(mutant: Mutant | None, folder: Path) -> Hunted:
+    """Copy the package, make the mistake, and hunt for it in a process of its own."""
+    package = folder / "paceline"
+    package.mkdir(parents=True)
+    for name in COPIED:
+        copy = shutil.copytree if (SOURCE / name).is_dir() else shutil.copy
+        copy(SOURCE / name, package / name)
+    if mutant:
+        file = package / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            return Hunted(-1, f"'{mutant.old}' occurs {text.count(mutant.old)} times in {mutant.file}")
+        file.write_text(text.replace(mutant.old, mutant.new))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-P", "-m", "tests.mutants.hunt", str(NUM_SEEDS)]
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Hunted(-1, "the hunt did not end")
+    return Hunted(done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def hunted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hunted]:
+    """Hunt for all mutants, two at a time; the key "" is the sound core."""
+    folder = tmp_path_factory.mktemp("mutants")
+    jobs = [(None, folder / "sound"), *((mutant, folder / str(i)) for i, mutant in enumerate(MUTANTS))]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = pool.map(lambda job: hunt(*job), jobs)
+        return {mutant.name if mutant else "": result for (mutant, _), result in zip(jobs, results, strict=True)}
+
+
+def test_names_are_unique_and_there_are_enough() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
+
+
+def test_the_sound_core_survives(hunted: dict[str, Hunted]) -> None:
+    assert hunted[""] == Hunted(0, "\n")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_mutant_is_killed(mutant: Mutant, hunted: dict[str, Hunted]) -> None:
+    result = hunted[mutant.name]
+    assert result.code == 1, f"survived, or could not be hunted: {result.output}"
+    assert result.output.startswith(("seed ", "check ")), result.output
