@@ -1,0 +1,40 @@
+"""One worker of the dense benchmark over Paceline; run by `paceline run`."""
+
+import sys
+
+import torch
+import work
+from turns import play
+
+import paceline
+
+
+def main() -> None:
+    """Take part in a job of one table, and step when asked."""
+    stage, num_parameters = sys.argv[1], int(sys.argv[2])
+    rank = paceline.init().rank
+    parameter = torch.nn.Parameter(torch.from_numpy(work.first_values(num_parameters)))
+    plain = torch.optim.SGD([parameter], lr=work.LR, momentum=work.MOMENTUM, fused=True)
+    optimizer = paceline.distributed(plain, scale="mean")
+    gradients = [torch.from_numpy(gradient) for gradient in work.gradients(rank, num_parameters)]
+
+    def prepare(index: int) -> None:
+        """Put a gradient where backward would."""
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(gradients[index])
+
+    play(
+        stage,
+        rank,
+        {
+            "prepare": prepare,
+            "step": lambda _: optimizer.step(),
+            "write": lambda folder: work.write(parameter.detach().numpy(), f"{folder}/{rank}"),
+            "threads": lambda _: torch.get_num_threads(),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
