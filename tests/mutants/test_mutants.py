@@ -20,6 +20,8 @@ SOURCE = Path(paceline.__file__).parent
 COPIED = ("core", "simulate", "errors.py", "__init__.py")
 NUM_SEEDS = 250
 
+pytestmark = pytest.mark.timeout(300)  # all hunts together are the setup of the first test
+
 
 @dataclass(frozen=True, slots=True)
 class Hunted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING
 
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
@@ -34,6 +35,9 @@ class Actor:
     failed: str = ""
     paused_until: float = 0.0
     waited_s: float = 0.0
+    finished_at: float = 0.0  # when its newest clock was finished
+    # Its own, so that two policies under the same seed meet the same stragglers.
+    _pace: Random = field(init=False)
     _asked_at: float = 0.0
     asked_clock: int = 0
     # Of the values that came with the message at hand: how many updates they contain, and their clock.
@@ -45,6 +49,7 @@ class Actor:
     def __post_init__(self) -> None:
         """Make the core of this life."""
         scenario = self.world.scenario
+        self._pace = Random(f"{scenario.seed}.{self.worker}.{self.incarnation}")
         sender = Sender(generation=1, worker=self.worker, incarnation=self.incarnation)
         self.core = WorkerCore(WorkerSettings(sender, scenario.num_servers, retry_s=scenario.retry_s, max_attempts=60))
 
@@ -148,8 +153,8 @@ class Actor:
         life = (self.worker, self.incarnation)
         read = Read(self.world.now, life, clock, done.clock, waited, done.source, dict(self._parts))
         self.world.history.read(read, self.world.members())
-        scenario, rng = self.world.scenario, self.world.rng
-        compute_s = rng.uniform(*scenario.compute_s) * scenario.stragglers.slowdown(self.worker, rng)
+        scenario = self.world.scenario
+        compute_s = self._pace.uniform(*scenario.compute_s) * scenario.stragglers.slowdown(self.worker, self._pace)
         self.world.at(compute_s, self._finish_clock)
 
     def _finish_clock(self) -> None:
@@ -159,6 +164,7 @@ class Actor:
         push_id = PushId(1, self.worker, self.incarnation, self._num_pushes)
         self._num_pushes += 1
         self.world.history.pushed(push_id, self.core.clock)
+        self.finished_at = self.world.now
         self._handle(WantPush(_TABLE))
         self._handle(WantClock())
         if self.core.clock >= self.world.scenario.num_clocks:

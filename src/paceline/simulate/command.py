@@ -1,0 +1,194 @@
+"""`paceline simulate`: rehearse policies on virtual time before running them on machines."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.core.consistency import Consistency, bsp
+from paceline.errors import UsageError
+from paceline.simulate.outcome import Outcome, rehearse
+from paceline.simulate.scenario import Network, Scenario, Stragglers
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DEFAULT_POLICIES = ("bsp", "ssp:3", "essp:3", "asynchronous", "backup:1")
+_SPREAD = 0.1  # compute times vary by this share around their mean
+
+
+def simulate(
+    *,
+    consistency: Annotated[tuple[str, ...], Parameter(negative="")] = (
+        "bsp",
+        "ssp:3",
+        "essp:3",
+        "asynchronous",
+        "backup:1",
+    ),
+    workers: int = 4,
+    servers: int = 1,
+    clocks: int = 200,
+    stragglers: str = "transient:0.1:4",
+    compute_s: float = 0.05,
+    latency_s: float = 0.0005,
+    seed: int = 0,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Rehearse policies on virtual time: the real protocol, with simulated computation and network.
+
+    Says for each policy how many clocks a second the workers finish, how much of their time they wait, and how old
+    the values are that they compute on. It does not say how well a model learns from such values.
+
+    Parameters
+    ----------
+    consistency
+        bsp, ssp:S, essp:S, asynchronous or backup:B, separated by commas or given several times. A policy may also
+        be given by its axes, on its own: bound=2,visible=on_clock.
+    workers
+        Number of workers.
+    servers
+        Number of servers.
+    clocks
+        How many clocks every worker finishes.
+    stragglers
+        none, transient:SHARE:FACTOR (that share of all clocks takes so many times as long) or persistent:FACTOR
+        (worker 0 is always slow).
+    compute_s
+        Seconds of computation a clock, give or take a tenth.
+    latency_s
+        Seconds that a message takes, give or take a half.
+    seed
+        Of all that is drawn at random; the same seed gives the same numbers.
+    json
+        Print one JSON object instead of a table.
+    """
+    scenario = _scenario(workers, servers, clocks, Stragglers.parse(stragglers), compute_s, latency_s, seed)
+    wanted = _policies(consistency)
+    reference = rehearse(scenario)
+    outcomes = [reference if policy == bsp() else rehearse(_under(scenario, policy)) for policy in wanted]
+    told = explain(scenario, reference, outcomes)
+    if json:
+        print(json_format.dumps(_as_json(scenario, reference, outcomes, told)))
+    else:
+        _print(_table(scenario, reference, outcomes), told)
+    return 0
+
+
+def explain(scenario: Scenario, reference: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Say in one sentence what the numbers mean; the example is the fastest policy, a bounded one where that helps."""
+    stragglers = scenario.stragglers
+    bounded = [outcome for outcome in outcomes if outcome.consistency.bound is not None]
+    candidates = outcomes if stragglers.kind == "persistent" else bounded or outcomes
+    best = max(candidates, key=lambda outcome: outcome.clocks_per_s)
+    gain = best.clocks_per_s / reference.clocks_per_s
+    example = (
+        f"{best.consistency} finishes {gain:.2f} times the clocks of bsp, on values {best.mean_lag:.1f} clocks behind "
+        f"on average and {best.max_lag} at most."
+    )
+    if stragglers.kind == "persistent":
+        return (
+            f"Worker 0 is always {stragglers.factor:g} times slower, so under any bound the others soon run at its "
+            f"pace, and only policies that do not wait for it gain: {example}"
+        )
+    if stragglers.kind == "transient":
+        return (
+            f"{stragglers.share:.0%} of the clocks take {stragglers.factor:g} times as long, and bsp waits for the "
+            f"slowest of {scenario.num_workers} workers in every one: {example}"
+        )
+    return f"All workers are equally fast, so there is little to wait for: {example}"
+
+
+def _scenario(
+    workers: int, servers: int, clocks: int, stragglers: Stragglers, compute_s: float, latency_s: float, seed: int
+) -> Scenario:
+    for name, value in (("--workers", workers), ("--servers", servers), ("--clocks", clocks)):
+        if value < 1:
+            raise UsageError(f"{name} is {value}, expected 1 or more.")
+    if compute_s <= 0 or latency_s < 0:
+        raise UsageError(
+            f"--compute-s is {compute_s} and --latency-s {latency_s}, expected seconds above 0 (or no latency)."
+        )
+    return Scenario(
+        bsp(),
+        num_workers=workers,
+        num_servers=servers,
+        num_clocks=clocks,
+        compute_s=(compute_s * (1 - _SPREAD), compute_s * (1 + _SPREAD)),
+        stragglers=stragglers,
+        network=Network(latency_s=(latency_s / 2, latency_s * 3 / 2)),
+        retry_s=100 * (latency_s + compute_s * stragglers.factor),
+        seed=seed,
+    )
+
+
+def _under(scenario: Scenario, policy: Consistency) -> Scenario:
+    """Return the scenario under a policy; values that are delivered need not be asked for."""
+    return replace(scenario, consistency=policy, refresh=0.0 if policy.deliver == "on_clock" else 1.0)
+
+
+def _policies(texts: Iterable[str]) -> list[Consistency]:
+    names = [name for text in texts for name in ([text] if "=" in text else text.split(","))]
+    return list(dict.fromkeys(Consistency.parse(name) for name in names))
+
+
+def _table(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome]) -> Table:
+    from rich.table import Table
+
+    title = f"{scenario.num_workers} workers, {scenario.num_clocks} clocks each, on virtual time"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("consistency", header_style="dim", overflow="fold")
+    for heading in ("clocks/s", "per worker", "vs bsp", "waiting", "clocks behind", "at most"):
+        table.add_column(heading, justify="right", header_style="dim")
+    for outcome in outcomes:
+        table.add_row(
+            str(outcome.consistency),
+            f"{outcome.clocks_per_s:,.1f}",
+            _span(outcome.clocks_per_s_by_worker),
+            f"{outcome.clocks_per_s / reference.clocks_per_s:.2f}x",
+            f"{outcome.wait_share:.0%}",
+            f"{outcome.mean_lag:.2f}",
+            f"{outcome.max_lag}",
+        )
+    return table
+
+
+def _span(rates: tuple[float, ...]) -> str:
+    low, high = f"{min(rates):,.1f}", f"{max(rates):,.1f}"
+    return low if low == high else f"{low} .. {high}"
+
+
+def _print(table: Table, told: str) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(table)
+    console.print()
+    console.print(told, highlight=False)
+
+
+def _as_json(scenario: Scenario, reference: Outcome, outcomes: Iterable[Outcome], told: str) -> dict[str, object]:
+    return {
+        "workers": scenario.num_workers,
+        "servers": scenario.num_servers,
+        "clocks": scenario.num_clocks,
+        "seed": scenario.seed,
+        "policies": [
+            {
+                "consistency": str(outcome.consistency),
+                "clocks_per_s": outcome.clocks_per_s,
+                "clocks_per_s_by_worker": outcome.clocks_per_s_by_worker,
+                "speedup_over_bsp": outcome.clocks_per_s / reference.clocks_per_s,
+                "wait_share": outcome.wait_share,
+                "mean_lag_clocks": outcome.mean_lag,
+                "max_lag_clocks": outcome.max_lag,
+                "differentials": outcome.differentials,
+            }
+            for outcome in outcomes
+        ],
+        "told": told,
+    }
