@@ -1,0 +1,76 @@
+"""The receiving process of the wire benchmark: one thread a connection, as a server has."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NotRequired, TypedDict
+
+from turns import play
+from wire_ends import TIMEOUT_S, TOKEN_NAME, Door, End, Kind
+
+MAX_CONNECTIONS: Final = 64
+
+
+class Asked(TypedDict):
+    """What the benchmark sends along."""
+
+    kind: Kind
+    num: int
+    size_bytes: NotRequired[int]
+
+
+class Receiver:
+    """The open doors and the accepted ends of each kind."""
+
+    def __init__(self, folder: Path, token: bytes) -> None:
+        self._folder = folder
+        self._token = token
+        self._doors: dict[Kind, Door] = {}
+        self._ends: dict[Kind, list[End]] = {}
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS)
+
+    def listen(self, kind: Kind) -> str:
+        """Open a door; return its address."""
+        self._doors[kind] = Door(kind, self._folder, self._token)
+        return self._doors[kind].address
+
+    def accept(self, asked: Asked) -> None:
+        """Take in the connections of the other process, and listen no longer."""
+        kind, door = asked["kind"], self._doors.pop(asked["kind"])
+        self._ends[kind] = [door.accept(asked["size_bytes"]) for _ in range(asked["num"])]
+        door.close()
+
+    def take(self, asked: Asked) -> None:
+        """Take some large bodies on every connection."""
+        self._on_all(asked["kind"], lambda end: [end.take() for _ in range(asked["num"])])
+
+    def echo(self, asked: Asked) -> None:
+        """Answer some small messages on every connection."""
+        self._on_all(asked["kind"], lambda end: [_answer(end) for _ in range(asked["num"])])
+
+    def close(self, kind: Kind) -> None:
+        """Close the connections of one kind."""
+        for end in self._ends.pop(kind):
+            end.close()
+
+    def _on_all(self, kind: Kind, act: Callable[[End], object]) -> None:
+        for done in [self._threads.submit(act, end) for end in self._ends[kind]]:
+            done.result(TIMEOUT_S)
+
+
+def _answer(end: End) -> None:
+    end.take_small()
+    end.send_small()
+
+
+def main() -> None:
+    """Take turns."""
+    folder = Path(sys.argv[2])
+    receiver = Receiver(folder, (folder / TOKEN_NAME).read_bytes())
+    acts = (receiver.listen, receiver.accept, receiver.take, receiver.echo, receiver.close)
+    play(sys.argv[1], 0, {act.__name__: act for act in acts})
+
+
+if __name__ == "__main__":
+    main()
