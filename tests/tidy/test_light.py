@@ -1,0 +1,27 @@
+"""What must start at once does not load what takes a second."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "matplotlib", "sklearn")
+LIGHT = (
+    "paceline",
+    "paceline.cli",
+    "paceline.core.server",
+    "paceline.core.worker",
+    "paceline.launch.local",
+    "paceline.observe.progress",
+    "paceline.simulate.world",
+    "paceline.transport",
+)
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_importing_loads_nothing_heavy(module: str) -> None:
+    program = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []

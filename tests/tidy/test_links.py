@@ -1,0 +1,55 @@
+"""The documents hold together: links lead somewhere, and every decision can be found."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.tidy.tree import ROOT, place, text_files
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+DECISIONS = ROOT / "docs" / "decisions"
+
+
+def links(page: Path) -> list[str]:
+    """The targets of all links of a page, outside of code."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    return [first or second for first, second in LINK.findall(text)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that the headings of a page get."""
+    titles = HEADING.findall(page.read_text())
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    if link.startswith(("http://", "https://", "mailto:")):
+        return True
+    name, _, anchor = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = [path for path in text_files() if path.suffix == ".md"]
+    assert len(pages) > 5
+    assert [f"{place(page)}: {link}" for page in pages for link in links(page) if not leads_somewhere(page, link)] == []
+
+
+def test_every_decision_is_numbered_and_listed() -> None:
+    records = sorted(path.name for path in DECISIONS.glob("[0-9]*.md"))
+    index = links(DECISIONS / "README.md")
+    assert [int(name[:4]) for name in records] == list(range(1, len(records) + 1))
+    assert [name for name in records if name not in index] == []
+
+
+def test_every_page_is_in_the_manual() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in text_files() if path.is_relative_to(ROOT / "docs")}
+    pages = {page.removesuffix(".md") for page in pages if page.endswith(".md")}
+    reachable = "\n".join((ROOT / "docs" / page).read_text() for page in ("index.md", "decisions/README.md"))
+    lost = {
+        page for page in pages - {"index"} if not re.search(rf"^{page.rpartition('/')[2]}$|{page}", reachable, re.M)
+    }
+    assert lost == set()

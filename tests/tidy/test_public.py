@@ -1,0 +1,51 @@
+"""The public names: few, described, and with examples that run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+import paceline
+from paceline.current import current
+
+# Programs: importing them is running them.
+PROGRAMS = {"paceline.__main__"}
+
+
+def modules() -> Iterator[str]:
+    """The names of all modules of the package."""
+    yield "paceline"
+    found = pkgutil.walk_packages(paceline.__path__, "paceline.")
+    yield from (module.name for module in found if module.name not in PROGRAMS)
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_a_public_name_is_described_by_an_example(name: str) -> None:
+    described = inspect.getdoc(getattr(paceline, name)) or ""
+    assert ">>> " in described, f"paceline.{name} has no example"
+
+
+def test_the_public_names_are_the_ones_that_can_be_had() -> None:
+    assert dir(paceline) == sorted(paceline.__all__)
+    assert all(getattr(paceline, name) is not None for name in paceline.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        getattr(paceline, "nonsense")  # noqa: B009 - the type checker knows that it is not there
+
+
+@pytest.fixture
+def session() -> Iterator[None]:
+    """Leave no session behind that an example has begun."""
+    yield
+    current().close()
+
+
+@pytest.mark.usefixtures("session")
+def test_every_example_in_the_source_runs() -> None:
+    results = {name: doctest.testmod(import_module(name)) for name in modules()}
+    assert sum(result.attempted for result in results.values()) > 20
+    assert {name: result.failed for name, result in results.items() if result.failed} == {}
