@@ -74,11 +74,14 @@ class Run:
 
 @contextmanager
 def running(run_dir: Path, script: Path, *args: str, options: tuple[str, ...] = (), wrap: str = "") -> Iterator[Run]:
-    """Start `paceline run`; when the block ends so must the job, and nothing of it may be left."""
+    """Start `paceline run`; when the block ends so must the job, and nothing of it may be left.
+
+    `wrap` is what a shell says before the command.
+    """
     command = [sys.executable, "-m", "paceline", "run", "--run-dir", str(run_dir), "--quiet", *options, str(script)]
     command += args
     if wrap:
-        command = ["bash", "-c", f'{wrap}; exec "$@"', "bash", *command]
+        command = ["bash", "-c", f'{wrap} "$@"', "bash", *command]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -34,6 +35,6 @@ def _from_script(origin: TracebackType | None, script: str) -> TracebackType | N
 
 
 def _place(origin: TracebackType | None) -> str:
-    frames = traceback.extract_tb(origin)
-    users = [frame for frame in frames if PACKAGE not in Path(frame.filename).parents]
+    """Say where the user's code called ours."""
+    users = list(takewhile(lambda frame: PACKAGE not in Path(frame.filename).parents, traceback.extract_tb(origin)))
     return f"\n  at {users[-1].filename}:{users[-1].lineno}; run with --traceback for more" if users else ""

@@ -78,6 +78,9 @@ def main() -> None:
             raise
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(_EXIT_FAILURE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is open any more, and taking torch down piece by piece would keep everybody waiting
 
 
 if __name__ == "__main__":
