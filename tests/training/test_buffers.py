@@ -1,0 +1,101 @@
+"""Buffers such as BatchNorm's follow the mean of the workers, and nothing else changes them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.jobs import run_job
+from tests.training.recipes import micro_batch, seeded, sgd
+from torch import Tensor, nn
+
+import paceline
+from paceline.errors import UsageError
+from paceline.session import Session
+
+MOMENTUM = 0.25
+
+
+def normalised() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4, momentum=MOMENTUM), nn.Linear(4, 3)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    optimizer.zero_grad()
+    model(micro_batch(rank, number)).square().mean().backward()
+    optimizer.step()
+
+
+def means_of_batches(model: nn.Module, ranks: range, number: int) -> Tensor:
+    """What BatchNorm measures in the workers' batches of one step, averaged over the workers."""
+    with torch.no_grad():
+        return torch.stack([model[0](micro_batch(rank, number)).mean(0) for rank in ranks]).mean(0)
+
+
+def test_under_bsp_the_statistics_move_by_the_mean_of_the_workers_moves(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[Tensor, Tensor, int]:
+        model = normalised()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        expected = torch.zeros(4)
+        for number in range(5):
+            expected = (1 - MOMENTUM) * expected + MOMENTUM * means_of_batches(model, range(worker.size), number)
+            step(model, optimizer, worker.rank, number)
+        return model[1].running_mean, expected, int(model[1].num_batches_tracked)
+
+    results = run_job(tmp_path, work, workers=3, servers=2)
+    for found, expected, num_batches in results:
+        assert torch.equal(found, results[0][0])
+        torch.testing.assert_close(found, expected)
+        assert num_batches == 5
+
+
+@pytest.mark.parametrize("consistency", ["ssp:1", "essp:2", "asynchronous", "backup:1"])
+def test_under_every_policy_the_statistics_stay_those_of_the_data(tmp_path: Path, consistency: str) -> None:
+    """With the same batch on every worker, the statistics converge to its own, whoever is late."""
+
+    def work(worker: Session) -> tuple[Tensor, Tensor]:
+        model = normalised()
+        optimizer = paceline.distributed(
+            torch.optim.SGD(model.parameters(), lr=0.0), model=model, consistency=consistency
+        )
+        for _ in range(40):
+            step(model, optimizer, 0, 0)
+        with optimizer.snapshot():
+            return model[1].running_mean.clone(), means_of_batches(model, range(1), 0)
+
+    for found, expected in run_job(tmp_path, work, workers=3, servers=2):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
+
+
+def test_workers_start_from_the_buffers_of_worker_0(tmp_path: Path) -> None:
+    def work(worker: Session) -> Tensor:
+        model = normalised()
+        model[1].running_mean.fill_(float(worker.rank))
+        paceline.distributed(sgd(model), model=model)
+        return model[1].running_mean
+
+    assert all(torch.equal(found, torch.zeros(4)) for found in run_job(tmp_path, work, workers=2))
+
+
+def test_a_batch_that_is_not_finite_leaves_no_trace_in_the_statistics(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[bool, int]:
+        model = normalised()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        step(model, optimizer, worker.rank, 0)
+        optimizer.zero_grad()
+        bad = torch.nan if worker.rank == 1 else 1.0
+        (model(micro_batch(worker.rank, 1) * bad)).square().mean().backward()
+        optimizer.step()
+        step(model, optimizer, worker.rank, 2)
+        return all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values()), optimizer.num_refused
+
+    assert run_job(tmp_path, work, workers=2) == [(True, 0), (True, 1)]
+
+
+def test_buffers_of_mixed_types_are_refused_by_name(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = normalised()
+        model.register_buffer("table", torch.zeros(2, dtype=torch.float64))
+        paceline.distributed(sgd(model), model=model)
+
+    with pytest.raises(UsageError, match=r"float64 \('table'\), float32 \('1.running_mean'\)"):
+        run_job(tmp_path, work)

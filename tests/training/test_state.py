@@ -1,0 +1,192 @@
+"""State goes from the servers into a plain torch optimizer and back, and training continues with the same bits."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.jobs import run_job
+from tests.training.recipes import Recipe, accumulate, adam, mlp, one_batch, parameters, sgd
+from tests.training.test_buffers import normalised
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import paceline
+from paceline.errors import UsageError
+from paceline.session import Session
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+NUM_WORKERS = 2
+HALF = 10
+
+
+def groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups whose order is not that of the model, and a frozen parameter among them."""
+    model[0].bias.requires_grad_(False)
+    return torch.optim.AdamW(
+        [{"params": model[2].parameters(), "lr": 0.02}, {"params": model[0].parameters()}], lr=0.01
+    )
+
+
+OPTIMIZERS = [
+    sgd,
+    adam,
+    groups,
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5),
+]
+NAMES = ["sgd", "adam", "groups", "plain-sgd", "adagrad", "rmsprop"]
+
+
+def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        one_batch(model, rank, step)
+        optimizer.step()
+
+
+def run_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        accumulate(model, Recipe(), NUM_WORKERS, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
+def test_a_plain_optimizer_takes_over(tmp_path: Path, make: MakeOptimizer) -> None:
+    def work(worker: Session) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = mlp()
+        optimizer = paceline.distributed(make(model))
+        run_steps(model, optimizer, worker.rank, range(HALF))
+        return saved(model.state_dict()), saved(optimizer.state_dict())
+
+    model_state, optimizer_state = run_job(tmp_path, work, workers=NUM_WORKERS, servers=3)[0]
+    model = mlp()
+    optimizer = make(model)
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    run_alone(model, optimizer, range(HALF, 2 * HALF))
+
+    expected = mlp()
+    run_alone(expected, make(expected), range(2 * HALF))
+    assert torch.equal(parameters(model), parameters(expected))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
+def test_it_takes_over_from_a_plain_optimizer(tmp_path: Path, make: MakeOptimizer) -> None:
+    plain = mlp()
+    optimizer = make(plain)
+    run_alone(plain, optimizer, range(HALF))
+    model_state, optimizer_state = saved(plain.state_dict()), saved(optimizer.state_dict())
+    run_alone(plain, optimizer, range(HALF, 2 * HALF))
+
+    def work(worker: Session) -> Tensor:
+        model = mlp()
+        distributed = paceline.distributed(make(model))
+        run_steps(model, distributed, worker.rank, range(3))  # what is loaded replaces all of this
+        model.load_state_dict(model_state)
+        distributed.load_state_dict(optimizer_state)
+        run_steps(model, distributed, worker.rank, range(HALF, 2 * HALF))
+        return parameters(model)
+
+    for found in run_job(tmp_path, work, workers=NUM_WORKERS, servers=3):
+        assert torch.equal(found, parameters(plain))
+
+
+def test_the_state_of_a_plain_optimizer_and_that_of_the_servers_are_equal(tmp_path: Path) -> None:
+    def work(worker: Session) -> dict[str, Any]:
+        model = mlp()
+        optimizer = paceline.distributed(adam(model))
+        scheduler = lr_scheduler.StepLR(optimizer, 4)
+        for step in range(HALF):
+            run_steps(model, optimizer, worker.rank, range(step, step + 1))
+            scheduler.step()
+        return optimizer.state_dict()
+
+    model = mlp()
+    optimizer = adam(model)
+    scheduler = lr_scheduler.StepLR(optimizer, 4)
+    for step in range(HALF):
+        run_alone(model, optimizer, range(step, step + 1))
+        scheduler.step()
+    expected = optimizer.state_dict()
+    for found in run_job(tmp_path, work, workers=NUM_WORKERS, servers=2):
+        assert found["param_groups"] == expected["param_groups"]
+        assert found["state"].keys() == expected["state"].keys()
+        for index, tensors in expected["state"].items():
+            assert all(torch.equal(found["state"][index][name], value) for name, value in tensors.items())
+
+
+def test_loading_sets_the_buffers_on_the_servers_too(tmp_path: Path) -> None:
+    def work(worker: Session) -> Tensor:
+        model = normalised()
+        optimizer = paceline.distributed(sgd(model), model=model)
+        run_steps(model, optimizer, worker.rank, range(2))
+        model[1].running_mean.fill_(5.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return model[1].running_mean.clone()
+
+    assert all(torch.equal(found, torch.full((4,), 5.0)) for found in run_job(tmp_path, work, workers=2))
+
+
+@pytest.mark.parametrize("consistency", ["ssp:2", "essp:2", "asynchronous"])
+def test_what_was_pushed_before_the_load_does_not_come_back(tmp_path: Path, consistency: str) -> None:
+    def work(worker: Session) -> float:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency=consistency)
+        for _ in range(4):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        with torch.no_grad():
+            weight.fill_(7.0)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return weight.item()
+
+    assert run_job(tmp_path, work, workers=3) == [7.0] * 3
+
+
+def other_groups(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([{"params": layer.parameters()} for layer in (model[0], model[2])])
+
+
+def wider(model: nn.Module) -> torch.optim.Optimizer:
+    other = nn.Sequential(nn.Linear(9, 18), nn.Tanh(), nn.Linear(18, 3))
+    optimizer = adam(other)
+    one_batch(other, 0, 0)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda: other_groups(mlp()).state_dict(), r"parameter groups of \[2, 2\] parameters, .* has \[4\]"),
+        (
+            lambda: wider(mlp()).state_dict(),
+            r"'exp_avg' of parameter 'group0.0' has shape \(18, 9\), expected \(17, 9\)",
+        ),
+        (lambda: mlp().state_dict(), "has 'state' and 'param_groups', this has"),
+    ],
+)
+def test_the_state_of_another_model_is_refused_and_changes_nothing(
+    tmp_path: Path, state: Callable[[], dict[str, Any]], message: str
+) -> None:
+    def work(worker: Session) -> bool:
+        model = mlp()
+        optimizer = paceline.distributed(adam(model))
+        with pytest.raises(UsageError, match=message):
+            optimizer.load_state_dict(state())
+        with optimizer.snapshot():
+            return torch.equal(parameters(model), parameters(mlp()))
+
+    assert run_job(tmp_path, work, workers=2, servers=2) == [True, True]
+
+
+def saved(state: dict[str, Any]) -> dict[str, Any]:
+    """Through a file and back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
