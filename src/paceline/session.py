@@ -120,6 +120,10 @@ class Session:
             Refused: another worker declared the table differently; the message lists the first differences.
             UsageError: settings that make no sense.
         """
+        if not isinstance(update, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"table '{name}': update is {update!r}, expected one of paceline.update, SGD(lr=0.1) for example."
+            )
         policy = self.policy(consistency)
         spec = TableSpec(
             name,
@@ -312,11 +316,11 @@ def _embed() -> Session:
 
 def _first_values(init: float | Tensor, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
     """Return the first values as a flat tensor."""
-    values = torch.as_tensor(init, dtype=torch_dtype(spec), device="cpu").detach()
+    given = torch.as_tensor(init)
     try:
-        return values.broadcast_to(shape).contiguous().view(-1)
+        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given.detach()).view(-1)
     except RuntimeError as error:
-        raise UsageError(f"table '{spec.name}': init has shape {tuple(values.shape)}, expected {shape}.") from error
+        raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error
 
 
 def _bytes(part: Tensor) -> memoryview:
