@@ -66,6 +66,22 @@ def test_under_every_policy_the_statistics_stay_those_of_the_data(tmp_path: Path
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("consistency", ["ssp:1", "essp:1", "asynchronous"])
+def test_each_worker_moves_the_statistics_by_its_share_alone(tmp_path: Path, consistency: str) -> None:
+    def work(worker: Session) -> tuple[Tensor, Tensor]:
+        model = normalised()
+        optimizer = paceline.distributed(sgd(model), model=model, consistency=consistency, fetch_every=2)
+        expected = MOMENTUM * means_of_batches(model, range(worker.size), 0)
+        paceline.barrier()  # nobody has moved yet when the last one measures
+        step(model, optimizer, worker.rank, 0)
+        paceline.barrier()
+        with optimizer.snapshot():
+            return model[1].running_mean.clone(), expected
+
+    for found, expected in run_job(tmp_path, work, workers=3, servers=2):
+        torch.testing.assert_close(found, expected)
+
+
 def test_workers_start_from_the_buffers_of_worker_0(tmp_path: Path) -> None:
     def work(worker: Session) -> Tensor:
         model = normalised()

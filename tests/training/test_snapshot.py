@@ -1,5 +1,6 @@
 """A snapshot shows every worker the same complete state, and training goes on as if it had not been taken."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_lazy_training_keeps_its_old_values_and_the_snapshot_shows_the_new_ones(
     def work(worker: Session) -> tuple[float, float, float]:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency="ssp:9", fetch_every=None)
+        paceline.barrier()  # both have fetched the first values, and will fetch no others
         for _ in range(3):
             weight.grad = torch.ones(1)
             optimizer.step()
@@ -88,6 +90,27 @@ def test_under_staleness_it_contains_every_clock_below_the_workers_own(tmp_path:
 
     for seen in run_job(tmp_path, work, workers=3):
         assert all(extra >= 0 for extra in seen)
+
+
+def test_a_worker_that_a_quorum_left_behind_continues_from_the_snapshot(tmp_path: Path) -> None:
+    """The snapshot takes it to the clock of the others, where gradients of its old values have no place."""
+    others_are_done = threading.Event()
+
+    def work(worker: Session) -> tuple[float, float, int]:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency="backup:1")
+        paceline.barrier()
+        for _ in range(5 if worker.rank < 2 else 0):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        if worker.rank == 0:
+            others_are_done.set()
+        assert others_are_done.wait(20)
+        with optimizer.snapshot():
+            during = weight.item()
+        return during, weight.item(), worker.node.clock
+
+    assert run_job(tmp_path, work, workers=3) == [(-5.0, -5.0, 5)] * 3
 
 
 def test_the_model_keeps_training_after_an_error_inside(tmp_path: Path) -> None:

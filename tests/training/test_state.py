@@ -1,6 +1,7 @@
 """State goes from the servers into a plain torch optimizer and back, and training continues with the same bits."""
 
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,17 @@ def test_loading_sets_the_buffers_on_the_servers_too(tmp_path: Path) -> None:
     assert all(torch.equal(found, torch.full((4,), 5.0)) for found in run_job(tmp_path, work, workers=2))
 
 
-@pytest.mark.parametrize("consistency", ["ssp:2", "essp:2", "asynchronous"])
+@pytest.mark.parametrize("consistency", ["ssp:20", "essp:20", "asynchronous"])
 def test_what_was_pushed_before_the_load_does_not_come_back(tmp_path: Path, consistency: str) -> None:
+    worker_0_is_ready = threading.Event()
+
     def work(worker: Session) -> float:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0), consistency=consistency)
-        for _ in range(4):
+        if worker.rank == 0:
+            worker_0_is_ready.set()
+        assert worker_0_is_ready.wait(20)
+        for _ in range(0 if worker.rank == 0 else 20):
             weight.grad = torch.ones(1)
             optimizer.step()
         with torch.no_grad():
