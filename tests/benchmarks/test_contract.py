@@ -1,0 +1,28 @@
+"""Every benchmark can be run and read by a program; nothing is timed here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.__main__ import HERE, benchmarks, rows
+
+
+def test_every_script_that_prints_json_is_found() -> None:
+    texts = {script: script.read_text() for script in HERE.glob("[!_]*.py")}
+    printing = {script for script, text in texts.items() if "json" in text and 'if __name__ == "__main__"' in text}
+    assert printing == set(benchmarks())
+
+
+@pytest.mark.parametrize("script", benchmarks(), ids=lambda script: script.stem)
+def test_a_benchmark_takes_json(script: Path) -> None:
+    command = [sys.executable, str(script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "--json" in done.stdout
+
+
+def test_a_result_is_laid_out_in_rows() -> None:
+    result: dict[str, object] = {"name": "x", "ms": 1.5, "spread": [1, 2], "wire": {"shm": {"ms": 3}}}
+    assert list(rows(result)) == [("ms", "1.5"), ("spread", "1 to 2"), ("wire.shm.ms", "3")]
