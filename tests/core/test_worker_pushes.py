@@ -146,6 +146,14 @@ def test_r5_a_new_connection_repeats_the_join_and_then_all_that_is_unanswered() 
     assert core.handle(Connected(1), 0.5) == [Send(1, Join(sender(0))), Send(1, push(0, 0, 0))]
 
 
+def test_a_connection_made_again_while_another_server_has_yet_to_answer_joins_anew() -> None:
+    core = make_worker(num_servers=2, joined=False)
+    core.handle(WantJoin(), 0.0)
+    core.handle(Arrived(0, Joined(0)), 0.0)
+    assert core.handle(Connected(0), 0.5) == [Send(0, Join(sender(0)))]
+    assert core.handle(Connected(1), 0.5) == [Send(1, Join(sender(0)))]
+
+
 def test_a_join_on_a_new_connection_is_repeated_too() -> None:
     core = make_worker()
     core.handle(Connected(0), 0.0)

@@ -53,6 +53,11 @@ STRAGGLERS = st.builds(
 )
 
 
+def patient(scenario: Scenario) -> Scenario:
+    """Return the scenario with retries only where messages are dropped, so that a lost wake-up is a hang."""
+    return replace(scenario, retry_s=0.02 if scenario.network.drop else 1e6)
+
+
 def scenarios(
     points: st.SearchStrategy[Consistency] = POINTS,
     networks: st.SearchStrategy[Network] = CLEAN | ROUGH,
@@ -120,11 +125,6 @@ def test_t1_no_read_is_fresher_than_the_clock_or_older_than_the_bound(scenario: 
         assert all(read.differential >= -(bound + 1) for read in history.reads)
     if scenario.consistency == bsp():
         assert all(read.differential == -1 for read in history.reads)
-
-
-def patient(scenario: Scenario) -> Scenario:
-    """Return the scenario with retries only where messages are dropped, so that a lost wake-up is a hang."""
-    return replace(scenario, retry_s=0.02 if scenario.network.drop else 1e6)
 
 
 def applied(history: History) -> list[list[tuple[int, list[int]]]]:

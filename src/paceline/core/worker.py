@@ -315,7 +315,7 @@ class WorkerCore:
             self._withdrawn = {entry for entry in self._withdrawn if entry[1] >= self._ticked}
 
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
-        if self._has_joined:
+        if server in self._joined:  # also while others have yet to answer: its lease runs
             self._outbox.add((server, "join", 0), Join(self.settings.sender), now)
         effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
 

@@ -135,9 +135,10 @@ class Actor:
                 pass
 
     def _fail(self, reason: str) -> None:
-        """End this process with an error; only a worker that was given up may have to."""
+        """End this process with an error; only a worker that was given up or replaced may have to."""
         self.failed = reason
-        if (self.worker, self.incarnation) not in self.world.history.gone:
+        replaced = self.world.actors[self.worker] is not self
+        if not replaced and (self.worker, self.incarnation) not in self.world.history.gone:
             raise Violation(f"L1: worker {self.worker}.{self.incarnation} failed, but takes part: {reason}")
         self.world.hang_up(self)
 
