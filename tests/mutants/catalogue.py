@@ -180,14 +180,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every server decides who contributes",
         SERVER,
-        "while not self._follows and len(self._clocks):",
-        "while len(self._clocks):",
+        "while not self._follows and self._is_complete(table):",
+        "while self._is_complete(table):",
     ),
     Mutant(
         "a quorum although none was asked for",
         SERVER,
-        "len(self._clocks) - table.consistency.backups",
-        "len(self._clocks) - 1",
+        "clock, backups = table.closing.clock, table.consistency.backups",
+        "clock, backups = table.closing.clock, 1",
     ),
     Mutant(
         "a push for a closed clock is held", SERVER, "elif push.clock < table.closing.clock:", "elif push.clock < 0:"
@@ -226,8 +226,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "deliveries pile up instead of the newest only",
         READERS,
-        "if not reader.busy and reader.sent < clock",
-        "if reader.sent < clock",
+        "if reader is None or reader.busy or reader.sent >= clock:",
+        "if reader is None or reader.sent >= clock:",
     ),
     Mutant("an older notice frees a busy subscriber", READERS, "if reader and reader.sent == clock:", "if reader:"),
     Mutant("a reader does not subscribe", READERS, "if self.subscribing:", "if self.subscribing is None:"),

@@ -16,6 +16,8 @@ class Clocks:
     _of: dict[int, int] = field(default_factory=dict[int, int])
     # Invariant: never decreases, not even when the last member leaves.
     slowest: int = 0
+    # Invariant: so many values equal slowest; a tick is cheap as long as it is not the last of its clock.
+    _num_slowest: int = 0
 
     def __contains__(self, worker: int) -> bool:
         """Say whether the worker takes part."""
@@ -31,27 +33,31 @@ class Clocks:
 
     def add(self, worker: int) -> int:
         """Let a worker take part from the slowest clock on; a later start would hide its updates from the bound."""
+        self.remove(worker)
         self._of[worker] = self.slowest
+        self._num_slowest += 1
         return self.slowest
 
     def remove(self, worker: int) -> None:
         """Forget a worker; the slowest clock may jump by more than one."""
-        if self._of.pop(worker, None) is not None:
-            self._recompute()
+        clock = self._of.pop(worker, None)
+        if clock is not None:
+            self._left(clock)
 
     def advance(self, worker: int, clock: int) -> None:
         """Record that a member has finished all clocks below `clock`; an older tick changes nothing."""
         before = self._of[worker]
-        if clock <= before:
-            return
-        self._of[worker] = clock
-        if before == self.slowest:
-            self._recompute()
+        if clock > before:
+            self._of[worker] = clock
+            self._left(before)
 
     def past(self, clock: int) -> list[int]:
         """Return the members that have finished `clock`, in ascending rank."""
         return sorted(worker for worker, own in self._of.items() if own > clock)
 
-    def _recompute(self) -> None:
-        if self._of:
-            self.slowest = max(self.slowest, min(self._of.values()))
+    def _left(self, clock: int) -> None:
+        """Note that a member no longer stands at this clock."""
+        self._num_slowest -= clock == self.slowest
+        if self._of and not self._num_slowest:
+            self.slowest = min(self._of.values())
+            self._num_slowest = sum(own == self.slowest for own in self._of.values())

@@ -46,12 +46,15 @@ class Readers:
 
     def deliverable(self, clock: int) -> list[int]:
         """Return the subscribers that are free and have not been sent this clock; they are busy from now on."""
-        free = [
-            worker for worker, reader in sorted(self._subscribers.items()) if not reader.busy and reader.sent < clock
-        ]
-        for worker in free:
-            self._subscribers[worker] = _Subscriber(sent=clock, busy=True)
-        return free
+        return [worker for worker in sorted(self._subscribers) if self.start_delivery(worker, clock)]
+
+    def start_delivery(self, worker: int, clock: int) -> bool:
+        """Say whether this subscriber is free and has not been sent this clock; it is busy from now on."""
+        reader = self._subscribers.get(worker)
+        if reader is None or reader.busy or reader.sent >= clock:
+            return False
+        self._subscribers[worker] = _Subscriber(sent=clock, busy=True)
+        return True
 
     def taken(self, worker: int, clock: int) -> None:
         """Note that a subscriber has taken in its delivery; a copy of an older notice changes nothing."""

@@ -189,15 +189,20 @@ class ServerCore:
 
     def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         """On the lead: close every clock that enough workers have finished, and tell those who wait to know."""
-        while not self._follows and len(self._clocks):
-            finished = self._clocks.past(table.closing.clock)
-            if len(finished) < max(1, len(self._clocks) - table.consistency.backups):
-                return
+        while not self._follows and self._is_complete(table):
             clock = table.closing.clock
+            finished = self._clocks.past(clock)
             contributors = table.closing.decide([(worker, self._incarnation(worker)) for worker in finished])
             self._close(name, table, contributors, effects)
             for server in table.closing.followers_of(clock):
                 effects.append(Tell(server, Closed(self.settings.generation, name, clock, contributors)))
+
+    def _is_complete(self, table: ServedTable) -> bool:
+        """Say whether enough workers have finished the current clock of a table."""
+        clock, backups = table.closing.clock, table.consistency.backups
+        if not backups:
+            return len(self._clocks) > 0 and self._clocks.slowest > clock
+        return len(self._clocks.past(clock)) >= max(1, len(self._clocks) - backups)
 
     def _close(self, name: str, table: ServedTable, contributors: Contributors, effects: list[ServerEffect]) -> None:
         clock = table.closing.clock
@@ -250,7 +255,8 @@ class ServerCore:
         table = self._tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
             table.readers.taken(event.sender.worker, event.clock)
-            self._deliver(event.table, table, effects)
+            if table.readers.start_delivery(event.sender.worker, self.clock_of(event.table)):
+                self._deliver(event.table, table, event.sender.worker, effects)
 
     def _release(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
@@ -258,13 +264,12 @@ class ServerCore:
         for pull in table.readers.ready(clock):
             table.readers.answered(pull, clock)
             effects.append(self._values(pull, table))
-        self._deliver(name, table, effects)
-
-    def _deliver(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
-        clock = self.clock_of(name)
         for worker in table.readers.deliverable(clock):
-            life = self._living(worker)
-            effects.append(Serve(worker, life.incarnation, table.delivered(clock, life.ledger)))
+            self._deliver(name, table, worker, effects)
+
+    def _deliver(self, name: str, table: ServedTable, worker: int, effects: list[ServerEffect]) -> None:
+        life = self._living(worker)
+        effects.append(Serve(worker, life.incarnation, table.delivered(self.clock_of(name), life.ledger)))
 
     def _values(self, pull: Pull, table: ServedTable) -> Serve:
         ledger = self._living(pull.sender.worker).ledger
