@@ -39,6 +39,14 @@ def test_a_swarm_over_all_points_keeps_every_rule_and_everything_rare_happens() 
     assert totals.missing == []
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("first", range(1000, 101_000, 5000))
+def test_a_hundred_thousand_seeds_keep_every_rule(first: int) -> None:
+    totals = run(range(first, first + 5000))
+    assert totals.broken == {}
+    assert totals.missing == []
+
+
 @pytest.mark.parametrize("seed", [3, 17, 40])
 def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     assert trace_hash(seed) == trace_hash(seed)

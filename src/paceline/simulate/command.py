@@ -111,7 +111,7 @@ def _scenario(
             raise UsageError(f"{name} is {value}, expected 1 or more.")
     if compute_s <= 0 or latency_s < 0:
         raise UsageError(
-            f"--compute-s is {compute_s} and --latency-s {latency_s}, expected seconds above 0 (or no latency)."
+            f"--compute-s is {compute_s}, expected more than 0; --latency-s is {latency_s}, expected 0 or more."
         )
     return Scenario(
         bsp(),
