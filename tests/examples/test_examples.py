@@ -1,0 +1,33 @@
+"""The examples run as their first lines say, alone and as a job, and learn what they set out to."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TIMEOUT_S = 90
+JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "-m", "2"]
+# What the script prints at the end, and whether that is good enough.
+GOALS = {
+    "one_line.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
+    "logistic_regression.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
+    "custom_rule.py": (r"at most (\d\.\d+) from", lambda value: value < 0.05),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GOALS))
+@pytest.mark.parametrize("start", [[sys.executable], JOB], ids=["alone", "job"])
+def test_an_example_reaches_its_goal(name: str, start: list[str]) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*start, str(EXAMPLES / name)], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pattern, good = GOALS[name]
+    found = re.search(pattern, done.stdout)
+    assert found is not None, done.stdout
+    assert good(float(found[1])), done.stdout
