@@ -9,7 +9,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := src tests benchmarks examples docs
+SOURCES := $(wildcard src tests benchmarks examples docs)
 STAMPS := $(VENV)/installed
 
 # Names the packages on one line as they come in; warnings and errors of pip go to stderr untouched.
