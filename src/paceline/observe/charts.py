@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from io import BytesIO
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from paceline.observe.plots import (
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 WIDTH_IN = 14.0
 ROW_HEIGHT_IN = 4.4
-HEADER_HEIGHT_IN = 0.9
+TITLE_HEIGHT_IN = 0.6
+LINE_HEIGHT_IN = 0.22
+LINE_LENGTH = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,15 @@ LOSS_BY_CLOCK = Chart(
 )
 STALENESS = Chart(
     "How old the values were that workers read",
-    "At -1 a read has all updates of all earlier clocks, the freshest there can be; each bar further left is "
-    "one clock older.",
-    lambda subject: bool(subject.summary.differentials),
+    "At -1 a read has all updates of all earlier clocks; each bar further left is one clock older. Dark: the newest "
+    "values there were, since some worker was late. Pale: newer ones lay on the servers.",
+    lambda subject: bool(subject.summary.differentials) and not subject.is_baseline,
     draw_staleness,
     small_multiples=True,
 )
 WAITING = Chart(
     "Who waited, and for how much of the time",
-    "A waiting worker computes nothing; the worker marked as slow is the one that the others wait for.",
+    "A waiting worker computes nothing. Hatched: the worker that is slow, always or at times.",
     lambda subject: len(subject.summary.workers) > 1,
     lambda row, subjects: draw_waiting(row[0], subjects),
 )
@@ -95,11 +98,13 @@ def draw_sheet(subjects: Sequence[Subject], *, title: str, subtitle: str) -> byt
     """Return all charts on one sheet as PNG."""
     rows = [[chart for chart in row if any(map(chart.can_show, subjects))] for row in SHEET]
     rows = [row for row in rows if row]
-    figure = new_figure(WIDTH_IN, HEADER_HEIGHT_IN + ROW_HEIGHT_IN * len(rows))
-    heights = [HEADER_HEIGHT_IN] + [ROW_HEIGHT_IN] * len(rows)
+    lines = wrap(subtitle, LINE_LENGTH)
+    header_in = TITLE_HEIGHT_IN + LINE_HEIGHT_IN * len(lines)
+    figure = new_figure(WIDTH_IN, header_in + ROW_HEIGHT_IN * len(rows))
+    heights = [header_in] + [ROW_HEIGHT_IN] * len(rows)
     header, *bands = figure.subfigures(1 + len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    header.text(0.01, 0.62, title, fontsize=20, weight="bold", color=INK, va="center")
-    header.text(0.01, 0.18, subtitle, fontsize=11, color=FAINT, va="center")
+    header.text(0.01, 0.95, title, fontsize=20, weight="bold", color=INK, va="top")
+    header.text(0.01, 0.04, "\n".join(lines), fontsize=10.5, color=FAINT, va="bottom", linespacing=1.4)
     for band, row in zip(bands, rows, strict=True):
         cells = band.subfigures(1, len(row), squeeze=False, wspace=0.04)[0]
         for cell, chart in zip(cells, row, strict=True):

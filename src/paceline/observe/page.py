@@ -140,20 +140,28 @@ def render_page(
 
 
 def in_short(subjects: Sequence[Subject]) -> str:
-    """Say in two sentences who was fast and how good the models are."""
-    by_time = sorted(subjects, key=lambda subject: subject.summary.seconds)
+    """Say in a few sentences who was fast, who waited, who read old values and how good the models are."""
+    parallel = [subject for subject in subjects if not subject.is_baseline]
+    aged = [(s.summary.max_staleness, s.label) for s in parallel if s.summary.max_staleness is not None]
     known = [(s.summary.test_accuracy, s.label) for s in subjects if s.summary.test_accuracy is not None]
     sentences: list[str] = []
-    if len(by_time) > 1:
-        first, last = by_time[0], by_time[-1]
-        sentences.append(
-            f"First to finish: {first.label}, after {first.summary.seconds:.1f} s; "
-            f"last: {last.label}, after {last.summary.seconds:.1f} s."
-        )
+    if len(subjects) > 1:
+        (low_s, first), (high_s, last) = _extremes([(s.summary.seconds, s.label) for s in subjects])
+        sentences.append(f"First to finish: {first}, after {low_s:.1f} s; last: {last}, after {high_s:.1f} s.")
+    if len(parallel) > 1:
+        (least, eager), (most, patient) = _extremes([(s.summary.wait_share_mean, s.label) for s in parallel])
+        sentences.append(f"Workers waited {most:.0%} of the time under {patient} and {least:.0%} under {eager}.")
+    if len(aged) > 1:
+        (newest, fresh), (oldest, stale) = _extremes(aged)
+        sentences.append(f"They read values up to {oldest} clocks old under {stale}, up to {newest} under {fresh}.")
     if known:
-        (low, worst), (high, best) = min(known), max(known)
+        (low, worst), (high, best) = _extremes(known)
         sentences.append(f"Test accuracy lies between {low:.2%} ({worst}) and {high:.2%} ({best}).")
     return " ".join(sentences)
+
+
+def _extremes(values: Sequence[tuple[float, str]]) -> tuple[tuple[float, str], tuple[float, str]]:
+    return min(values), max(values)
 
 
 def _facts(facts: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,6 +24,7 @@ GRID = "#e6e6e6"
 DPI = 150
 # Reads older than this share the leftmost bar, so that one straggler does not flatten every histogram.
 MAX_BARS = 8
+PALENESS = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def draw_staleness(row: Sequence[Axes], subjects: Sequence[Subject]) -> None:
     oldest = max(min(seen, default=-1), newest - MAX_BARS + 1)
     for axes, subject in zip(row, subjects, strict=True):
         _draw_histogram(axes, subject, oldest, newest)
-        axes.set_ylim(0, 1.22)
+        axes.set_ylim(0, 1.3)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     row[0].set_ylabel("share of reads", color=INK)
 
@@ -99,7 +100,7 @@ def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
             tick_labels.append(f"{worker.worker}\nslow" if is_slow else f"{worker.worker}")
         axes.annotate(
             subject.label, (left + (len(workers) - 1) / 2, 0), xycoords=axes.get_xaxis_transform(),
-            xytext=(0, -38), textcoords="offset points", ha="center", va="top",
+            xytext=(0, -36), textcoords="offset points", ha="center", va="top",
             color=subject.colour, weight="bold", annotation_clip=False,
         )  # fmt: skip
         left += len(workers) + 1
@@ -108,7 +109,6 @@ def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
     _quiet(axes, grid="y")
     axes.set_ylim(0, min(1.0, 1.25 * axes.dataLim.y1) or 1.0)
     axes.set_ylabel("share of time spent waiting", color=INK)
-    axes.set_xlabel("worker, by run", color=INK, labelpad=24)
 
 
 def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
@@ -169,25 +169,39 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
 
 
 def _draw_histogram(axes: Axes, subject: Subject, oldest: int, newest: int) -> None:
-    num_reads = subject.summary.num_reads
-    shares = dict.fromkeys(range(oldest, newest + 1), 0.0)
-    for differential, count in subject.summary.differentials.items():
-        shares[max(differential, oldest)] += count / num_reads
-    axes.bar(list(shares), list(shares.values()), width=0.82, color=subject.colour)
+    summary = subject.summary
+    shares = _folded(summary.differentials, oldest, newest, summary.num_reads)
+    freshest = _folded(summary.freshest or {}, oldest, newest, summary.num_reads)
+    axes.bar(list(shares), list(shares.values()), width=0.82, color=_pale(subject.colour))
+    axes.bar(list(freshest), list(freshest.values()), width=0.82, color=subject.colour)
     for differential, share in shares.items():
         if share >= 0.01:
             axes.text(differential, share + 0.015, f"{share:.0%}", ha="center", color=INK, fontsize=8)
-    folded = min(subject.summary.differentials, default=oldest) < oldest
-    axes.set_xticks(list(shares), [f"≤{tick}" if folded and tick == oldest else f"{tick}" for tick in shares])
+    has_older = min(summary.differentials, default=oldest) < oldest
+    axes.set_xticks(list(shares), [f"≤{tick}" if has_older and tick == oldest else f"{tick}" for tick in shares])
     axes.set_xlim(oldest - 0.6, newest + 0.6)
     axes.set_title(subject.label, color=subject.colour, weight="bold", fontsize=11)
     axes.text(
-        0.5, 0.985, f"freshest {subject.summary.freshest_share:.0%}, oldest {subject.summary.max_staleness} behind",
+        0.5, 0.985, f"newest there was: {summary.freshest_share:.0%}\noldest: {summary.max_staleness} clocks behind",
         transform=axes.transAxes, ha="center", va="top", color=FAINT, fontsize=9,
     )  # fmt: skip
     axes.set_xlabel("clock differential", color=INK)
     _percent_axis(axes)
     _quiet(axes, grid="y")
+
+
+def _folded(counts: Mapping[int, int], oldest: int, newest: int, num_reads: int) -> dict[int, float]:
+    """Return the share of reads at each differential; what is older than the oldest counts there."""
+    shares = dict.fromkeys(range(oldest, newest + 1), 0.0)
+    for differential, count in counts.items():
+        shares[max(differential, oldest)] += count / num_reads
+    return shares
+
+
+def _pale(colour: str) -> tuple[float, float, float]:
+    """Return the colour mixed with white, which prints the same everywhere."""
+    red, green, blue = (1 - PALENESS * (1 - int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    return red, green, blue
 
 
 def _draw_wait_bar(axes: Axes, place: float, share: float, colour: str, *, is_slow: bool) -> None:

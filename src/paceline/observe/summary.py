@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from paceline.observe.runs import Run
 
-CURVE_POINTS = 80
-# A worker counts as slow when its clocks take this much more computing than the middle worker's.
-SLOW_RATIO = 1.25
+CURVE_POINTS = 36
+# A worker counts as slow when the slowest fifth of its clocks takes this much more computing than the middle worker's.
+SLOW_RATIO = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,12 @@ class WorkerSummary:
     num_samples: int
     wait_s: float
     busy_s: float
+    slow_busy_s: float  # at least so long it computed in each clock of its slowest fifth
 
     @property
     def wait_share(self) -> float:
         """Return the share of its time that the worker waited for others."""
         return self.wait_s / (self.wait_s + self.busy_s) if self.wait_s else 0.0
-
-    @property
-    def busy_per_clock_s(self) -> float:
-        """Return how long the worker itself takes for one clock."""
-        return self.busy_s / self.num_clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +54,8 @@ class RunSummary:
     workers: tuple[WorkerSummary, ...]
     # Clock differential of reads (values' age - reader's clock; -1 is the freshest) -> number of reads.
     differentials: Mapping[int, int]
-    # Share of reads that got the newest complete values the servers had at that moment.
-    freshest_share: float | None
+    # The same for the reads that got the newest complete values the servers had at that moment; None without reads.
+    freshest: Mapping[int, int] | None
     # Largest difference between the clocks of two workers that were computing at the same time.
     max_lead: int | None
     test_loss: float | None
@@ -103,13 +99,18 @@ class RunSummary:
         return self.differentials.get(-1, 0) / self.num_reads if self.differentials else None
 
     @property
+    def freshest_share(self) -> float | None:
+        """Return the share of reads that got the newest complete values the servers had at that moment."""
+        return sum(self.freshest.values()) / self.num_reads if self.freshest is not None else None
+
+    @property
     def slow_worker(self) -> int | None:
-        """Return the worker that takes clearly longer for a clock than the others, if there is one."""
+        """Return the worker that is, or at times is, clearly slower than the others, if there is one."""
         if len(self.workers) < 2:
             return None
-        slowest = max(self.workers, key=attrgetter("busy_per_clock_s"))
-        typical_s = median(worker.busy_per_clock_s for worker in self.workers)
-        return slowest.worker if slowest.busy_per_clock_s >= SLOW_RATIO * typical_s else None
+        slowest = max(self.workers, key=attrgetter("slow_busy_s"))
+        typical_s = median(worker.slow_busy_s for worker in self.workers)
+        return slowest.worker if slowest.slow_busy_s >= SLOW_RATIO * typical_s else None
 
 
 def summarize(run: Run) -> RunSummary:
@@ -120,7 +121,7 @@ def summarize(run: Run) -> RunSummary:
         seconds=run.steps[-1].t - start_t if run.steps else 0.0,
         workers=_workers(run.steps),
         differentials=dict(sorted(Counter(read.differential for read in run.reads).items())),
-        freshest_share=_freshest_share(run),
+        freshest=_freshest(run),
         max_lead=_max_lead(run),
         test_loss=last.loss if last else None,
         test_accuracy=last.accuracy if last else None,
@@ -140,24 +141,30 @@ def _workers(steps: Sequence[Step]) -> tuple[WorkerSummary, ...]:
             num_samples=sum(step.samples for step in own),
             wait_s=sum(step.wait_s for step in own),
             busy_s=sum(step.step_s - step.wait_s for step in own),
+            slow_busy_s=_slow_busy_s(own),
         )
         for worker, own in sorted(by_worker.items())
     )
 
 
-def _freshest_share(run: Run) -> float | None:
+def _slow_busy_s(steps: Sequence[Step]) -> float:
+    busy_s = sorted(step.step_s - step.wait_s for step in steps)
+    return busy_s[len(busy_s) * 4 // 5]
+
+
+def _freshest(run: Run) -> dict[int, int] | None:
     """Compare every read with the slowest clock that all servers of its table had reached by then."""
     if not run.reads:
         return None
     reached = {(record.table, record.server): 0 for record in run.min_clocks}
-    num_freshest = 0
+    freshest: Counter[int] = Counter()
     for record in merge(run.min_clocks, run.reads, key=attrgetter("t")):
         if isinstance(record, MinClock):
             reached[record.table, record.server] = record.clock
         else:
             on_servers = (clock for (table, _), clock in reached.items() if table == record.table)
-            num_freshest += record.value_clock >= min(on_servers, default=0)
-    return num_freshest / len(run.reads)
+            freshest[record.differential] += record.value_clock >= min(on_servers, default=0)
+    return dict(sorted(freshest.items()))
 
 
 def _max_lead(run: Run) -> int | None:
