@@ -153,6 +153,12 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("coming back does not stop the lease", SERVER, "            life.lease_until = None\n", ""),
     Mutant(
+        "a connection made again before all have answered does not join",
+        WORKER,
+        "if server in self._joined:",
+        "if self._has_joined:",
+    ),
+    Mutant(
         "a joiner starts at the highest clock",
         CLOCKS,
         "self._of[worker] = self.slowest\n",

@@ -8,7 +8,17 @@ from tests.core.cores import make_server, make_worker, of, pull, push, said, sen
 
 from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Apply, Fail, Serve
-from paceline.core.events import Arrived, Died, Disconnected, Timeout, WantClock, WantPush, WantRead
+from paceline.core.events import (
+    Arrived,
+    Connected,
+    Died,
+    Disconnected,
+    Timeout,
+    WantClock,
+    WantJoin,
+    WantPush,
+    WantRead,
+)
 from paceline.core.messages import Clock, Closed, Delivered, Fetched, Join, Joined, Taken, Ticked
 
 
@@ -49,6 +59,13 @@ def late_joins() -> None:
     core = make_server(ssp(1))
     core.handle(Died(2, 0, "killed"), 0.0)
     assert said(core.handle(Join(sender(2)), 0.0), Joined) == []
+
+
+def joins_again() -> None:
+    core = make_worker(num_servers=2, joined=False)
+    core.handle(WantJoin(), 0.0)
+    core.handle(Arrived(0, Joined(0)), 0.0)
+    assert said(core.handle(Connected(0), 0.0), Join)
 
 
 def deliveries() -> None:
@@ -113,6 +130,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     late_copies,
     leases,
     late_joins,
+    joins_again,
     deliveries,
     older_values,
     versions,
