@@ -1,0 +1,63 @@
+"""Real runs of 4 workers and 2 servers: what workers read is as fresh as promised, and nobody runs too far ahead."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.runs import Run, read_run
+from paceline.observe.summary import RunSummary, summarize
+from tests.launch.launching import processes_of, wait_gone
+
+SCRIPT = Path(__file__).with_name("straggling.py")
+NUM_CLOCKS = 60
+STALENESS = 2
+TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that ended well."""
+
+    folder: Path
+    run: Run
+    summary: RunSummary
+
+
+@pytest.fixture(scope="module", params=["ssp", "essp"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    job = ["-n", "4", "-m", "2", "--consistency", f"{request.param}:{STALENESS}", "--run-dir", str(folder)]
+    command = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", *job, str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = read_run(folder)
+    return Finished(folder, run, summarize(run))
+
+
+def test_every_read_is_within_the_bound(finished: Finished) -> None:
+    assert len(finished.run.reads) >= 4 * NUM_CLOCKS
+    assert [read for read in finished.run.reads if read.staleness > STALENESS] == []
+
+
+def test_nobody_runs_further_ahead_than_the_bound(finished: Finished) -> None:
+    assert [worker.num_clocks for worker in finished.summary.workers] == [NUM_CLOCKS] * 4
+    assert finished.summary.max_lead == STALENESS
+
+
+def test_eager_reads_are_the_newest_and_lazy_ones_spread_over_the_bound(finished: Finished) -> None:
+    shares = {age: count / finished.summary.num_reads for age, count in finished.summary.differentials.items()}
+    assert sorted(shares) == [-3, -2, -1]
+    if "essp" in str(finished.folder):
+        assert (finished.summary.freshest_share or 0) >= 0.8
+    else:
+        assert (finished.summary.freshest_share or 1) < 0.8
+        assert min(shares[-3], shares[-2]) > 0.1
+
+
+def test_no_process_is_left(finished: Finished) -> None:
+    assert wait_gone(processes_of(finished.folder), 5.0) == set()
