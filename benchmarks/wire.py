@@ -43,6 +43,18 @@ class Wire:
     round_trip_s: list[float] = field(default_factory=list[float])
 
 
+@dataclass(slots=True)
+class Line:
+    """What iperf3 moves over one stream, one number a round; none where it is not installed."""
+
+    bytes_per_s: list[float] = field(default_factory=list[float])
+
+    def measure(self) -> None:
+        """Run iperf3 once, if it is there."""
+        if shutil.which("iperf3"):
+            self.bytes_per_s.append(_iperf())
+
+
 @app.default
 def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Measure all carriers in turn; print rates, round trips and the ratios to plain sockets.
@@ -59,19 +71,21 @@ def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = Fal
             token = _make_token(stage)
             command = [sys.executable, str(BENCHMARKS / "wire_receiver.py"), "{stage}", str(stage.folder)]
             receiver = stage.start("receiver", command, 1)
-            results = {num: measure(receiver, token, num, rounds) for num in (1, MANY)}
+            line = Line()
+            results = {1: measure(receiver, token, 1, rounds, line), MANY: measure(receiver, token, MANY, rounds)}
     except PlayFailed as failure:
         print(failure, file=sys.stderr)
         return 1
-    iperf = Sample.of([_iperf() for _ in range(rounds)]).median if shutil.which("iperf3") else None
     if not json:
-        tell(results, iperf)
-    print_json(summary(results, iperf))
+        tell(results, line)
+    print_json(summary(results, line))
     return 0
 
 
-def measure(receiver: Side, token: bytes, num_connections: int, num_rounds: int) -> list[Wire]:
-    """Open connections of each kind and use them in turn."""
+def measure(
+    receiver: Side, token: bytes, num_connections: int, num_rounds: int, line: Line | None = None
+) -> list[Wire]:
+    """Open connections of each kind and use them, and the line, in turn."""
     progress(f"Measuring {num_connections} connection{'s' * (num_connections > 1)} of each kind")
     wires = [_open(receiver, kind, token, num_connections) for kind in KINDS]
     with ThreadPoolExecutor(num_connections) as threads:
@@ -81,6 +95,8 @@ def measure(receiver: Side, token: bytes, num_connections: int, num_rounds: int)
                 if number:  # the first is the warm-up
                     each.bytes_per_s.append(one_way)
                     each.round_trip_s.append(round_trip)
+            if line is not None and number:
+                line.measure()
     for each in wires:
         for end in each.ends:
             end.close()
@@ -88,7 +104,7 @@ def measure(receiver: Side, token: bytes, num_connections: int, num_rounds: int)
     return wires
 
 
-def tell(results: dict[int, list[Wire]], iperf_bytes_per_s: float | None) -> None:
+def tell(results: dict[int, list[Wire]], line: Line) -> None:
     """Print what was measured as a table."""
     print(f"between two processes of one machine; {machine()}")
     for num_connections, wires in results.items():
@@ -97,27 +113,29 @@ def tell(results: dict[int, list[Wire]], iperf_bytes_per_s: float | None) -> Non
             rate = Sample.of([rate / 1e9 for rate in each.bytes_per_s])
             trip = Sample.of([1e6 * trip for trip in each.round_trip_s])
             print(f"  {each.kind:<9} one way {rate.text(' GB/s', 2):<26} round trip of 64 B {trip.text(' us')}")
-    if iperf_bytes_per_s is None:
-        print("iperf3 is not here, so the line's rate is that of the raw socket loop")
+    if line.bytes_per_s:
+        print(
+            f"  iperf3    one way {Sample.of([rate / 1e9 for rate in line.bytes_per_s]).text(' GB/s', 2)}, one stream"
+        )
     else:
-        print(f"iperf3, one stream: {iperf_bytes_per_s / 1e9:.2f} GB/s")
+        print("iperf3 is not here, so the line's rate is that of the raw socket loop")
 
 
-def summary(results: dict[int, list[Wire]], iperf_bytes_per_s: float | None) -> dict[str, object]:
+def summary(results: dict[int, list[Wire]], line: Line) -> dict[str, object]:
     """Return the ratios to plain sockets, each of measurements of the same round."""
     by_kind = {num: {each.kind: each for each in wires} for num, wires in results.items()}
     one, many = by_kind[1], by_kind[MANY]
-    rate = Sample.of(one["tcp"].bytes_per_s).median
+    against_raw = _fraction(one["tcp"].bytes_per_s, one["raw tcp"].bytes_per_s)
     return {
         "name": "wire",
-        "tcp_fraction": rate / iperf_bytes_per_s if iperf_bytes_per_s else _fraction(one["tcp"], one["raw tcp"]),
-        "against": "iperf3" if iperf_bytes_per_s else "raw socket loop",
-        "tcp_raw_fraction": _fraction(one["tcp"], one["raw tcp"]),
-        "rtt_ratio": _slowness(one["tcp"], one["raw tcp"]),
-        f"tcp_fraction_{MANY}": _fraction(many["tcp"], many["raw tcp"]),
-        f"rtt_ratio_{MANY}": _slowness(many["tcp"], many["raw tcp"]),
-        "unix_fraction": _fraction(one["unix"], one["raw unix"]),
-        "unix_rtt_ratio": _slowness(one["unix"], one["raw unix"]),
+        "tcp_fraction": _fraction(one["tcp"].bytes_per_s, line.bytes_per_s) if line.bytes_per_s else against_raw,
+        "against": "iperf3" if line.bytes_per_s else "raw socket loop",
+        "tcp_raw_fraction": against_raw,
+        "rtt_ratio": _fraction(one["tcp"].round_trip_s, one["raw tcp"].round_trip_s),
+        f"tcp_raw_fraction_{MANY}": _fraction(many["tcp"].bytes_per_s, many["raw tcp"].bytes_per_s),
+        f"rtt_ratio_{MANY}": _fraction(many["tcp"].round_trip_s, many["raw tcp"].round_trip_s),
+        "unix_fraction": _fraction(one["unix"].bytes_per_s, one["raw unix"].bytes_per_s),
+        "unix_rtt_ratio": _fraction(one["unix"].round_trip_s, one["raw unix"].round_trip_s),
         "gb_per_s": {kind: Sample.of(each.bytes_per_s).median / 1e9 for kind, each in one.items()},
         "rtt_us": {kind: 1e6 * Sample.of(each.round_trip_s).median for kind, each in one.items()},
     }
@@ -182,28 +200,32 @@ def _round_trip(receiver: Side, each: Wire) -> float:
     return Sample.of(trips).median
 
 
-def _fraction(ours: Wire, raw: Wire) -> float:
-    return Sample.of([a / b for a, b in zip(ours.bytes_per_s, raw.bytes_per_s, strict=True)]).median
-
-
-def _slowness(ours: Wire, raw: Wire) -> float:
-    return Sample.of([a / b for a, b in zip(ours.round_trip_s, raw.round_trip_s, strict=True)]).median
+def _fraction(ours: list[float], theirs: list[float]) -> float:
+    """Return the median ratio of measurements of the same round."""
+    return Sample.of([a / b for a, b in zip(ours, theirs, strict=True)]).median
 
 
 def _iperf() -> float:
     """Return the bytes a second that iperf3 moves over one stream."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-B", "127.0.0.1", "-p", port], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(["iperf3", "-s", "-1", "-B", "127.0.0.1", "-p", port], stdout=subprocess.DEVNULL)
     try:
-        assert server.stdout is not None
-        server.stdout.readline()  # it says that it listens
-        client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", str(IPERF_S), "--json"]
-        report = subprocess.run(client, check=True, capture_output=True, timeout=TIMEOUT_S).stdout
+        return _iperf_client(port)
     finally:
         server.kill()
         server.wait(TIMEOUT_S)
-    return json_text.loads(report)["end"]["sum_received"]["bits_per_second"] / 8
+
+
+def _iperf_client(port: str) -> float:
+    client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", str(IPERF_S), "--json"]
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        done = subprocess.run(client, check=False, capture_output=True, timeout=TIMEOUT_S)
+        if done.returncode == 0:
+            return json_text.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
+        if time.monotonic() > deadline_s:  # until then the server may not listen yet
+            raise PlayFailed(f"iperf3 did not measure: {done.stdout.decode()}")
 
 
 if __name__ == "__main__":
