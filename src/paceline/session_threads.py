@@ -59,7 +59,7 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> None:
     for node in nodes:
         node.stop()
     for thread in servers:
-        thread.join()
+        thread.join(timeout=spec.grace_s)
 
 
 def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:

@@ -15,7 +15,7 @@ from paceline.tensors.update import SGD
 from paceline.transport import FaultPlan
 
 NUM_WORKERS = 3
-NUM_CLOCKS = 25
+NUM_CLOCKS = 16
 FAULTS = FaultPlan(drop=0.03, duplicate=0.05, delay=0.05, reorder=0.05, cut=0.03, delay_s=(0.001, 0.005))
 POLICIES = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1")
 
