@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from tests.leaks import nothing_left_behind
 
 from paceline.current import bind
 from paceline.launch.carriers import listen_address, make_transport
@@ -27,7 +27,7 @@ from paceline.session import Session, join
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 
-DEADLINE_S = 40.0
+DEADLINE_S = 100.0
 CARRIERS = ("memory", "shm", "tcp")
 
 Result = TypeVar("Result")
@@ -88,7 +88,6 @@ def job(
 ) -> Iterator[Job]:
     """Start the servers of a job; afterwards they are stopped, and no thread or descriptor is left."""
     os.chmod(directory, 0o700)
-    threads, descriptors = set(threading.enumerate()), open_descriptors()
     spec = ClusterSpec(
         job="test",
         num_workers=workers,
@@ -97,26 +96,23 @@ def job(
         run_dir=str(directory),
         **{"wait_timeout_s": DEADLINE_S / 2, **settings},
     )
-    transport = _transport(spec, directory)
-    listeners = [transport.listen(_address(spec, rank)) for rank in range(servers)]
-    addresses = tuple(listener.address for listener in listeners)
-    nodes = [
-        ServerNode(server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None))
-        for rank, listener in enumerate(listeners)
-    ]
-    running = [threading.Thread(target=node.run, name="test-server", daemon=True) for node in nodes]
-    for thread in running:
-        thread.start()
-    try:
-        yield Job(replace(spec, addresses=addresses), transport, nodes)
-    finally:
-        for node in nodes:
-            node.stop()
-        join_all(running)
-    assert set(threading.enumerate()) <= threads, "threads left running"
-    gc.collect()
-    left = {number: name for number, name in open_descriptors().items() if number not in descriptors}
-    assert not left, "descriptors left open"
+    with nothing_left_behind():
+        transport = _transport(spec, directory)
+        listeners = [transport.listen(_address(spec, rank)) for rank in range(servers)]
+        addresses = tuple(listener.address for listener in listeners)
+        nodes = [
+            ServerNode(server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None))
+            for rank, listener in enumerate(listeners)
+        ]
+        running = [threading.Thread(target=node.run, name="test-server", daemon=True) for node in nodes]
+        for thread in running:
+            thread.start()
+        try:
+            yield Job(replace(spec, addresses=addresses), transport, nodes)
+        finally:
+            for node in nodes:
+                node.stop()
+            join_all(running)
 
 
 def run_job(directory: Path, work: Callable[[Session], Result], **settings: Any) -> list[Result]:
@@ -137,16 +133,6 @@ def join_all(threads: list[threading.Thread]) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             pytest.fail(f"{thread.name} did not end within {DEADLINE_S:g} s")
-
-
-def open_descriptors() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found[number] = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:
-            continue  # the listing's own descriptor
-    return found
 
 
 def _transport(spec: ClusterSpec, directory: Path) -> Transport:

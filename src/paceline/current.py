@@ -132,7 +132,9 @@ def shard(source: _Source, *, seed: int = 0) -> _Source:
 
     All workers together see every sample once an epoch. A loader is cut by batches and shuffled by `seed` and epoch,
     the same way on every worker; when its batches do not divide evenly, workers without a last one finish that clock
-    empty-handed, so that all stay in step.
+    empty-handed, so that all stay in step (which takes a step a batch: with gradient accumulation, see to it that they
+    divide evenly). Batches that are read while gradients are off, as in `optimizer.snapshot()`, are for evaluation:
+    they count as no samples and finish no clock.
 
     Raises:
         UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead.
@@ -167,8 +169,8 @@ def distributed(
         optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
         consistency: bsp() by default, or what the launcher was told with --consistency.
         scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
-            come from `shard`), the plain "mean", or the "sum". Under ssp and asynchronous each push is an update of
-            its own and is applied in full with the given learning rate.
+            come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
+            each push is an update of its own and is applied in full with the given learning rate.
         fetch_every: fetch values from the servers every n-th step; in between, and with None always, use the copy at
             hand until the staleness bound forces a fetch.
         nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
