@@ -51,7 +51,9 @@ def test_a_read_is_freshest_when_no_server_could_have_given_more() -> None:
         MinClock(2.6, 0, "other", 9),
         read(2.8, 0, 2, 1),  # another table does not count: freshest
     ]
-    assert summarize(gather(records)).freshest_share == 0.75
+    summary = summarize(gather(records))
+    assert summary.freshest_share == 0.75
+    assert sum((summary.freshest or {}).values()) == 0.75 * summary.num_reads
 
 
 def test_the_lead_is_between_workers_that_compute_at_the_same_time() -> None:
@@ -95,6 +97,13 @@ def test_steps_without_a_loss_are_left_out_of_the_curves() -> None:
 @pytest.mark.parametrize(("factor", "slow"), [(1.1, None), (2.0, 2)])
 def test_the_slow_worker_takes_clearly_longer_for_a_clock(factor: float, slow: int | None) -> None:
     steps = [step(9, worker, 0, step_s=factor if worker == 2 else 1.0) for worker in range(4)]
+    assert summarize(gather(steps)).slow_worker == slow
+
+
+@pytest.mark.parametrize(("num_slow", "slow"), [(1, None), (3, 2)])
+def test_a_worker_that_is_slow_at_times_is_found_though_it_keeps_up_on_average(num_slow: int, slow: int | None) -> None:
+    fitful = [3.0] * num_slow + [0.2] * (10 - num_slow)
+    steps = [step(9, worker, c, step_s=fitful[c] if worker == 2 else 1.0) for worker in range(4) for c in range(10)]
     assert summarize(gather(steps)).slow_worker == slow
 
 

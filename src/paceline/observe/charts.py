@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 WIDTH_IN = 14.0
 ROW_HEIGHT_IN = 4.4
-TITLE_HEIGHT_IN = 0.6
+TITLE_HEIGHT_IN = 0.7
 LINE_HEIGHT_IN = 0.22
-LINE_LENGTH = 150
+LINE_LENGTH = 180
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Chart:
 
 LOSS_BY_TIME = Chart(
     "Loss against time",
-    "A curve further left reaches the same loss in fewer seconds; the numbers say when each run was done.",
+    "A curve further left is faster. The numbers say when a run was done, even off the chart.",
     lambda subject: bool(subject.summary.loss_by_time),
     lambda row, subjects: draw_loss_by_time(row[0], subjects),
 )
@@ -103,7 +103,7 @@ def draw_sheet(subjects: Sequence[Subject], *, title: str, subtitle: str) -> byt
     figure = new_figure(WIDTH_IN, header_in + ROW_HEIGHT_IN * len(rows))
     heights = [header_in] + [ROW_HEIGHT_IN] * len(rows)
     header, *bands = figure.subfigures(1 + len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    header.text(0.01, 0.95, title, fontsize=20, weight="bold", color=INK, va="top")
+    header.text(0.01, 0.92, title, fontsize=20, weight="bold", color=INK, va="top")
     header.text(0.01, 0.04, "\n".join(lines), fontsize=10.5, color=FAINT, va="bottom", linespacing=1.4)
     for band, row in zip(bands, rows, strict=True):
         cells = band.subfigures(1, len(row), squeeze=False, wspace=0.04)[0]

@@ -25,6 +25,8 @@ DPI = 150
 # Reads older than this share the leftmost bar, so that one straggler does not flatten every histogram.
 MAX_BARS = 8
 PALENESS = 0.35
+# A baseline that takes longer than this many times the slowest run beside it is cut off, so that those stay apart.
+BASELINE_ROOM = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
     _draw_curves(axes, [(subject, subject.summary.loss_by_time) for subject in subjects])
     _name_ends(axes, [(subject, f"{subject.summary.seconds:.1f} s") for subject in subjects])
     axes.set_xlabel("seconds since the first step began", color=INK)
+    parallel_s = [subject.summary.seconds for subject in subjects if not subject.is_baseline]
+    if parallel_s:
+        axes.set_xlim(right=min(axes.get_xlim()[1], BASELINE_ROOM * max(parallel_s)))
 
 
 def draw_loss_by_clock(axes: Axes, subjects: Sequence[Subject]) -> None:
