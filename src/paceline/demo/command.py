@@ -84,7 +84,7 @@ def _facts(setting: Setting) -> dict[str, str]:
     """Say what was trained and how, for the report."""
     num_test = NUM_DIGITS - NUM_TRAINING
     return {
-        "data": f"{NUM_TRAINING} digits of scikit-learn to train, {num_test} to test (one of them is {1 / num_test:.2%})",
+        "data": f"{NUM_TRAINING} digits of scikit-learn to train, {num_test} to test (each is {1 / num_test:.2%})",
         "workers, servers": f"{setting.num_workers}, {setting.num_servers}",
         "each clock": f"{BATCH} examples a worker, {COMPUTE_S * 1000:.0f} ms of computing (simulated by sleeping)",
         "slow worker": describe(COMPUTE_S),
