@@ -2,8 +2,8 @@
 
     python benchmarks/straggler.py [--rounds 5] [--clocks 100] [--json]
 
-Four workers, two servers; computing is a sleep of 10 ms a clock, and worker 1 takes four times that in a quarter of
-its clocks. The policies take turns, round by round.
+Four workers, two servers; computing is a sleep of 20 ms a clock, and worker 1 takes 60 ms in a quarter of its clocks
+and 10 ms in the others. The policies take turns, round by round.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 def seconds(policy: str, clocks: int) -> float:
     """Run one job and return the seconds between its first and its last clock."""
     command = [sys.executable, "-m", "paceline", "run", "-n", "4", "-m", "2", "--consistency", policy, "--quiet"]
-    command += ["--no-progress", str(WORKER), "--clocks", str(clocks)]
+    command += ["--no-progress", str(WORKER), "--clocks", str(clocks), "--compute-ms", "20"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     found = re.search(r"seconds ([\d.]+)", done.stdout)
     if done.returncode or not found:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.launch.launching import processes_of, wait_gone
 
 from paceline.observe.runs import Run, read_run
 from paceline.observe.summary import RunSummary, summarize
-from tests.launch.launching import processes_of, wait_gone
 
-SCRIPT = Path(__file__).with_name("straggling.py")
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paced_worker.py"
 NUM_CLOCKS = 60
 STALENESS = 2
 TIMEOUT_S = 90.0
@@ -32,6 +32,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param) / "run"
     job = ["-n", "4", "-m", "2", "--consistency", f"{request.param}:{STALENESS}", "--run-dir", str(folder)]
     command = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", *job, str(SCRIPT)]
+    command += ["--clocks", str(NUM_CLOCKS), "--compute-ms", "20", "--lazy"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
