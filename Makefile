@@ -50,7 +50,7 @@ docs: $(STAMPS)/docs  ## Build the manual into docs/_build/html.
 	@echo "Open docs/_build/html/index.html"
 
 clean:  ## Remove everything that the other targets make.
-	rm -rf $(VENV) docs/_build report runs dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
