@@ -60,7 +60,7 @@ class Rounds:
 @app.default
 def dense(
     *,
-    peer: Peer,
+    peer: Peer = "ddp",
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     parameters: int = 25_000_000,
     rounds: int = 15,

@@ -49,7 +49,7 @@ class Times:
 @app.default
 def step(
     *,
-    model: Literal["mlp", "transformer"],
+    model: Literal["mlp", "transformer"] = "mlp",
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     rounds: int = 15,
     steps: int = 3,
