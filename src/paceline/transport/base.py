@@ -32,7 +32,8 @@ class Frame:
 class Limits:
     """What a peer may make us do: sizes in bytes per frame, counts per listener or connection."""
 
-    max_header_bytes: int = 64 * 1024
+    # The declaration of a table names each of its parameters: this holds some ten thousand of them.
+    max_header_bytes: int = 1 << 20
     max_body_bytes: int = 1 << 34
     max_segments: int = 1024
     handshake_timeout_s: float = 5.0
