@@ -98,7 +98,7 @@ def _tell(runs: Sequence[LabelledRun], page: Path, took_s: float) -> None:
 
     console = Console()
     console.print(_table(runs))
-    console.print(f"{took_s:.0f} s in all. The report: {page}\n{' ' * 12}its pictures: {page.with_suffix('.png')}")
+    print(f"{took_s:.0f} s in all\n  the report    {page}\n  its pictures  {page.with_suffix('.png')}")
 
 
 def _table(runs: Sequence[LabelledRun]) -> Table:
