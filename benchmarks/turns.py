@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 BENCHMARKS: Final = Path(__file__).resolve().parent
-START_TIMEOUT_S: Final = 180.0
+START_TIMEOUT_S: Final = 300.0
 TURN_TIMEOUT_S: Final = 180.0
 IDLE_TIMEOUT_S: Final = 1800.0  # of a player between two turns
 END_TIMEOUT_S: Final = 20.0
