@@ -208,7 +208,7 @@ gate = os.path.join(spec.run_dir, "gate")
 if place.rank == 0:
     os.mkfifo(gate)
     open(gate, "w").close()
-    while True: signal.pause()
+    while True: signal.sigtimedwait([], 0.05)
 while not os.path.exists(gate): pass
 open(gate).close()
 sys.exit(4)

@@ -13,7 +13,7 @@ from paceline.launch.signals import Signals
 
 LEFT_WITHIN_S = 2.0
 
-PAUSE = "print('ready', spec.run_dir, flush=True)\nwhile True: signal.pause()\n"
+PAUSE = "print('ready', spec.run_dir, flush=True)\nwhile True: signal.sigtimedwait([], 0.05)\n"
 
 FAMILY = """
 subprocess.Popen([sys.executable, "-c",
@@ -71,7 +71,8 @@ CAREFUL = """
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
 try:
     print("ready", spec.run_dir, flush=True)
-    while True: signal.pause()
+    # Not pause(): a signal that comes just before it would be answered only after the next one.
+    while True: signal.sigtimedwait([], 0.05)
 except KeyboardInterrupt:
     print("interrupted once", flush=True)
     sys.exit(0)
