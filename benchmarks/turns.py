@@ -69,6 +69,15 @@ class Line:
         self._socket.close()
 
 
+def leave_session() -> None:
+    """Be a session of one's own, as each of Paceline's processes is.
+
+    Linux shares out busy cores by session (autogroup): processes that stay in one would get the share of one.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setsid()
+
+
 def play(stage: str, rank: int, acts: Mapping[str, Act]) -> None:
     """Be a player: come to the stage and do what is asked until the stage says stop or is gone.
 
@@ -154,14 +163,17 @@ class Stage:
         self._sides: list[Side] = []
 
     def __enter__(self) -> Self:
-        """Return this stage."""
+        """Return this stage; from now on, SIGTERM ends it in order."""
+        self._before = signal.signal(signal.SIGTERM, _end_in_order)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """End all sides, also after an error."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending already
         for side in self._sides:
             side.end()
         self._folder.cleanup()
+        signal.signal(signal.SIGTERM, self._before)
 
     def start(
         self, name: str, command: Sequence[str], num_players: int, environment: Mapping[str, str] | None = None
@@ -206,6 +218,10 @@ class Stage:
             came[hello["rank"]] = (hello["pid"], line)
         side.pids = [came[rank][0] for rank in sorted(came)]
         side.lines = [came[rank][1] for rank in sorted(came)]
+
+
+def _end_in_order(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -209,7 +209,7 @@ def _iperf() -> float:
     """Return the bytes a second that iperf3 moves over one stream."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-B", "127.0.0.1", "-p", port], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(["iperf3", "-s", "-B", "127.0.0.1", "-p", port], stdout=subprocess.DEVNULL)
     try:
         return _iperf_client(port)
     finally:
@@ -220,12 +220,12 @@ def _iperf() -> float:
 def _iperf_client(port: str) -> float:
     client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", str(IPERF_S), "--json"]
     deadline_s = time.monotonic() + TIMEOUT_S
-    while True:
+    while time.monotonic() < deadline_s:  # at first the server may not listen yet
         done = subprocess.run(client, check=False, capture_output=True, timeout=TIMEOUT_S)
-        if done.returncode == 0:
-            return json_text.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8
-        if time.monotonic() > deadline_s:  # until then the server may not listen yet
-            raise PlayFailed(f"iperf3 did not measure: {done.stdout.decode()}")
+        received = json_text.loads(done.stdout or "{}").get("end", {}).get("sum_received")
+        if done.returncode == 0 and received is not None:
+            return received["bits_per_second"] / 8
+    raise PlayFailed(f"iperf3 measured nothing in {TIMEOUT_S:g} s")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Final
 import ray
 import torch
 import work
-from turns import play
+from turns import leave_session, play
 from updating import Updater
 
 TIMEOUT_S: Final = 120.0
@@ -23,6 +23,7 @@ class Server:
     """Applies the gradients of all workers at once."""
 
     def __init__(self, num_workers: int, num_parameters: int) -> None:
+        leave_session()
         torch.set_num_threads(multiprocessing.cpu_count())  # workers wait while it computes
         self._updater = Updater(num_workers, num_parameters)
 
@@ -38,6 +39,7 @@ class Worker:
     """One worker whose gradients are already where backward puts them."""
 
     def __init__(self, rank: int, num_parameters: int) -> None:
+        leave_session()
         torch.set_num_threads(1)
         self._rank = rank
         self._parameter = torch.from_numpy(work.first_values(num_parameters))

@@ -38,7 +38,12 @@ def start_cluster(num_workers: int) -> tuple[dict[str, list[str]], list[subproce
     environment = {**os.environ, "TF_CONFIG": json.dumps({"cluster": cluster})}
     roles = [("ps", 0), *(("worker", index) for index in range(num_workers))]
     processes = [
-        subprocess.Popen([sys.executable, __file__, SERVE, role, str(index)], stdin=subprocess.PIPE, env=environment)
+        subprocess.Popen(
+            [sys.executable, __file__, SERVE, role, str(index)],
+            stdin=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
         for role, index in roles
     ]
     return cluster, processes
