@@ -1,5 +1,6 @@
 """Sides that are measured in turn: asked, timed, and gone in the end, whatever they do."""
 
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -75,3 +76,20 @@ def test_players_whose_stage_is_gone_end_by_themselves(command: list[str]) -> No
             line.close()  # as the death of the stage does
         side.process.wait(10)
         assert_gone(known)
+
+
+def be_terminated(command: list[str], folders: list[Path], known: list[psutil.Process]) -> None:
+    with Stage() as stage:
+        folders.append(stage.folder)
+        known += processes(stage.start("pair", command, 2))
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stage_that_is_terminated_ends_its_sides_and_leaves_no_folder(command: list[str]) -> None:
+    folders: list[Path] = []
+    known: list[psutil.Process] = []
+    with pytest.raises(SystemExit):
+        be_terminated(command, folders, known)
+    assert len(known) == 3
+    assert_gone(known)
+    assert not folders[0].exists()
