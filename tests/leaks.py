@@ -29,6 +29,6 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     gc.collect()
     left = {number: name for number, name in open_descriptors().items() if number not in descriptors}
-    assert not left, "descriptors left open"
+    assert not left, f"descriptors left open: {left}"
     assert set(threading.enumerate()) <= threads, "threads left running"
     assert shared_mappings() <= mappings, "shared memory left mapped"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.jobs import CARRIERS, run_job
+from tests.jobs import CARRIERS, job, run_job
 from torch import Tensor
 
 import paceline
@@ -55,6 +55,16 @@ def test_anything_of_the_right_shape_can_be_pushed(tmp_path: Path, given: Tensor
         return w.pull().tolist()
 
     assert run_job(tmp_path, work, servers=2) == [[[1.0, 2.0], [3.0, 4.0]]]
+
+
+def test_a_server_that_is_stopped_before_its_worker_has_gone_keeps_none_of_its_memory(tmp_path: Path) -> None:
+    with job(tmp_path, carrier="shm") as started:
+        worker = started.join(0)
+        w = worker.table("w", shape=(3,), update=ADD, consistency="bsp")
+        w.pull()
+        w.push([1.0, 2.0, 3.0])  # its clock is never finished: the server holds it
+        started.servers[0].stop()  # the end of the connection comes behind this in the server's queue
+        worker.close(politely=False)
 
 
 def test_the_memory_of_a_push_may_be_used_again_at_once(tmp_path: Path) -> None:

@@ -57,3 +57,7 @@ class Loans:
     def forget(self, connection: Connection) -> None:
         """Let go of the memory shared over a connection that has ended."""
         self._loans = {key: loan for key, loan in self._loans.items() if key[0] != id(connection)}
+
+    def clear(self) -> None:
+        """Let go of all memory: nobody is served any more."""
+        self._loans = {}

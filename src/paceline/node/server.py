@@ -82,7 +82,7 @@ class ServerNode:
         self._desk = Desk(self._shelf, self._peers.send_worker)
 
     def run(self) -> None:
-        """Serve until `stop`; all connections and threads are gone afterwards."""
+        """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
         self._inbox.open()
         try:
             while True:
@@ -98,6 +98,8 @@ class ServerNode:
         finally:
             self._peers.close()
             self._inbox.close()
+            self._loans.clear()
+            self._shelf.discard_all()
             self.trace.close()
 
     def stop(self) -> None:

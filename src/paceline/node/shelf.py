@@ -85,6 +85,10 @@ class Shelf:
         """Forget the tensor of a push."""
         self._waiting.pop(push_id, None)
 
+    def discard_all(self) -> None:
+        """Forget the tensors of all pushes: they are workers' memory, and no update comes any more."""
+        self._waiting.clear()
+
     def values_into(self, table: str, body: memoryview) -> None:
         """Copy the values of a table's shard into memory of exactly their size."""
         if len(body):
