@@ -85,9 +85,9 @@ class RawEnd:
 class CarrierEnd:
     """A connection of Paceline; `shared` bodies are given by address, and the receiver copies them out."""
 
-    def __init__(self, connection: Connection, size_bytes: int, *, shared: bool) -> None:
+    def __init__(self, transport: Transport, connection: Connection, size_bytes: int, *, shared: bool) -> None:
         self._connection = connection
-        self._body = connection.allocate(size_bytes) if shared else memoryview(bytearray(size_bytes))
+        self._body = transport.allocate(size_bytes) if shared else memoryview(bytearray(size_bytes))
         self._body[:] = os.urandom(size_bytes)
         self._shared = shared
 
@@ -122,6 +122,7 @@ class Door:
         self._kind = kind
         place = folder / f"{kind.replace(' ', '-')}.sock"
         self._raw: socket.socket | None = None
+        self._transport = _transport(kind, token)
         self._listener: Listener | None = None
         if kind == "raw unix":
             self._raw = socket.socket(socket.AF_UNIX)
@@ -132,7 +133,7 @@ class Door:
             self.address = str(self._raw.getsockname()[1])
         else:
             at = "tcp://127.0.0.1:0" if kind == "tcp" else f"shm://{place}"
-            self._listener = _transport(kind, token).listen(at)
+            self._listener = self._transport.listen(at)
             self.address = self._listener.address
         if self._raw is not None:
             self._raw.listen(64)
@@ -143,7 +144,8 @@ class Door:
         if self._raw is not None:
             return RawEnd(self._raw.accept()[0], size_bytes)
         assert self._listener is not None
-        return CarrierEnd(self._listener.accept(timeout_s=TIMEOUT_S), size_bytes, shared=self._kind == "shm")
+        connection = self._listener.accept(timeout_s=TIMEOUT_S)
+        return CarrierEnd(self._transport, connection, size_bytes, shared=self._kind == "shm")
 
     def close(self) -> None:
         """Stop listening."""
@@ -162,8 +164,9 @@ def connect(kind: Kind, address: str, token: bytes, size_bytes: int) -> End:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address)
         return RawEnd(sock, size_bytes)
-    connection = _transport(kind, token).connect(address, b"sender", timeout_s=TIMEOUT_S)
-    return CarrierEnd(connection, size_bytes, shared=kind == "shm")
+    transport = _transport(kind, token)
+    connection = transport.connect(address, b"sender", timeout_s=TIMEOUT_S)
+    return CarrierEnd(transport, connection, size_bytes, shared=kind == "shm")
 
 
 def _transport(kind: Kind, token: bytes) -> Transport:

@@ -69,12 +69,42 @@ def test_bodies_of_all_sizes_follow_each_other(pair: Pair) -> None:
 
 
 def test_allocated_body_travels_whole_and_in_part(pair: Pair) -> None:
-    memory = pair.client.allocate(100_000)
+    memory = pair.transport.allocate(100_000)
     memory[:] = bytes(range(250)) * 400
     pair.client.send(b"whole", memory, timeout_s=5)
     pair.client.send(b"part", memory[1000:1010], timeout_s=5)
     assert pair.server.receive(timeout_s=5).body == memory
     assert pair.server.receive(timeout_s=5).body == memory[1000:1010]
+
+
+def test_allocated_memory_travels_over_all_connections_of_its_transport(carrier: Carrier, pair: Pair) -> None:
+    memory = carrier.transport.allocate(1000)
+    memory[:] = bytes(range(250)) * 4
+    other = carrier.transport.connect(pair.listener.address, b"worker 4", timeout_s=5)
+    accepted = pair.listener.accept(timeout_s=5)
+    ways = ((pair.client, pair.server), (other, accepted), (pair.server, pair.client), (accepted, other))
+    for start, (sender, receiver) in enumerate(ways):
+        sender.send(b"slice", memory[start * 100 : 900], timeout_s=5)
+        assert receiver.receive(timeout_s=5).body == memory[start * 100 : 900]
+    other.close()
+    accepted.close()
+
+
+def test_allocated_memory_survives_reconnects(carrier: Carrier) -> None:
+    memory = carrier.transport.allocate(1000)
+    for number in range(3):
+        memory[:] = bytes([number]) * 1000
+        pair = connect_pair(carrier.transport, carrier.address)
+        for _ in range(2):
+            pair.client.send(b"again", memory, timeout_s=5)
+            assert pair.server.receive(timeout_s=5).body == memory
+        pair.close()
+
+
+def test_memory_of_a_negative_size_is_the_callers_mistake(carrier: Carrier) -> None:
+    assert carrier.transport.allocate(0).nbytes == 0
+    with pytest.raises(UsageError, match="-1 bytes"):
+        carrier.transport.allocate(-1)
 
 
 def test_plain_body_is_copied_before_send_returns(pair: Pair) -> None:
@@ -86,7 +116,7 @@ def test_plain_body_is_copied_before_send_returns(pair: Pair) -> None:
 
 def test_received_body_outlives_the_connection(carrier: Carrier) -> None:
     pair = connect_pair(carrier.transport, carrier.address)
-    memory = pair.client.allocate(5000)
+    memory = carrier.transport.allocate(5000)
     memory[:5] = b"alive"
     pair.client.send(b"push", memory, timeout_s=5)
     body = pair.server.receive(timeout_s=5).body

@@ -95,7 +95,7 @@ def test_a_delayed_frame_is_not_there_before_its_time() -> None:
 def test_held_back_bodies_are_copies(plan: FaultPlan) -> None:
     _, pair = faulty_pair(plan)
     with closing(pair):
-        memory = pair.client.allocate(4)
+        memory = pair.transport.allocate(4)
         memory[:] = b"then"
         pair.client.send(b"push", memory, timeout_s=5)
         memory[:] = b"now!"

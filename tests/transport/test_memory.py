@@ -11,16 +11,16 @@ from paceline.transport import MemoryTransport
 
 def test_allocated_body_is_the_senders_memory() -> None:
     with closing(connect_pair(MemoryTransport(), "memory://server-0")) as pair:
-        memory = pair.client.allocate(100)
+        memory = pair.transport.allocate(100)
         pair.client.send(b"push", memory[10:20], timeout_s=5)
         body = pair.server.receive(timeout_s=5).body
         memory[10:20] = b"0123456789"
         assert bytes(body) == b"0123456789"
 
 
-def test_memory_allocated_by_another_connection_is_copied() -> None:
+def test_memory_allocated_by_another_transport_is_copied() -> None:
     with closing(connect_pair(MemoryTransport(), "memory://server-0")) as pair:
-        memory = pair.server.allocate(100)
+        memory = MemoryTransport().allocate(100)
         pair.client.send(b"push", memory, timeout_s=5)
         memory[:4] = b"late"
         assert bytes(pair.server.receive(timeout_s=5).body) == bytes(100)

@@ -82,7 +82,7 @@ def fill(end: Connection) -> int:
 
 
 def test_allocated_body_is_shared(pair: Pair) -> None:
-    memory = pair.client.allocate(1 << 20)
+    memory = pair.transport.allocate(1 << 20)
     pair.client.send(b"push", memory[100:200], timeout_s=5)
     body = pair.server.receive(timeout_s=5).body
     memory[100:105] = b"later"
@@ -91,7 +91,7 @@ def test_allocated_body_is_shared(pair: Pair) -> None:
 
 def test_both_sides_share_their_own(pair: Pair) -> None:
     for sender, receiver in ((pair.client, pair.server), (pair.server, pair.client)):
-        memory = sender.allocate(5000)
+        memory = pair.transport.allocate(5000)
         for text in (b"first", b"again"):
             memory[:5] = text
             sender.send(b"push", memory, timeout_s=5)
@@ -99,7 +99,7 @@ def test_both_sides_share_their_own(pair: Pair) -> None:
 
 
 def test_receiver_cannot_write_to_the_senders_memory(pair: Pair) -> None:
-    memory = pair.client.allocate(5000)
+    memory = pair.transport.allocate(5000)
     pair.client.send(b"push", memory, timeout_s=5)
     pair.server.receive(timeout_s=5).body[:5] = b"wrong"
     assert bytes(memory[:5]) == bytes(5)
@@ -107,7 +107,7 @@ def test_receiver_cannot_write_to_the_senders_memory(pair: Pair) -> None:
 
 def test_body_partly_outside_the_allocation_is_copied(pair: Pair) -> None:
     plain = bytearray(100)
-    pair.client.allocate(4096)
+    pair.transport.allocate(4096)
     pair.client.send(b"push", memoryview(plain), timeout_s=5)
     body = pair.server.receive(timeout_s=5).body
     plain[:5] = b"later"
@@ -117,11 +117,11 @@ def test_body_partly_outside_the_allocation_is_copied(pair: Pair) -> None:
 def test_dropped_memory_is_freed_on_both_sides(pair: Pair) -> None:
     before = len(open_descriptors())
     for number in range(20):
-        memory = pair.client.allocate(1 << 20)
+        memory = pair.transport.allocate(1 << 20)
         memory[:1] = bytes([number])
         pair.client.send(b"push", memory, timeout_s=5)
         assert pair.server.receive(timeout_s=5).body[0] == number
-        pair.client.allocate(1 << 20)  # dropped at once, never sent
+        pair.transport.allocate(1 << 20)  # dropped at once, never sent
     del memory
     gc.collect()
     pair.client.send(b"the last is gone", timeout_s=5)
@@ -129,9 +129,59 @@ def test_dropped_memory_is_freed_on_both_sides(pair: Pair) -> None:
     assert len(open_descriptors()) == before
 
 
+def test_memory_freed_is_retired_on_every_connection_that_was_given_it(address: str) -> None:
+    transport = ShmTransport("job")
+    before = len(open_descriptors())
+    with closing(connect_pair(transport, address)) as pair:
+        others = [transport.connect(address, bytes([number]), timeout_s=5) for number in range(3)]
+        accepted = [pair.listener.accept(timeout_s=5) for _ in others]
+        connected = len(open_descriptors())
+        memory = transport.allocate(1 << 20)
+        for end in (pair.server, *accepted[1:]):
+            for _ in range(2):
+                end.send(b"values", memory, timeout_s=5)
+        del memory
+        for end in (pair.server, *accepted):
+            end.send(b"the memory is gone", timeout_s=5)
+        for end in (pair.client, *others):
+            while end.receive(timeout_s=5).header == b"values":
+                pass
+        assert len(open_descriptors()) == connected
+        for end in (*others, *accepted):
+            end.close()
+    assert len(open_descriptors()) == before
+
+
+def test_memory_is_freed_after_its_connections_and_its_transport(address: str) -> None:
+    before = open_descriptors()
+    transport = ShmTransport("job")
+    memory, unsent = transport.allocate(4096), transport.allocate(4096)
+    with closing(connect_pair(transport, address)) as pair:
+        pair.client.send(b"push", memory[:10], timeout_s=5)
+    del transport, pair
+    gc.collect()
+    memory[:5] = unsent[:5] = b"alive"
+    del memory, unsent
+    assert open_descriptors() == before
+
+
+def test_more_segments_than_the_peer_takes_travel_inline(address: str) -> None:
+    transport = ShmTransport("job", Limits(max_segments=2))
+    with closing(connect_pair(transport, address)) as pair:
+        memories = [transport.allocate(1000) for _ in range(4)]
+        for number, memory in enumerate(memories):
+            memory[:] = bytes([number]) * 1000
+            pair.client.send(b"push", memory, timeout_s=5)
+        bodies = [pair.server.receive(timeout_s=5).body for _ in memories]
+        assert bodies == memories
+        for memory in memories:
+            memory[:1] = b"z"
+        assert [body[0] for body in bodies] == [ord("z"), ord("z"), 2, 3]
+
+
 def test_retirement_is_not_lost_when_a_send_fails(pair: Pair) -> None:
     before = len(open_descriptors())
-    memory = pair.client.allocate(1 << 20)
+    memory = pair.transport.allocate(1 << 20)
     pair.client.send(b"push", memory, timeout_s=5)
     pair.server.receive(timeout_s=5)
     num_sent = fill(pair.client)
@@ -156,7 +206,7 @@ def test_without_shared_memory_bodies_travel_inline_and_one_notice_says_so(addre
     transport = ShmTransport("job", notice=notices.append, create_memory=full)
     with closing(connect_pair(transport, address)) as pair:
         for end, other in ((pair.client, pair.server), (pair.server, pair.client)):
-            memory = end.allocate(100_000)
+            memory = transport.allocate(100_000)
             memory[:5] = b"alive"
             end.send(b"push", memory, timeout_s=5)
             assert bytes(other.receive(timeout_s=5).body[:5]) == b"alive"
@@ -245,7 +295,7 @@ def test_descriptors_that_no_frame_uses_are_refused_and_closed(hostile: tuple[so
 
 
 def test_kernel_refuses_to_shrink_or_to_rewrite_a_segment(pair: Pair) -> None:
-    memory = pair.client.allocate(4096)
+    memory = pair.transport.allocate(4096)
     (descriptor, *_) = [int(number) for number, name in open_descriptors().items() if name.startswith("/memfd:")]
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 1)
@@ -330,8 +380,8 @@ def test_relative_path_is_the_callers_mistake() -> None:
 def test_killed_peer_is_lost_and_its_memory_stays_readable(address: str) -> None:
     script = (
         "import sys; from paceline.transport import *\n"
-        "end = ShmTransport('job').connect(sys.argv[1], b'', timeout_s=5)\n"
-        "memory = end.allocate(1 << 20); memory[:5] = b'alive'\n"
+        "transport = ShmTransport('job'); end = transport.connect(sys.argv[1], b'', timeout_s=5)\n"
+        "memory = transport.allocate(1 << 20); memory[:5] = b'alive'\n"
         "end.send(b'up', memory, timeout_s=5); end.receive(timeout_s=60)"
     )
     with closing(ShmTransport("job").listen(address)) as listener:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Frame, Transport
-from paceline.transport.buffers import fresh_buffer
 
 _POLL_S = 0.5
 _SEND_TIMEOUT_S = 60.0
@@ -46,13 +45,6 @@ class Link:
         self._connection = self._connect(timeout_s)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
-
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Return memory whose content travels to this server without a copy where the carrier can."""
-        try:
-            return self._connection.allocate(size_bytes)
-        except ConnectionLost:  # it is being made again; memory of any kind can travel over it then
-            return fresh_buffer(size_bytes)
 
     def send(self, header: bytes, body: memoryview = EMPTY) -> None:
         """Send one frame. If the connection is broken it is lost, and repeated when there is a new connection."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.errors import ConnectionLost
-from paceline.transport.base import EMPTY, Connection
+from paceline.transport.base import Connection, Transport
 from paceline.transport.buffers import fresh_buffer
 
 Purpose = Literal["read", "delivery"]
@@ -29,20 +28,18 @@ class _Loan:
 class Loans:
     """Shared memory by connection, table and purpose: at most one piece each, however slow the worker."""
 
+    transport: Transport
     _loans: dict[tuple[int, str, Purpose], _Loan] = field(default_factory=dict[tuple[int, str, Purpose], _Loan])
 
     def lend(self, connection: Connection, table: str, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
-        """Return memory for values that are sent with this mark; empty when the connection is over.
+        """Return memory for values that are sent with this mark.
 
         While the worker may still read what was sent before, this is memory of its own, which the carrier copies.
         """
         key = id(connection), table, purpose
         loan = self._loans.get(key)
         if loan is None:
-            try:
-                loan = self._loans[key] = _Loan(connection.allocate(size_bytes), mark)
-            except ConnectionLost:
-                return EMPTY
+            loan = self._loans[key] = _Loan(self.transport.allocate(size_bytes), mark)
         elif loan.returned < loan.lent:
             return fresh_buffer(size_bytes)
         loan.lent = mark

@@ -67,7 +67,7 @@ class ServerNode:
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
-    _loans: Loans = field(default_factory=Loans)
+    _loans: Loans = field(init=False)
     _shelf: Shelf = field(init=False)
     _desk: Desk = field(init=False)
 
@@ -78,6 +78,7 @@ class ServerNode:
         self._peers = Peers(
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
         )
+        self._loans = Loans(self.transport)
         self._shelf = Shelf(self.settings.server, self.settings.num_servers, self.allowed_rules)
         self._desk = Desk(self._shelf, self._peers.send_worker)
 
@@ -234,9 +235,8 @@ class ServerNode:
             body = self._loans.lend(connection, message.table, "delivery", message.clock, size_bytes)
         else:
             body = self._loans.lend(connection, message.table, "read", message.request, size_bytes)
-        if len(body) == size_bytes:
-            self._shelf.values_into(message.table, body)
-            self._peers.send_worker(effect.worker, effect.incarnation, message, body)
+        self._shelf.values_into(message.table, body)
+        self._peers.send_worker(effect.worker, effect.incarnation, message, body)
 
     def _on_membership(self, effect: Membership) -> None:
         now, rank = time.monotonic(), self.settings.server

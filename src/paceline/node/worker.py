@@ -309,7 +309,7 @@ class WorkerNode:
             lambda: self._pushes.has_slot(table, server, clock),
             f"server {server} to apply earlier pushes of table '{table}'",
         )
-        memory = slots.take() or self._links[server].allocate(slots.size_bytes)
+        memory = slots.take() or self.transport.allocate(slots.size_bytes)
         torch.frombuffer(memory, dtype=gradient.dtype).copy_(mirror.part(gradient, server))
         return memory
 

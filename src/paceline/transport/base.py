@@ -3,10 +3,10 @@
 A frame is a small header (bytes) and a raw body (memory). Frames of one connection arrive whole, once and in
 the order in which they were sent, until the connection ends; what was under way then may or may not have arrived.
 
-Lifetime of a received body. Over memory and tcp it is the receiver's own and lives until the last view of it is
-dropped. Over shm, when the sender took it from `allocate`, it is a view of the sender's memory: the protocol above
-decides when the sender may write there again. Over memory, an allocated body is likewise the sender's memory. A body
-that was not allocated by the connection is copied before `send` returns. Treat received bodies as read-only.
+Lifetime of a received body. Over shm and memory, when the sender took it from its transport's `allocate`, it is a view
+of the sender's memory: the protocol above decides when the sender may write there again. Every other body is copied
+before `send` returns, and is the receiver's own; over tcp that is every body. Either lives until the last view of it is
+dropped. Treat received bodies as read-only.
 """
 
 from dataclasses import dataclass, field
@@ -74,14 +74,6 @@ class Connection(Protocol):
         """What the connecting side said of itself in the handshake; the same at both ends."""
         ...
 
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Give writable memory whose content travels without a copy where the carrier can (shm, memory).
-
-        Any view that lies wholly inside the memory will do as a body. It stays allocated until its last view is
-        dropped. Does not block.
-        """
-        ...
-
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; blocks until the carrier has taken it. Any thread may call this.
 
@@ -132,6 +124,15 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """The scheme of its addresses, e.g. "tcp"."""
+        ...
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give writable memory whose content travels without a copy where the carrier can (shm, memory).
+
+        It may be sent over every connection that this transport made or accepted, also over several at once, and any
+        view that lies wholly inside it will do as a body. It stays allocated until its last view is dropped, whatever
+        becomes of the connections. Does not block; raises UsageError for a negative size.
+        """
         ...
 
     def listen(self, address: str) -> Listener:

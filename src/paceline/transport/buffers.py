@@ -5,8 +5,8 @@ import mmap
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Final, final
 
 from paceline.errors import UsageError
@@ -59,32 +59,36 @@ def copied(body: memoryview) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One buffer in the address space; it is alive as long as somebody holds a view of it."""
+    """One buffer in the address space; it is alive as long as somebody holds a view of it.
+
+    Over shared memory, `descriptor` is that of the file behind it, and open as long as the region is alive.
+    """
 
     number: int
     start: int
     size_bytes: int
     mapping: "weakref.ref[mmap.mmap]"
+    descriptor: int | None
 
 
 @final
 class Regions:
-    """The buffers that were given out, found again by address. Safe to use from several threads.
+    """The buffers that a transport gave out, found again by address. Safe to use from several threads.
 
-    Holds no buffer alive: when the last view of one is dropped it is freed, and `on_freed(number)` is called in
-    whatever thread that happens; it must not block.
+    Holds no buffer alive: when the last view of one is dropped it is freed.
     """
 
-    def __init__(self, on_freed: Callable[[int], None] | None = None) -> None:
-        self._on_freed = on_freed
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._numbers = count(1)
         # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
         self._regions: list[Region] = []
 
-    def add(self, number: int, mapping: mmap.mmap) -> None:
-        """Remember a buffer under a number of the caller's choice."""
-        region = Region(number, _address(memoryview(mapping)), len(mapping), weakref.ref(mapping, self._freed(number)))
+    def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
+        """Remember a buffer under a number of its own."""
+        start, size_bytes = _address(memoryview(mapping)), len(mapping)
         with self._lock:
+            region = Region(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
             alive = [known for known in self._regions if known.mapping() is not None]
             self._regions = sorted([*alive, region], key=_start)
 
@@ -102,10 +106,6 @@ class Regions:
         if offset + body.nbytes > region.size_bytes or region.mapping() is None:
             return None
         return region, offset
-
-    def _freed(self, number: int) -> "Callable[[weakref.ref[mmap.mmap]], None] | None":
-        on_freed = self._on_freed
-        return None if on_freed is None else lambda _: on_freed(number)
 
 
 def _start(region: Region) -> int:

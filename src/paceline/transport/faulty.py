@@ -44,10 +44,6 @@ class FaultyConnection:
         self._postman: threading.Thread | None = None
         self._closed = False
 
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Give writable memory for a body; see `Connection.allocate`."""
-        return self._inner.allocate(size_bytes)
-
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame, or fail to; see `Connection.send`."""
         deadline = Deadline.after(timeout_s)
@@ -191,6 +187,10 @@ class FaultyTransport:
     def counts(self) -> FaultCounts:
         """How many faults have happened so far, on all connections together."""
         return self._tally.counts()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give memory of the inner transport."""
+        return self._inner.allocate(size_bytes)
 
     def listen(self, address: str) -> FaultyListener:
         """Open a listener of the inner transport."""

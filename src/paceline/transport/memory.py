@@ -67,22 +67,15 @@ class _Lane:
 class MemoryConnection:
     """One end of two lanes."""
 
-    def __init__(self, peer: str, identity: bytes, outgoing: _Lane, incoming: _Lane, limits: Limits) -> None:
+    def __init__(
+        self, peer: str, identity: bytes, outgoing: _Lane, incoming: _Lane, limits: Limits, regions: Regions
+    ) -> None:
         self.peer: Final = peer
         self.identity: Final = identity
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
-        self._regions = Regions()
-
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Give memory whose views are sent as they are; see `Connection.allocate`."""
-        check_size(size_bytes)
-        if size_bytes == 0:
-            return fresh_buffer(0)
-        mapping = map_private(size_bytes)
-        self._regions.add(0, mapping)
-        return memoryview(mapping)
+        self._regions = regions
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
@@ -180,6 +173,16 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count()
+        self._regions = Regions()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give memory whose views are sent as they are; see `Transport.allocate`."""
+        check_size(size_bytes)
+        if size_bytes == 0:
+            return fresh_buffer(0)
+        mapping = map_private(size_bytes)
+        self._regions.add(mapping)
+        return memoryview(mapping)
 
     def listen(self, address: str) -> MemoryListener:
         """Open a listener under a name; raises UsageError when the name is taken."""
@@ -199,10 +202,10 @@ class MemoryTransport:
             listener = self._listeners.get(full)
             number = next(self._numbers)
         there, back = _Lane(), _Lane()
-        accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits)
+        accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits, self._regions)
         if listener is None or not listener.offer(accepted):
             raise PeerError(f"nobody listens at {full}")
-        return MemoryConnection(full, identity, there, back, self._limits)
+        return MemoryConnection(full, identity, there, back, self._limits, self._regions)
 
     def forget(self, listener: MemoryListener) -> None:
         """Free the name of a closed listener."""

@@ -13,11 +13,12 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
+from paceline.transport.bodies import SharedBodies
 from paceline.transport.channel import Channel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
 from paceline.transport.security import LocalHandshake, check_same_user, introduce_within
-from paceline.transport.segments import CreateMemory, Notice, SharedBodies, create_memory
+from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
 from paceline.transport.stream import StreamConnection
 
 # The kernel's limit on the path of a Unix socket, its final zero byte included.
@@ -39,7 +40,7 @@ class ShmTransport:
     ...     listener = transport.listen(f"{directory}/server-0.sock")
     ...     worker = transport.connect(listener.address, b"worker 3", timeout_s=5)
     ...     server = listener.accept(timeout_s=5)
-    ...     gradient = worker.allocate(4)
+    ...     gradient = transport.allocate(4)
     ...     gradient[:] = b"abcd"
     ...     worker.send(b"push", gradient, timeout_s=5)
     ...     received = server.receive(timeout_s=5).body
@@ -61,8 +62,11 @@ class ShmTransport:
         self.name: Final = "shm"
         self._handshake = LocalHandshake(job)
         self._limits = limits or Limits()
-        self._create_memory = create_memory
-        self._notice = _Once(notice)
+        self._segments = Segments(create_memory, _Once(notice))
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give memory that peers map, or plain memory when none is to be had; see `Transport.allocate`."""
+        return self._segments.allocate(size_bytes)
 
     def listen(self, address: str) -> "ShmListener":
         """Listen on a socket file; raises UsageError when the place is taken or open to other users."""
@@ -86,8 +90,7 @@ class ShmTransport:
         )
 
     def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
-        bodies = SharedBodies(self._limits, self._create_memory, self._notice)
-        return StreamConnection(channel, peer, identity, self._limits, bodies)
+        return StreamConnection(channel, peer, identity, self._limits, SharedBodies(self._segments, self._limits))
 
 
 @final

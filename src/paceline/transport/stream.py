@@ -9,11 +9,11 @@ from typing import Final, TypeVar, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Frame, Limits
+from paceline.transport.bodies import Bodies, Placement
 from paceline.transport.buffers import flat, fresh_buffer
 from paceline.transport.channel import Channel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
-from paceline.transport.segments import Bodies, Placement
 
 T = TypeVar("T")
 
@@ -107,11 +107,6 @@ class StreamConnection:
         self._readable = True
         self._closed = False
 
-    def allocate(self, size_bytes: int) -> memoryview:
-        """Give writable memory for a body; see `Connection.allocate`."""
-        self._check_open()
-        return self._bodies.allocate(size_bytes)
-
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
         deadline = Deadline.after(timeout_s)
@@ -186,8 +181,8 @@ class StreamConnection:
         raise ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
 
     def _send_frame(self, header: bytes, body: memoryview, deadline: Deadline, timeout_s: float) -> None:
-        placement = self._bodies.place(body)
         self._retirements += b"".join(map(_retirement, self._bodies.take_retired()))
+        placement = self._bodies.place(body)
         start = self._retirements + _prefix_of(header, body, placement) + header
         if placement is None:
             self._write([start, body], None, deadline, timeout_s)
@@ -195,7 +190,7 @@ class StreamConnection:
             self._write([start], placement.descriptor, deadline, timeout_s)
         self._retirements = b""
         if placement is not None and placement.descriptor is not None:
-            self._bodies.passed(placement.segment)
+            self._bodies.passed(placement.region)
 
     def _write(
         self, buffers: list[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
@@ -244,9 +239,8 @@ def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> 
     if placement is None:
         return encode_prefix(Prefix(Kind.INLINE, len(header), body.nbytes))
     kind = Kind.SHARED if placement.descriptor is None else Kind.SHARED_FIRST
-    return encode_prefix(
-        Prefix(kind, len(header), body.nbytes, placement.segment, placement.offset, placement.segment_bytes)
-    )
+    region = placement.region
+    return encode_prefix(Prefix(kind, len(header), body.nbytes, region.number, placement.offset, region.size_bytes))
 
 
 def _retirement(segment: int) -> bytes:

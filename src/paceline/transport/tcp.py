@@ -7,11 +7,12 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Credentials, Limits, check_identity, strip_scheme
+from paceline.transport.bodies import InlineBodies
+from paceline.transport.buffers import check_size, fresh_buffer
 from paceline.transport.channel import Channel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
 from paceline.transport.security import TokenHandshake, introduce_within
-from paceline.transport.segments import InlineBodies
 from paceline.transport.stream import StreamConnection
 
 # A peer whose machine is gone is given up after this long without an acknowledgement.
@@ -42,6 +43,11 @@ class TcpTransport:
         self.name: Final = "tcp"
         self._handshake = TokenHandshake(credentials)
         self._limits = limits or Limits()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give plain memory; see `Transport.allocate`."""
+        check_size(size_bytes)
+        return fresh_buffer(size_bytes)
 
     def listen(self, address: str) -> StreamListener:
         """Listen on a loopback address; raises UsageError for any other, or when the port is taken."""
