@@ -125,6 +125,65 @@ def test_received_body_outlives_the_connection(carrier: Carrier) -> None:
     assert bytes(body[:5]) == b"alive"
 
 
+@pytest.mark.parametrize("size_bytes", [1, 100, 70_000, 1 << 20])
+def test_plain_body_goes_where_the_receiver_wants_it(pair: Pair, size_bytes: int) -> None:
+    body, wanted = os.urandom(size_bytes), bytearray(size_bytes + 10)
+    asked: list[tuple[bytes, int]] = []
+
+    def place(header: bytes, size_bytes: int) -> memoryview:
+        asked.append((header, size_bytes))
+        return memoryview(wanted)[5:-5]
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(pair.client.send, b"push", memoryview(body), timeout_s=5)
+        frame = pair.server.receive(timeout_s=5, place=place)
+        sent.result()
+    assert asked == [(b"push", size_bytes)]
+    assert wanted == bytes(5) + body + bytes(5)
+    frame.body[:1] = b"z"
+    assert wanted[5] == ord("z")
+
+
+def test_floats_are_a_place_too(pair: Pair) -> None:
+    wanted = memoryview(bytearray(24)).cast("f", (2, 3))
+    pair.client.send(b"push", memoryview(bytes(range(24))), timeout_s=5)
+    pair.server.receive(timeout_s=5, place=lambda *_: wanted)
+    assert wanted.tobytes() == bytes(range(24))
+
+
+def test_without_a_place_for_it_a_body_comes_in_fresh_memory(pair: Pair) -> None:
+    pair.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
+    assert bytes(pair.server.receive(timeout_s=5, place=lambda *_: None).body) == b"gradient"
+
+
+def test_an_empty_body_has_no_place(pair: Pair) -> None:
+    def place(header: bytes, size_bytes: int) -> memoryview:
+        raise AssertionError(header)
+
+    pair.client.send(b"tick", timeout_s=5)
+    assert pair.server.receive(timeout_s=5, place=place).body == EMPTY
+
+
+@pytest.mark.parametrize("wanted", [memoryview(bytearray(7)), memoryview(bytearray(9)), memoryview(bytes(8))])
+def test_a_place_must_be_writable_and_of_the_size_of_the_body(pair: Pair, wanted: memoryview) -> None:
+    pair.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
+    with pytest.raises(UsageError, match="a body of 8 bytes was to go into"):
+        pair.server.receive(timeout_s=5, place=lambda *_: wanted)
+
+
+def test_whoever_finds_no_place_may_end_the_connection(pair: Pair) -> None:
+    def place(header: bytes, size_bytes: int) -> memoryview:
+        raise PeerError(f"nobody wants {size_bytes} bytes of {header!r}")
+
+    pair.client.send(b"push", memoryview(b"gradient"), timeout_s=5)
+    with pytest.raises(PeerError, match="nobody wants 8 bytes of b'push'"):
+        pair.server.receive(timeout_s=5, place=place)
+    with pytest.raises(ConnectionLost):
+        pair.server.receive(timeout_s=5)
+    with pytest.raises(ConnectionLost):
+        pair.client.receive(timeout_s=5)
+
+
 def test_body_of_any_element_type_travels_as_bytes(pair: Pair) -> None:
     floats = memoryview(bytearray(24)).cast("f", (2, 3))
     pair.client.send(b"floats", floats, timeout_s=5)

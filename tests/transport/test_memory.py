@@ -18,6 +18,15 @@ def test_allocated_body_is_the_senders_memory() -> None:
         assert bytes(body) == b"0123456789"
 
 
+def test_allocated_body_is_not_placed() -> None:
+    with closing(connect_pair(MemoryTransport(), "memory://server-0")) as pair:
+        memory = pair.transport.allocate(100)
+        pair.client.send(b"push", memory, timeout_s=5)
+        body = pair.server.receive(timeout_s=5, place=lambda *_: memoryview(bytearray(100))).body
+        memory[:4] = b"late"
+        assert bytes(body[:4]) == b"late"
+
+
 def test_memory_allocated_by_another_transport_is_copied() -> None:
     with closing(connect_pair(MemoryTransport(), "memory://server-0")) as pair:
         memory = MemoryTransport().allocate(100)

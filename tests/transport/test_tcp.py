@@ -136,6 +136,18 @@ def test_frame_cut_by_a_deadline_is_continued() -> None:
     assert (received.header, bytes(received.body)) == (b"push", frame[68:])
 
 
+def test_frame_cut_by_a_deadline_is_continued_at_the_place_first_named() -> None:
+    client, server = served_by_hand()
+    wanted = bytearray(1000)
+    frame = encode_prefix(Prefix(Kind.INLINE, 4, 1000)) + b"push" + bytes(range(250)) * 4
+    with client, closing(server):
+        client.sendall(frame[:500])
+        with pytest.raises(DeadlineExceeded):
+            server.receive(timeout_s=0.05, place=lambda *_: memoryview(wanted))
+        client.sendall(frame[500:])
+        assert server.receive(timeout_s=5).body == wanted == frame[68:]
+
+
 def test_frame_cut_by_the_end_is_lost() -> None:
     client, server = served_by_hand()
     with closing(server):

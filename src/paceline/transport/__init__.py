@@ -1,6 +1,6 @@
 """Carries frames between processes, over memory, shared memory or TCP; knows no clock and no message meaning."""
 
-from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Place, Transport
 from paceline.transport.faults import FaultCounts, FaultPlan
 from paceline.transport.faulty import FaultyTransport
 from paceline.transport.memory import MemoryTransport
@@ -18,6 +18,7 @@ __all__ = [
     "Limits",
     "Listener",
     "MemoryTransport",
+    "Place",
     "ShmTransport",
     "TcpTransport",
     "Transport",

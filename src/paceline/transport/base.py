@@ -9,12 +9,16 @@ before `send` returns, and is the receiver's own; over tcp that is every body. E
 dropped. Treat received bodies as read-only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from paceline.errors import UsageError
 
 EMPTY: Final = memoryview(b"")
+
+# Says where a body shall go, given the header of its frame and its size in bytes; None for fresh memory.
+Place = Callable[[bytes, int], memoryview | None]
 
 MIN_TOKEN_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 1024
@@ -82,11 +86,16 @@ class Connection(Protocol):
         """
         ...
 
-    def receive(self, *, timeout_s: float) -> Frame:
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame. One thread at a time.
 
+        `place` is asked, once a frame, where a body goes that is not the sender's memory and not empty: into writable
+        memory of exactly its size, of which the frame then has a view, or (None) into fresh memory. When it raises
+        PeerError, that comes out here and the connection is over.
+
         Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call),
-        ConnectionLost, or PeerError for bytes that are not a frame within the limits (the connection is then over).
+        ConnectionLost, PeerError for bytes that are not a frame within the limits (the connection is then over), or
+        UsageError when `place` gave memory of another size.
         """
         ...
 

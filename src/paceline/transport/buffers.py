@@ -10,7 +10,7 @@ from itertools import count
 from typing import Final, final
 
 from paceline.errors import UsageError
-from paceline.transport.base import EMPTY
+from paceline.transport.base import EMPTY, Place
 
 # Below this a zeroed bytearray is cheaper than a mapping; above it, pages are better touched as bytes arrive.
 MIN_MAPPED_BYTES: Final = 256 * 1024
@@ -55,6 +55,20 @@ def copied(body: memoryview) -> memoryview:
     copy = fresh_buffer(body.nbytes)
     copy[:] = body
     return copy
+
+
+def destination(place: Place | None, header: bytes, size_bytes: int) -> memoryview | None:
+    """Ask `place` where a body goes; returns the memory as bytes, or raises UsageError when a body cannot go there."""
+    memory = None if place is None else place(header, size_bytes)
+    if memory is None:
+        return None
+    if memory.readonly or memory.nbytes != size_bytes:
+        kind = "read-only" if memory.readonly else "writable"
+        raise UsageError(
+            f"a body of {size_bytes} bytes was to go into {kind} memory of {memory.nbytes} bytes, expected writable "
+            "memory of its size"
+        )
+    return flat(memory)
 
 
 @dataclass(frozen=True, slots=True)

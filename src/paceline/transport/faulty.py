@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
 from paceline.transport.buffers import copied, flat
 from paceline.transport.deadline import Deadline
 from paceline.transport.faults import Dice, Fate, FaultCounts, FaultPlan, Tally
@@ -54,9 +54,9 @@ class FaultyConnection:
         finally:
             self._changed.release()
 
-    def receive(self, *, timeout_s: float) -> Frame:
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
-        return self._inner.receive(timeout_s=timeout_s)
+        return self._inner.receive(timeout_s=timeout_s, place=place)
 
     def close(self) -> None:
         """End the connection, and lose the frames held back; see `Connection.close`."""

@@ -6,8 +6,8 @@ from itertools import count
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Frame, Limits, check_identity, strip_scheme
-from paceline.transport.buffers import Regions, check_size, copied, flat, fresh_buffer, map_private
+from paceline.transport.base import EMPTY, Frame, Limits, Place, check_identity, strip_scheme
+from paceline.transport.buffers import Regions, check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import Deadline
 
 # A sender waits while this many frames are unread, as it would for a full socket.
@@ -90,14 +90,17 @@ class MemoryConnection:
         except EOFError:
             raise self._lost() from None
 
-    def receive(self, *, timeout_s: float) -> Frame:
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:
-            return self._incoming.take(Deadline.after(timeout_s))
+            return self._placed(self._incoming.take(Deadline.after(timeout_s)), place)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
         except EOFError:
             raise self._lost() from None
+        except PeerError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
@@ -109,6 +112,16 @@ class MemoryConnection:
             raise UsageError(
                 f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits"
             )
+
+    def _placed(self, frame: Frame, place: Place | None) -> Frame:
+        """Copy a body that is not the sender's memory to where it is wanted."""
+        if not frame.body.nbytes or self._regions.find(frame.body) is not None:
+            return frame
+        memory = destination(place, frame.header, frame.body.nbytes)
+        if memory is None:
+            return frame
+        memory[:] = frame.body
+        return Frame(frame.header, memory)
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"the connection to {self.peer} is over: one side closed it")

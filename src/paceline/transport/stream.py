@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Frame, Limits
+from paceline.transport.base import EMPTY, Frame, Limits, Place
 from paceline.transport.bodies import Bodies, Placement
-from paceline.transport.buffers import flat, fresh_buffer
+from paceline.transport.buffers import destination, flat, fresh_buffer
 from paceline.transport.channel import Channel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
@@ -120,14 +120,14 @@ class StreamConnection:
         finally:
             self._sending.release()
 
-    def receive(self, *, timeout_s: float) -> Frame:
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         with self._receiving:
             if not self._readable:
                 self._check_open()
             deadline = Deadline.after(timeout_s)
             try:
-                return self._ending_if_lost(lambda: self._read_frame(deadline))
+                return self._ending_if_lost(lambda: self._read_frame(deadline, place))
             except TimeoutError:
                 raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
             except PeerError:
@@ -212,27 +212,35 @@ class StreamConnection:
     def _write_some(self, pending: list[memoryview], deadline: Deadline, descriptor: int | None) -> int:
         return self._ending_if_lost(lambda: self._channel.write_some(pending, deadline, descriptor))
 
-    def _read_frame(self, deadline: Deadline) -> Frame:
+    def _read_frame(self, deadline: Deadline, place: Place | None) -> Frame:
         arrival = self._arrival
         while arrival is None:
-            arrival = self._arrival = self._start_arrival(deadline)
+            arrival = self._arrival = self._start_arrival(deadline, place)
         size_bytes = len(arrival.body)
         while arrival.num_read < size_bytes:
             arrival.num_read += self._channel.read_some(arrival.body[arrival.num_read :], deadline)
         self._arrival = None
         return Frame(arrival.header, arrival.body)
 
-    def _start_arrival(self, deadline: Deadline) -> _Arrival | None:
+    def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
         """Read prefix and header and take memory for the body; None when it was but the end of a segment."""
         inbox = self._inbox
         prefix = decode_prefix(inbox.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
         start = inbox.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)
-        inbox.skip(len(start))
+        header = start[PREFIX_BYTES:]
         if prefix.kind is not Kind.INLINE:
+            inbox.skip(len(start))
             body = self._bodies.view(prefix, inbox.descriptors, self.peer)
-            return None if prefix.kind is Kind.RETIRED else _Arrival(start[PREFIX_BYTES:], body, len(body))
-        body = fresh_buffer(prefix.body_bytes) if prefix.body_bytes else EMPTY
-        return _Arrival(start[PREFIX_BYTES:], body, inbox.drain_into(body) if prefix.body_bytes else 0)
+            return None if prefix.kind is Kind.RETIRED else _Arrival(header, body, len(body))
+        body = self._memory_for(header, prefix.body_bytes, place)
+        inbox.skip(len(start))
+        return _Arrival(header, body, inbox.drain_into(body) if prefix.body_bytes else 0)
+
+    def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> memoryview:
+        if not size_bytes:
+            return EMPTY
+        memory = destination(place, header, size_bytes)
+        return fresh_buffer(size_bytes) if memory is None else memory
 
 
 def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> bytes:
