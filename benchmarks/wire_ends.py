@@ -83,7 +83,10 @@ class RawEnd:
 
 @final
 class CarrierEnd:
-    """A connection of Paceline; `shared` bodies are given by address, and the receiver copies them out."""
+    """A connection of Paceline, which receives into memory that is there already.
+
+    `shared` bodies are given by address, and the receiver copies them out.
+    """
 
     def __init__(self, transport: Transport, connection: Connection, size_bytes: int, *, shared: bool) -> None:
         self._connection = connection
@@ -97,7 +100,7 @@ class CarrierEnd:
 
     def take(self) -> None:
         """Wait for one large body."""
-        body = self._connection.receive(timeout_s=TIMEOUT_S).body
+        body = self._connection.receive(timeout_s=TIMEOUT_S, place=lambda *_: self._body).body
         if self._shared:
             self._body[:] = body
 

@@ -15,7 +15,7 @@ from tests.transport.wire import open_raw, raw_server, shake_hands
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Limits, TcpTransport
-from paceline.transport.channel import Channel
+from paceline.transport.channel import SocketChannel
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
 from paceline.transport.stream import StreamConnection
 
@@ -184,6 +184,6 @@ def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: py
 
     client, server = served_by_hand()
     with client, closing(server):
-        monkeypatch.setattr(Channel, "read_some", silent)
+        monkeypatch.setattr(SocketChannel, "read_some", silent)
         with pytest.raises(ConnectionLost, match="fell silent"):
             server.receive(timeout_s=5)

@@ -135,6 +135,11 @@ class Transport(Protocol):
         """The scheme of its addresses, e.g. "tcp"."""
         ...
 
+    @property
+    def maps_memory(self) -> bool:
+        """Whether an allocated body arrives as a mapping: it shows what its owner writes, and nobody else can."""
+        ...
+
     def allocate(self, size_bytes: int) -> memoryview:
         """Give writable memory whose content travels without a copy where the carrier can (shm, memory).
 

@@ -17,7 +17,7 @@ from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.transport.base import Limits
-from paceline.transport.channel import Channel
+from paceline.transport.channel import Channel, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.security import Handshake
 from paceline.transport.stream import StreamConnection
@@ -135,7 +135,7 @@ class StreamListener:
         except (PeerError, OSError):
             sock.close()
             return
-        guest = _Guest(Channel(sock), name, time.monotonic())
+        guest = _Guest(SocketChannel(sock), name, time.monotonic())
         thread = threading.Thread(target=self._receive_guest, args=(guest,), name=f"paceline-greet {name}", daemon=True)
         with self._changed:
             self._guests[guest] = thread

@@ -176,6 +176,7 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, plan: FaultPlan, seed: int) -> None:
         self.name: Final = inner.name
+        self.maps_memory: Final = inner.maps_memory
         self._inner = inner
         self._plan = plan
         self._seed = seed

@@ -19,6 +19,7 @@ PREFIX_BYTES: Final = 64
 # magic, version, kind, header bytes, segment, body bytes, offset, segment bytes, spare; then the checksum of these.
 _FIELDS: Final = struct.Struct("<4sHHIIQQQ20x")
 _CHECKSUM: Final = struct.Struct("<I")
+_PREFIX: Final = struct.Struct(_FIELDS.format + "I")
 
 
 class Kind(IntEnum):
@@ -57,12 +58,11 @@ def encode_prefix(prefix: Prefix) -> bytes:
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
-def decode_prefix(raw: bytes, limits: Limits, peer: str) -> Prefix:
+def decode_prefix(raw: bytes | memoryview, limits: Limits, peer: str) -> Prefix:
     """Read and check 64 bytes from `peer`; raises PeerError saying which check failed."""
-    fields, checksum = raw[: _FIELDS.size], raw[_FIELDS.size :]
-    magic, version, kind, header_bytes, segment, body_bytes, offset, segment_bytes = _FIELDS.unpack(fields)
+    magic, version, kind, header_bytes, segment, body_bytes, offset, segment_bytes, checksum = _PREFIX.unpack(raw)
     check_greeting(magic, version, peer)
-    if _CHECKSUM.pack(zlib.crc32(fields)) != checksum:
+    if zlib.crc32(raw[: _FIELDS.size]) != checksum:
         raise PeerError(f"{peer} sent a damaged frame: its checksum does not match; the connection is over")
     if kind not in _KINDS:
         raise PeerError(f"{peer} sent a frame of kind {kind}, expected one of {sorted(_KINDS)}")

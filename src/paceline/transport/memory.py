@@ -182,6 +182,7 @@ class MemoryTransport:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.name: Final = "memory"
+        self.maps_memory: Final = False  # others get the very memory, and could write to it
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}

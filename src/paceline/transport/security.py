@@ -18,7 +18,7 @@ from typing import Final, Protocol, final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused
 from paceline.transport.base import MAX_IDENTITY_BYTES, Credentials
-from paceline.transport.channel import Channel
+from paceline.transport.channel import Channel, read_exactly, write_all
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
 
@@ -54,26 +54,26 @@ class TokenHandshake:
 
     def answer(self, channel: Channel, deadline: Deadline) -> bytes:
         """Play the server; see `Handshake.answer`."""
-        magic, version, identity_bytes, theirs = _HELLO.unpack(channel.read_exactly(_HELLO.size, deadline))
+        magic, version, identity_bytes, theirs = _HELLO.unpack(read_exactly(channel, _HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
             raise PeerError("the client is not a Paceline peer")
         ours = os.urandom(NONCE_BYTES)
-        channel.write_all(_GREETING.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        write_all(channel, _GREETING.pack(MAGIC, WIRE_VERSION, ours), deadline)
         check_greeting(magic, version, "the client")
-        identity = channel.read_exactly(identity_bytes, deadline)
-        proof = channel.read_exactly(PROOF_BYTES, deadline)
+        identity = read_exactly(channel, identity_bytes, deadline)
+        proof = read_exactly(channel, PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, self._prove(b"client", identity, theirs, ours)):
             raise AuthenticationFailed("the client did not prove that it belongs to this job")
-        channel.write_all(self._prove(b"server", identity, theirs, ours), deadline)
+        write_all(channel, self._prove(b"server", identity, theirs, ours), deadline)
         return identity
 
     def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
         """Play the client; see `Handshake.introduce`."""
         ours = os.urandom(NONCE_BYTES)
-        channel.write_all(_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity, deadline)
-        magic, version, theirs = _GREETING.unpack(channel.read_exactly(_GREETING.size, deadline))
+        write_all(channel, _HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity, deadline)
+        magic, version, theirs = _GREETING.unpack(read_exactly(channel, _GREETING.size, deadline))
         _check_server(magic, version, server)
-        channel.write_all(self._prove(b"client", identity, ours, theirs), deadline)
+        write_all(channel, self._prove(b"client", identity, ours, theirs), deadline)
         proof = self._await_proof(channel, server, deadline)
         if not hmac.compare_digest(proof, self._prove(b"server", identity, ours, theirs)):
             raise AuthenticationFailed(
@@ -82,7 +82,7 @@ class TokenHandshake:
 
     def _await_proof(self, channel: Channel, server: str, deadline: Deadline) -> bytes:
         try:
-            return channel.read_exactly(PROOF_BYTES, deadline)
+            return read_exactly(channel, PROOF_BYTES, deadline)
         except (EOFError, ConnectionError):
             raise AuthenticationFailed(
                 f"{server} closed the connection instead of proving itself: the token or the job "
@@ -104,21 +104,21 @@ class LocalHandshake:
 
     def answer(self, channel: Channel, deadline: Deadline) -> bytes:
         """Play the server; see `Handshake.answer`."""
-        magic, version, identity_bytes, digest = _LOCAL_HELLO.unpack(channel.read_exactly(_LOCAL_HELLO.size, deadline))
+        magic, version, identity_bytes, digest = _LOCAL_HELLO.unpack(read_exactly(channel, _LOCAL_HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
             raise PeerError("the client is not a Paceline peer")
         ours = hmac.compare_digest(digest, self._digest())
-        channel.write_all(_LOCAL_ANSWER.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        write_all(channel, _LOCAL_ANSWER.pack(MAGIC, WIRE_VERSION, ours), deadline)
         check_greeting(magic, version, "the client")
         if not ours:
             raise AuthenticationFailed("the client belongs to another job")
-        return channel.read_exactly(identity_bytes, deadline)
+        return read_exactly(channel, identity_bytes, deadline)
 
     def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
         """Play the client; see `Handshake.introduce`."""
         hello = _LOCAL_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), self._digest())
-        channel.write_all(hello + identity, deadline)
-        magic, version, same_job = _LOCAL_ANSWER.unpack(channel.read_exactly(_LOCAL_ANSWER.size, deadline))
+        write_all(channel, hello + identity, deadline)
+        magic, version, same_job = _LOCAL_ANSWER.unpack(read_exactly(channel, _LOCAL_ANSWER.size, deadline))
         _check_server(magic, version, server)
         if not same_job:
             raise AuthenticationFailed(f"{server} belongs to another job than {self._job!r}")

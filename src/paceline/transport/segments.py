@@ -15,6 +15,7 @@ from typing import Final, final
 
 from paceline.errors import PeerError
 from paceline.transport.buffers import Region, Regions, check_size, fresh_buffer
+from paceline.transport.peer_memory import PeerMemory
 
 CreateMemory = Callable[[int], int]
 Notice = Callable[[str], None]
@@ -85,7 +86,7 @@ def _create_segment(size_bytes: int, create: CreateMemory) -> tuple[int, mmap.mm
     return descriptor, mapping
 
 
-def map_segment(descriptor: int, size_bytes: int, peer: str) -> mmap.mmap:
+def map_segment(descriptor: int, size_bytes: int, peer: str) -> PeerMemory:
     """Map the peer's memory once it is known that it is as large as said and cannot shrink.
 
     The mapping is private: should anyone here write to it, the page becomes a copy and the peer's memory stays as
@@ -101,6 +102,6 @@ def map_segment(descriptor: int, size_bytes: int, peer: str) -> mmap.mmap:
     if found_bytes != size_bytes or size_bytes == 0:
         raise PeerError(f"{peer} passed a segment of {found_bytes} bytes and announced {size_bytes}")
     try:
-        return mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_COPY)
+        return PeerMemory(descriptor, size_bytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise PeerError(f"memory passed by {peer} cannot be mapped here: {error.strerror}") from error

@@ -14,7 +14,7 @@ from typing import Final, final
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
 from paceline.transport.bodies import SharedBodies
-from paceline.transport.channel import Channel
+from paceline.transport.channel import Channel, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
 from paceline.transport.security import LocalHandshake, check_same_user, introduce_within
@@ -60,6 +60,7 @@ class ShmTransport:
         create_memory: CreateMemory = create_memory,
     ) -> None:
         self.name: Final = "shm"
+        self.maps_memory: Final = True
         self._handshake = LocalHandshake(job)
         self._limits = limits or Limits()
         self._segments = Segments(create_memory, _Once(notice))
@@ -80,7 +81,7 @@ class ShmTransport:
         path = _parse(address)
         peer = f"shm://{path}"
         deadline = Deadline.after(timeout_s)
-        channel = Channel(_open(path, peer, timeout_s))
+        channel = SocketChannel(_open(path, peer, timeout_s))
         introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
         return self._welcome(channel, peer, identity)
 

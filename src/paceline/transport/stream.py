@@ -1,11 +1,9 @@
 """A connection over a stream socket: what tcp and shm have in common."""
 
-import os
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar, final
+from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Frame, Limits, Place
@@ -14,12 +12,7 @@ from paceline.transport.buffers import destination, flat, fresh_buffer
 from paceline.transport.channel import Channel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
-
-T = TypeVar("T")
-
-# A frame brings at most one descriptor; a few may wait while the frame before theirs is still being read.
-_MAX_WAITING_DESCRIPTORS: Final = 4
-_MIN_INBOX_BYTES: Final = 16 * 1024
+from paceline.transport.readahead import ReadAhead
 
 
 @dataclass(slots=True)
@@ -32,59 +25,6 @@ class _Arrival:
 
 
 @final
-class _Inbox:
-    """Bytes read ahead of what is wanted, so that small frames cost one read, or less. Room for one whole header."""
-
-    def __init__(self, channel: Channel, limits: Limits, bodies: Bodies) -> None:
-        self._channel = channel
-        self._memory = memoryview(bytearray(max(_MIN_INBOX_BYTES, PREFIX_BYTES + limits.max_header_bytes)))
-        self._takes_descriptors = bodies.passes_descriptors
-        # Invariant: 0 <= start <= end <= len(memory); the bytes between are not consumed yet.
-        self._start = 0
-        self._end = 0
-        self.descriptors: deque[int] = deque()
-
-    def wait_for(self, num_bytes: int, deadline: Deadline) -> bytes:
-        """Return the next `num_bytes` without consuming them."""
-        while self._end - self._start < num_bytes:
-            self._read_more(deadline)
-        return bytes(self._memory[self._start : self._start + num_bytes])
-
-    def skip(self, num_bytes: int) -> None:
-        """Consume bytes."""
-        self._start += num_bytes
-        if self._start == self._end:
-            self._start = self._end = 0
-
-    def drain_into(self, buffer: memoryview) -> int:
-        """Consume bytes into `buffer`, as many as there are and fit; returns how many."""
-        num_bytes = min(len(buffer), self._end - self._start)
-        buffer[:num_bytes] = self._memory[self._start : self._start + num_bytes]
-        self.skip(num_bytes)
-        return num_bytes
-
-    def close(self) -> None:
-        """Close the descriptors that no frame asked for."""
-        while self.descriptors:
-            os.close(self.descriptors.popleft())
-
-    def _read_more(self, deadline: Deadline) -> None:
-        if self._start:
-            waiting = bytes(self._memory[self._start : self._end])
-            self._memory[: len(waiting)] = waiting
-            self._start, self._end = 0, len(waiting)
-        room = self._memory[self._end :]
-        if not self._takes_descriptors:
-            self._end += self._channel.read_some(room, deadline)
-            return
-        num_bytes, descriptors = self._channel.read_with_descriptors(room, deadline)
-        self._end += num_bytes
-        self.descriptors.extend(descriptors)
-        if len(self.descriptors) > _MAX_WAITING_DESCRIPTORS:
-            raise PeerError("more descriptors came than frames that use them")
-
-
-@final
 class StreamConnection:
     """A `Connection` over a channel whose handshake is done."""
 
@@ -94,7 +34,7 @@ class StreamConnection:
         self._channel = channel
         self._limits = limits
         self._bodies = bodies
-        self._inbox = _Inbox(channel, limits, bodies)
+        self._ahead = ReadAhead(channel, limits, bodies)
         self._arrival: _Arrival | None = None
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -127,12 +67,17 @@ class StreamConnection:
                 self._check_open()
             deadline = Deadline.after(timeout_s)
             try:
-                return self._ending_if_lost(lambda: self._read_frame(deadline, place))
-            except TimeoutError:
-                raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
-            except PeerError:
+                return self._read_frame(deadline, place)
+            except PeerError as error:
+                self._end(str(error))
                 self._readable = False
                 raise
+            except (EOFError, OSError) as error:
+                late = f"waited {timeout_s} s for a frame from {self.peer}; none came"
+                failure = self._meaning_of(error, late)
+                if isinstance(failure, ConnectionLost):
+                    self._readable = False
+                raise failure from None
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
@@ -143,7 +88,7 @@ class StreamConnection:
             if not self._closed:
                 self._closed = True
                 self._channel.close()
-                self._inbox.close()
+                self._ahead.close()
                 self._bodies.close()
 
     def _check_sizes(self, header: bytes, body: memoryview) -> None:
@@ -163,54 +108,43 @@ class StreamConnection:
             self._ended = reason
         self._channel.shut()
 
-    def _ending_if_lost(self, step: Callable[[], T]) -> T:
-        """Do one step of reading or writing; whatever ends the stream ends the connection, with its reason."""
-        try:
-            return step()
-        except TimeoutError as error:
-            if error.errno is None:  # our deadline; the kernel's verdict that the peer fell silent has a number
-                raise
-            self._end("the other side fell silent")
-        except PeerError as error:
-            self._end(str(error))
-            raise
-        except EOFError:
+    def _meaning_of(self, error: EOFError | OSError, late: str) -> DeadlineExceeded | ConnectionLost:
+        """Return `late` as the error for our own deadline; any other error ends the connection and says why."""
+        if isinstance(error, EOFError):
             self._end("the other side closed it or died")
-        except OSError as error:
+        elif not isinstance(error, TimeoutError):
             self._end(error.strerror or str(error))
-        raise ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
+        elif error.errno is None:
+            return DeadlineExceeded(late)
+        else:  # the kernel's verdict, which has a number
+            self._end("the other side fell silent")
+        return ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
 
     def _send_frame(self, header: bytes, body: memoryview, deadline: Deadline, timeout_s: float) -> None:
         self._retirements += b"".join(map(_retirement, self._bodies.take_retired()))
         placement = self._bodies.place(body)
         start = self._retirements + _prefix_of(header, body, placement) + header
-        if placement is None:
-            self._write([start, body], None, deadline, timeout_s)
-        else:
-            self._write([start], placement.descriptor, deadline, timeout_s)
+        buffers = [start, body] if placement is None and body.nbytes else [start]
+        descriptor = None if placement is None else placement.descriptor
+        self._write(buffers, descriptor, deadline, timeout_s)
         self._retirements = b""
-        if placement is not None and placement.descriptor is not None:
+        if placement is not None and descriptor is not None:
             self._bodies.passed(placement.region)
 
     def _write(
-        self, buffers: list[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
+        self, buffers: Sequence[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
     ) -> None:
-        pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        total = num_left = sum(map(len, pending))
-        while num_left:
-            try:
-                num_sent = self._write_some(pending, deadline, descriptor if num_left == total else None)
-            except TimeoutError:
-                if num_left < total:
-                    self._end(f"a frame could be sent only in part within {timeout_s} s")
-                raise DeadlineExceeded(
-                    f"waited {timeout_s} s for {self.peer} to take a frame; sent {total - num_left} of {total} bytes"
-                ) from None
-            num_left -= num_sent
-            pending = _after(pending, num_sent)
-
-    def _write_some(self, pending: list[memoryview], deadline: Deadline, descriptor: int | None) -> int:
-        return self._ending_if_lost(lambda: self._channel.write_some(pending, deadline, descriptor))
+        total_bytes, num_sent = sum(map(len, buffers)), 0
+        try:
+            num_sent = self._channel.write_some(buffers, deadline, descriptor)
+            while num_sent < total_bytes:
+                num_sent += self._channel.write_some(_after(buffers, num_sent), deadline)
+        except (EOFError, OSError) as error:
+            late = f"waited {timeout_s} s for {self.peer} to take a frame; sent {num_sent} of {total_bytes} bytes"
+            failure = self._meaning_of(error, late)
+            if num_sent:
+                self._end(f"a frame could be sent only in part within {timeout_s} s")
+            raise failure from None
 
     def _read_frame(self, deadline: Deadline, place: Place | None) -> Frame:
         arrival = self._arrival
@@ -218,23 +152,23 @@ class StreamConnection:
             arrival = self._arrival = self._start_arrival(deadline, place)
         size_bytes = len(arrival.body)
         while arrival.num_read < size_bytes:
-            arrival.num_read += self._channel.read_some(arrival.body[arrival.num_read :], deadline)
+            arrival.num_read += self._channel.read_much(arrival.body[arrival.num_read :], deadline)
         self._arrival = None
         return Frame(arrival.header, arrival.body)
 
     def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
         """Read prefix and header and take memory for the body; None when it was but the end of a segment."""
-        inbox = self._inbox
-        prefix = decode_prefix(inbox.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
-        start = inbox.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)
-        header = start[PREFIX_BYTES:]
+        ahead = self._ahead
+        prefix = decode_prefix(ahead.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
+        start = ahead.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)
+        header = bytes(start[PREFIX_BYTES:])
         if prefix.kind is not Kind.INLINE:
-            inbox.skip(len(start))
-            body = self._bodies.view(prefix, inbox.descriptors, self.peer)
+            ahead.skip(len(start))
+            body = self._bodies.view(prefix, ahead.descriptors, self.peer)
             return None if prefix.kind is Kind.RETIRED else _Arrival(header, body, len(body))
         body = self._memory_for(header, prefix.body_bytes, place)
-        inbox.skip(len(start))
-        return _Arrival(header, body, inbox.drain_into(body) if prefix.body_bytes else 0)
+        ahead.skip(len(start))
+        return _Arrival(header, body, ahead.drain_into(body) if prefix.body_bytes else 0)
 
     def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> memoryview:
         if not size_bytes:
@@ -255,9 +189,11 @@ def _retirement(segment: int) -> bytes:
     return encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))
 
 
-def _after(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+def _after(buffers: Sequence[bytes | memoryview], num_bytes: int) -> list[memoryview]:
     """Return what is left of the buffers after their first `num_bytes`."""
-    while buffers and num_bytes >= len(buffers[0]):
-        num_bytes -= len(buffers[0])
-        buffers = buffers[1:]
-    return [buffers[0][num_bytes:], *buffers[1:]] if buffers else []
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if num_bytes < len(buffer):
+            rest.append(memoryview(buffer)[num_bytes:])
+        num_bytes = max(0, num_bytes - len(buffer))
+    return rest

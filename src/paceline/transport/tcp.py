@@ -9,7 +9,7 @@ from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Credentials, Limits, check_identity, strip_scheme
 from paceline.transport.bodies import InlineBodies
 from paceline.transport.buffers import check_size, fresh_buffer
-from paceline.transport.channel import Channel
+from paceline.transport.channel import Channel, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
 from paceline.transport.security import TokenHandshake, introduce_within
@@ -41,6 +41,7 @@ class TcpTransport:
 
     def __init__(self, credentials: Credentials, limits: Limits | None = None) -> None:
         self.name: Final = "tcp"
+        self.maps_memory: Final = False
         self._handshake = TokenHandshake(credentials)
         self._limits = limits or Limits()
 
@@ -72,7 +73,7 @@ class TcpTransport:
         peer = _format((host, port))
         deadline = Deadline.after(timeout_s)
         sock = _open(family, host, port, timeout_s)
-        channel = Channel(sock)
+        channel = SocketChannel(sock)
         introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
         return self._welcome(channel, peer, identity)
 
