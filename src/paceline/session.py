@@ -34,6 +34,7 @@ from paceline.observe.trace import Trace, trace_path
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale, Segment, TableSpec
 from paceline.training.optimizer import DistributedOptimizer, Settings
+from paceline.training.weights import Weights
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 
@@ -74,6 +75,7 @@ class Session:
     num_samples: int = 0
     # Those in use. Weak: whoever drops an optimizer is done with it.
     _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
+    _weights: list[Weights] = field(default_factory=list[Weights])
     _tables: dict[str, Table] = field(default_factory=dict[str, Table])
     closed: bool = False
 
@@ -139,7 +141,9 @@ class Session:
             spec, tuple(shape), _first_values(init, spec, tuple(shape)), read_my_writes=read_my_writes
         )
 
-    def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
+    def open_table(
+        self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool, live: bool = False
+    ) -> Table:
         """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part."""
         if spec.name in self._tables:
             raise UsageError(
@@ -147,7 +151,7 @@ class Session:
                 "this one a name of its own (name=...)."
             )
         spec.validate()
-        mirror = self.node.open_table(spec, reads_own_writes=read_my_writes)
+        mirror = self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
         parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
         if self.rank == 0:
             self._give_values(spec.name, parts)
@@ -160,6 +164,10 @@ class Session:
         self._tables[spec.name] = table
         self.meter.begin()
         return table
+
+    def keep(self, weights: Weights) -> None:
+        """Detach these weights from the servers' memory when this worker leaves."""
+        self._weights.append(weights)
 
     def _give_values(self, table: str, parts: list[memoryview]) -> None:
         self.node.ask_all(
@@ -200,6 +208,8 @@ class Session:
             return
         self.closed = True
         atexit.unregister(self.close)
+        for weights in self._weights:
+            weights.detach()
         try:
             if politely:
                 self.node.leave()

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
+from paceline.node.layout import torch_dtype
 from paceline.node.requests import AwaitValues, Initialise
 from paceline.node.server import ServerNode
-from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.node.worker import ReadOutcome, WorkerNode, WorkerOptions
 from paceline.observe.trace import Trace
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import Scale, Segment, TableSpec
@@ -163,7 +164,12 @@ def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -
     """Open a table as a session does: worker 0 gives the first values, all wait for them."""
     mirror = node.open_table(spec)
     if node.settings.sender.worker == 0:
-        values = torch.zeros(spec.numel, dtype=mirror.values.dtype) if first is None else first
+        values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
         parts = [memoryview(mirror.part(values, span.server).numpy()).cast("B") for span in mirror.spans]
         node.ask_all(lambda number: Initialise(number, spec.name), "initialise", parts)
     node.ask_all(lambda number: AwaitValues(number, spec.name), "first values")
+
+
+def read_values(node: WorkerNode, name: str, out: Tensor, *, refresh: bool = True) -> ReadOutcome:
+    """Copy the values of a table into a tensor once they are fresh enough."""
+    return node.read(name, lambda mirror: mirror.read_into(out), refresh=refresh)

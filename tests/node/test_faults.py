@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.node.cluster import CARRIERS, Cluster, cluster, counts_of, open_table, table
+from tests.node.cluster import CARRIERS, Cluster, cluster, counts_of, open_table, read_values, table
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
@@ -38,7 +38,7 @@ class Ledger:
             self.outcomes[slot] = node.push("ledger", one_hot(slot, self.spec.numel), count=1.0)
             done += 1
             node.tick()
-            node.read("ledger", values, refresh=done % 2 == 0)
+            read_values(node, "ledger", values, refresh=done % 2 == 0)
             self.check(node, values, done)
 
     def check(self, node: WorkerNode, values: Tensor, done: int) -> None:
@@ -118,6 +118,6 @@ def descend(node: WorkerNode) -> None:
     open_table(node, spec, torch.ones(spec.numel))
     values = torch.empty(spec.numel)
     for _ in range(NUM_CLOCKS):
-        node.read("model", values)
+        read_values(node, "model", values)
         node.push("model", (values - target) * values.cos(), count=1.0)
         node.tick()

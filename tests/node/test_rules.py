@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.node.client import NUMEL, ONES, SENDER, WORKER, Client, as_body, client, member, push, serve_table
-from tests.node.cluster import Cluster, cluster, open_table, table
+from tests.node.cluster import Cluster, cluster, open_table, read_values, table
 
 from paceline.core.messages import (
     Applied,
@@ -191,7 +191,7 @@ def test_what_comes_late_over_an_old_connection_does_not_take_the_place_of_the_n
 
 
 def test_values_under_way_are_not_overwritten_by_what_is_sent_again(tmp_path: Path) -> None:
-    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
+    with cluster("shm", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
         serve_table(worker)
         pull = PullFrame(Pull(SENDER, 1, "w", 0, 0), 0)
         worker.say(pull)
@@ -226,7 +226,7 @@ def test_a_reader_that_does_not_read_is_dropped_and_holds_up_others_for_its_limi
         waited = time.monotonic()
         with servers.joined(0) as node:
             open_table(node, table("w", numel, "asynchronous"))
-            node.read("w", torch.empty(numel))
+            read_values(node, "w", torch.empty(numel))
             node.leave()
 
         assert time.monotonic() - waited < 5.0
@@ -245,6 +245,6 @@ def test_a_worker_that_cannot_be_answered_does_not_disturb_the_one_whose_tick_an
             for _ in range(3):
                 node.push("w", torch.ones(NUMEL), count=1.0)
                 node.tick()
-                node.read("w", torch.empty(NUMEL))
+                read_values(node, "w", torch.empty(NUMEL))
             node.leave()
         assert servers.values("w").tolist() == [3.0] * NUMEL

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, table
+from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, read_values, table
 
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
@@ -52,7 +52,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         lambda: node.push("w", torch.ones(4), count=1.0),
         node.tick,
         node.leave,
-        lambda: node.read("w", torch.empty(4)),
+        lambda: read_values(node, "w", torch.empty(4)),
         lambda: node.ask(0, lambda number: None, "nothing"),
     ):
         with pytest.raises(PeerError, match=r"worker 0 \(clock 1\): the connection to .* is lost"):
@@ -69,7 +69,7 @@ def test_what_does_not_come_in_time_is_named(tmp_path: Path) -> None:
         with pytest.raises(
             DeadlineExceeded, match=r"worker 0 \(clock 2\) waited 0.2 s for values of table 'w' at clock 2 \(ssp:1\)"
         ):
-            node.read("w", torch.empty(4))
+            read_values(node, "w", torch.empty(4))
         node.push("w", torch.ones(4), count=1.0)
         node.settle()
 
@@ -85,7 +85,7 @@ def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_the
             ):
                 node.settle()
             node.tick()
-            node.read("w", values)
+            read_values(node, "w", values)
 
             assert values.tolist() == [10.0 * clock] * 4
             assert all(push.result(timeout=5).applied for push in pushed)
@@ -98,7 +98,7 @@ def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> N
         for call in (
             lambda: node.push("v", torch.ones(4), count=1.0),
             lambda: node.begin_read("v"),
-            lambda: node.read("v", torch.empty(4)),
+            lambda: read_values(node, "v", torch.empty(4)),
         ):
             with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
                 call()
@@ -118,7 +118,7 @@ def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
                 return
             node.tick()
             late = node.begin_read("late")
-            node.read("soon", torch.empty(4))
+            read_values(node, "soon", torch.empty(4))
             assert not late.done()
             ahead.set()
             assert late.result(timeout=10).clock == 1
@@ -147,7 +147,7 @@ def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tm
             for _ in range(8):
                 node.push("w", torch.ones(4), count=1.0)
                 node.tick()
-                node.read("w", torch.empty(4))
+                read_values(node, "w", torch.empty(4))
 
         servers.run(2, work)
 
@@ -177,7 +177,7 @@ def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_pa
             open_table(node, spec)
             node.push("w", torch.ones(4), count=1.0)
             node.tick()
-            node.read("w", torch.empty(4))
+            read_values(node, "w", torch.empty(4))
             node.leave()
 
         assert servers.values("w").tolist() == [1.0] * 4

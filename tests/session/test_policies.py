@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.jobs import Job, job, join_all, run_job
+from tests.node.cluster import read_values
 
 import paceline
 from paceline.core.consistency import Consistency
@@ -54,7 +55,7 @@ def test_essp_values_come_by_themselves(tmp_path: Path) -> None:
             ps.clock()
         sources, deadline = set[str](), time.monotonic() + 20
         while out[0] < 2 * num_clocks and time.monotonic() < deadline:
-            sources.add(ps.node.read("w", out, refresh=False).source)
+            sources.add(read_values(ps.node, "w", out, refresh=False).source)
         assert out.tolist() == [2.0 * num_clocks] * 4
         return sources
 

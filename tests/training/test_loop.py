@@ -283,7 +283,7 @@ def of_nothing() -> torch.optim.Optimizer:
         (lambda: torch.optim.SGD([small()]), {"consistency": "sspp:3"}, "unknown consistency 'sspp:3'"),
         (lambda: torch.optim.SGD([small()]), {"consistency": "ssp:-1"}, "staleness bound is -1"),
         (lambda: torch.optim.SGD([small()]), {"scale": "median"}, "scale is 'median'"),
-        (lambda: torch.optim.SGD([small()]), {"nonfinite": "ignore"}, "nonfinite is 'ignore'"),
+        (lambda: torch.optim.SGD([small()]), {"nonfinite": "skip"}, "nonfinite is 'skip'"),
         (lambda: torch.optim.SGD([small()]), {"name": ""}, "it has no name"),
     ],
 )

@@ -12,6 +12,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.node.layout import as_tensor, torch_dtype
 from paceline.tensors.table import Hyper, TableSpec
+from paceline.transport.peer_memory import PeerMemory
 
 
 @dataclass(slots=True)
@@ -22,23 +23,58 @@ class _Own:
     missing: set[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """Values of a table where they lie: tensors, each with the element of the table at which it starts, in order."""
+
+    parts: tuple[tuple[int, Tensor], ...]
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop`: a view if they lie in one piece, else a tensor of their own."""
+        found = self._pieces(start, stop)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def lie_together(self, start: int, stop: int) -> bool:
+        """Say whether the elements from `start` to `stop` lie in one piece."""
+        return len(self._pieces(start, stop)) == 1
+
+    def _pieces(self, start: int, stop: int) -> list[Tensor]:
+        return [
+            values[max(start - first, 0) : stop - first]
+            for first, values in self.parts
+            if first < stop and start < first + values.numel()
+        ]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The addresses of the parts: while these stay the same, so do views of live values."""
+        return tuple(values.data_ptr() for _, values in self.parts)
+
+
 @dataclass(slots=True)
 class Mirror:
     """The cached copy of one table. Used under the lock of the worker node.
 
     With `reads_own_writes`, a read adds the worker's own updates that the copy lacks. That needs a rule whose effect
-    the worker can compute itself: adding, and plain SGD.
+    the worker can compute itself: adding, and plain SGD. With `live` nothing is copied: what servers send is their own
+    memory, in which values change as updates are applied.
     """
 
     spec: TableSpec
     spans: tuple[Range, ...]
     reads_own_writes: bool
-    values: Tensor = field(init=False)
+    live: bool = False
+    # What each server sent last. Invariant: unless live, these are the parts of one flat tensor.
+    _parts: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _bodies: dict[int, memoryview] = field(default_factory=dict[int, memoryview])  # of a live copy, by server
+    _flat: Tensor | None = None
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
 
     def __post_init__(self) -> None:
         """Start with zeros; nothing is read before the first values have come."""
-        self.values = torch.zeros(self.spec.numel, dtype=torch_dtype(self.spec))
+        if not self.live:
+            self._flat = torch.zeros(self.spec.numel, dtype=torch_dtype(self.spec))
+            self._parts = {server: self.part(self._flat, server) for server in self.servers}
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -51,7 +87,11 @@ class Mirror:
 
     def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
         """Take in values from a server; they contain the own pushes below `settled` and those in `includes`."""
-        self.part(self.values, server).copy_(as_tensor(body, self.values.dtype))
+        values = as_tensor(body, torch_dtype(self.spec))
+        if self.live:
+            self._parts[server], self._bodies[server] = values, body
+        else:
+            self._parts[server].copy_(values)
         for seq, own in list(self._own.items()):
             if seq < settled or seq in includes:
                 own.missing.discard(server)
@@ -70,10 +110,30 @@ class Mirror:
 
     def read_into(self, out: Tensor) -> None:
         """Copy the values, with own updates added where they are missing, into a flat tensor."""
-        out.copy_(self.values)
+        for server, values in self._parts.items():
+            self.part(out, server).copy_(values)
         for own in self._own.values():
             for server in own.missing:
                 self.part(out, server).add_(self.part(own.change, server))
+
+    def reread(self) -> None:
+        """Forget what this process wrote to the memory of a live copy."""
+        for body in self._bodies.values():
+            if isinstance(body.obj, PeerMemory):
+                body.obj.reread()
+
+    def readable(self) -> Readable:
+        """Return the values, with own updates, without a copy where that is possible.
+
+        To be used under the lock; the memory of a live copy stays for as long as somebody holds a view of it.
+        """
+        if self._own:
+            whole = torch.empty(self.spec.numel, dtype=torch_dtype(self.spec))
+            self.read_into(whole)
+            return Readable(((0, whole),))
+        if self._flat is not None:
+            return Readable(((0, self._flat),))
+        return Readable(tuple((span.start, self._parts[span.server]) for span in self.spans if span.length))
 
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:

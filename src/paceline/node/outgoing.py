@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
+from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import TableSpec
 
 T = TypeVar("T")
@@ -39,48 +40,57 @@ def settled(outcome: PushOutcome) -> Future[PushOutcome]:
     return future
 
 
+@dataclass(frozen=True, slots=True)
+class PushBuffer:
+    """Memory in which one push of a table travels, to all servers at once; `gradient` is (elements of the table,)."""
+
+    memory: memoryview
+    gradient: Tensor
+
+
 @dataclass(slots=True)
 class Outgoing:
     """One push between the user's call and the last server's answer."""
 
     frame: PushFrame
-    bodies: dict[int, memoryview]  # by server. Invariant: holds exactly the servers that have not answered
+    buffer: PushBuffer
+    bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     future: Future[PushOutcome]
     refused: str = ""
 
 
 @dataclass(slots=True)
 class Slots:
-    """Memory for pushes of one table to one server: at most `limit` pushes are under way at a time.
+    """Memory for the pushes of one table: at most `limit` pushes are under way at a time.
 
     Where pushes are applied clock by clock (`held`), those of the current clock do not count: they are under way until
     the worker itself finishes the clock.
     """
 
     limit: int
-    size_bytes: int
     held: bool
-    _free: list[memoryview] = field(default_factory=list[memoryview])
+    make: Callable[[], PushBuffer]
+    _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
     _num_made: int = 0
 
     @property
     def available(self) -> bool:
-        """Say whether `take` gives memory at once."""
+        """Say whether there is memory for one more push within the limit."""
         return bool(self._free) or self._num_made < self.limit
 
-    def take(self) -> memoryview | None:
-        """Return free memory, or None if it has yet to be allocated (and given back by `give`)."""
+    def take(self) -> PushBuffer:
+        """Return memory, the piece given back last if there is one; make it if need be, also beyond the limit."""
         if self._free:
             return self._free.pop()
         self._num_made += 1
-        return None
+        return self.make()
 
-    def give(self, memory: memoryview) -> None:
+    def give(self, buffer: PushBuffer) -> None:
         """Take memory back: its content is no longer needed."""
         if self._num_made > self.limit:
             self._num_made -= 1
         else:
-            self._free.append(memory)
+            self._free.append(buffer)
 
 
 def objection(spec: TableSpec, gradient: Tensor) -> str:
@@ -90,9 +100,9 @@ def objection(spec: TableSpec, gradient: Tensor) -> str:
             f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
             f"expected ({spec.numel},) {torch_dtype(spec)}"
         )
-    if spec.nonfinite == "zero":
+    if spec.nonfinite in ("zero", "ignore"):
         return ""
-    num_bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+    num_bad = num_nonfinite(gradient)
     if not num_bad:
         return ""
     return (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.node.outgoing import Outgoing, PushOutcome, Slots, promise
+from paceline.node.outgoing import Outgoing, PushBuffer, PushOutcome, Slots, promise
 from paceline.node.wire import PushFrame
 from paceline.tensors.table import Hyper
 
@@ -19,7 +19,7 @@ _NOBODY = Push(PushId(0, 0, 0, 0), "", 0, 0)
 class Pushes:
     """All that is between a push and its last answer. Used under the lock of the worker node."""
 
-    _slots: dict[tuple[str, int], Slots] = field(default_factory=dict[tuple[str, int], Slots])
+    _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
     _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
     _next: Outgoing | None = None
 
@@ -27,29 +27,40 @@ class Pushes:
         """Count the pushes under way."""
         return len(self._under_way)
 
-    def open(self, table: str, server: int, slots: Slots) -> None:
-        """Have memory for pushes of a table to a server."""
-        self._slots[table, server] = slots
+    def open(self, table: str, slots: Slots) -> None:
+        """Have memory for pushes of a table."""
+        self._slots[table] = slots
 
-    def slots(self, table: str, server: int) -> Slots:
-        """Return the memory for pushes of a table to a server."""
-        return self._slots[table, server]
+    def take(self, table: str) -> PushBuffer:
+        """Return memory for one more push of a table."""
+        return self._slots[table].take()
 
-    def has_slot(self, table: str, server: int, clock: int) -> bool:
+    def give(self, table: str, buffer: PushBuffer) -> None:
+        """Take back memory for pushes of a table that was not used."""
+        self._slots[table].give(buffer)
+
+    def has_slot(self, table: str, clock: int) -> bool:
         """Say whether there is memory for one more push during this clock, without waiting for earlier ones."""
-        slots = self._slots[table, server]
+        slots = self._slots[table]
         return slots.available or (slots.held and not any(made < clock for made in self._clocks_of(table)))
 
     def held_at(self, clock: int) -> str:
         """Return a table that has pushes which are applied when this clock is finished, or nothing."""
-        held = (table for (table, _), slots in self._slots.items() if slots.held and clock in self._clocks_of(table))
+        held = (table for table, slots in self._slots.items() if slots.held and clock in self._clocks_of(table))
         return next(held, "")
 
     def prepare(
-        self, bodies: dict[int, memoryview], count: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+        self,
+        buffer: PushBuffer,
+        bodies: dict[int, memoryview],
+        *,
+        count: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
     ) -> Future[PushOutcome]:
         """Have a push ready that is given its identity by the next call of `outgoing`."""
-        self._next = Outgoing(PushFrame(_NOBODY, count, absent, hyper), bodies, promise(PushOutcome))
+        frame = PushFrame(_NOBODY, count, absent, hyper, screened=True)
+        self._next = Outgoing(frame, buffer, bodies, promise(PushOutcome))
         return self._next.future
 
     def outgoing(self, push: Push) -> Outgoing | None:
@@ -60,14 +71,15 @@ class Pushes:
         return self._under_way.get(push.id)
 
     def release(self, effect: Release) -> Outgoing | None:
-        """Reuse the memory of a part that is answered; return the push when all its parts are."""
+        """Note that a server has answered; when all have, reuse the memory and return the push."""
         outgoing = self._under_way.get(effect.id)
         if outgoing is None:
             return None
-        self._slots[outgoing.frame.push.table, effect.server].give(outgoing.bodies.pop(effect.server))
+        outgoing.bodies.pop(effect.server)
         outgoing.refused = outgoing.refused or effect.refused
         if outgoing.bodies:
             return None
+        self._slots[outgoing.frame.push.table].give(outgoing.buffer)
         return self._under_way.pop(effect.id)
 
     def abandon(self, error: PacelineError) -> None:

@@ -12,10 +12,14 @@ from paceline.tensors.table import TableSpec
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """This is a table as I see it; make it if there is none, or tell me how yours differs."""
+    """This is a table as I see it; make it if there is none, or tell me how yours differs.
+
+    `live`: send me its values as the memory in which you keep them, instead of copies, where the carrier can.
+    """
 
     number: int
     spec: TableSpec
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)

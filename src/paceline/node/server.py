@@ -9,12 +9,14 @@ from typing import Literal, cast
 
 import msgspec
 
+from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
 from paceline.core.messages import (
     Clock,
     Closed,
     Delivered,
+    Fetched,
     Follow,
     Join,
     Leave,
@@ -32,12 +34,13 @@ from paceline.node.desk import Desk
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.loans import Loans
 from paceline.node.peers import Peers
-from paceline.node.requests import Request
+from paceline.node.requests import Declare, Request
 from paceline.node.shelf import Shelf
 from paceline.node.wire import Hello, PullFrame, PushFrame, decode
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.buffers import fresh_buffer
 
 _FROM_WORKERS = Join | Leave | Clock | Taken
 _FROM_SERVERS = Follow | Closed
@@ -64,12 +67,15 @@ class ServerNode:
     trace: Trace
     full_trace: bool = False
     allowed_rules: frozenset[str] | None = None
+    num_threads: Callable[[Consistency], int] = lambda _: 1
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
     _loans: Loans = field(init=False)
     _shelf: Shelf = field(init=False)
     _desk: Desk = field(init=False)
+    # (worker, incarnation, table): who is sent the memory of a table's values itself.
+    _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
     def __post_init__(self) -> None:
         """Join the parts."""
@@ -79,7 +85,10 @@ class ServerNode:
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
         )
         self._loans = Loans(self.transport)
-        self._shelf = Shelf(self.settings.server, self.settings.num_servers, self.allowed_rules)
+        allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
+        self._shelf = Shelf(
+            self.settings.server, self.settings.num_servers, allocate, self.num_threads, self.allowed_rules
+        )
         self._desk = Desk(self._shelf, self._peers.send_worker)
 
     def run(self) -> None:
@@ -100,7 +109,7 @@ class ServerNode:
             self._peers.close()
             self._inbox.close()
             self._loans.clear()
-            self._shelf.discard_all()
+            self._shelf.clear()
             self.trace.close()
 
     def stop(self) -> None:
@@ -161,6 +170,8 @@ class ServerNode:
         self._handle(message)
 
     def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
+        if isinstance(message, Declare) and message.live:
+            self._live.add((hello.rank, hello.incarnation, message.spec.name))
         declared = self._desk.handle((hello.rank, hello.incarnation), message, body)
         if declared is not None:
             self._handle(Declared(declared.name, self._shelf.declare(declared)))
@@ -230,20 +241,30 @@ class ServerNode:
         if connection is None:
             return
         message = effect.message
+        body = self._shelf.memories[message.table]
+        live = (effect.worker, effect.incarnation, message.table) in self._live
+        if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
+            body = self._lend(connection, message)
+        self._peers.send_worker(effect.worker, effect.incarnation, message, body)
+
+    def _lend(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
+        """Return a copy of a table's values in memory that is shared with a worker."""
         size_bytes = self._shelf.size_bytes(message.table)
         if isinstance(message, Delivered):
             body = self._loans.lend(connection, message.table, "delivery", message.clock, size_bytes)
         else:
             body = self._loans.lend(connection, message.table, "read", message.request, size_bytes)
         self._shelf.values_into(message.table, body)
-        self._peers.send_worker(effect.worker, effect.incarnation, message, body)
+        return body
 
     def _on_membership(self, effect: Membership) -> None:
         now, rank = time.monotonic(), self.settings.server
         change = cast("Literal['joined', 'left', 'died']", effect.change)
         self.trace.record(records.Membership(now, rank, effect.worker, effect.incarnation, change))
         if change != "joined":
-            self._desk.forget((effect.worker, effect.incarnation))
+            life = effect.worker, effect.incarnation
+            self._desk.forget(life)
+            self._live = {entry for entry in self._live if entry[:2] != life}
         self._desk.release(self._core.members)
 
     # -- the record --------------------------------------------------------------------------------------------------

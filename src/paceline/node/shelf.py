@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 
@@ -20,13 +20,23 @@ from paceline.tensors.update import resolve
 
 @dataclass(slots=True)
 class Shelf:
-    """What one server holds. `allowed_rules` limits which rules may be imported by path; None allows all."""
+    """What one server holds.
+
+    Args:
+        allocate: gives zeroed memory for values.
+        num_threads: how many threads an update may use, by the consistency of its table.
+        allowed_rules: limits which rules may be imported by path; None allows all.
+    """
 
     server: int
     num_servers: int
+    allocate: Callable[[int], memoryview]
+    num_threads: Callable[[Consistency], int]
     allowed_rules: frozenset[str] | None = None
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
+    # The memory of each shard's values, as bytes.
+    memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
     # Tensors of pushes that have arrived and are neither applied nor discarded.
     _waiting: dict[PushId, Contribution] = field(default_factory=dict[PushId, Contribution])
 
@@ -43,16 +53,19 @@ class Shelf:
                 f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
                 f"{lines} Every worker must build the same model and the same optimizer."
             )
+        consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
             rule = resolve(spec.rule, self.allowed_rules)  # first: nothing is imported that is not allowed
             span = spans(spec, self.num_servers)[self.server]
             try:
-                self.shards[spec.name] = Shard(spec, span, rule=rule)
-            except RuntimeError as error:  # what torch raises when there is no memory
+                memory = self.allocate(span.length * torch_dtype(spec).itemsize)
+                values = as_tensor(memory, torch_dtype(spec))
+                shard = Shard(spec, span, rule=rule, values=values, num_threads=self.num_threads(consistency))
+            except (RuntimeError, OSError) as error:  # what torch and mmap raise when there is no memory
                 raise UsageError(f"server {self.server} cannot hold table '{spec.name}': {error}") from error
-            self.specs[spec.name] = spec
-        return Consistency.parse(spec.consistency)
+            self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
+        return consistency
 
     def accept(self, frame: PushFrame, body: memoryview) -> str:
         """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing."""
@@ -66,7 +79,7 @@ class Shelf:
         if problem:
             return problem
         gradient = as_tensor(body, torch_dtype(spec))
-        if spec.nonfinite != "zero":
+        if spec.nonfinite in ("reject", "halt") and not frame.screened:
             num_bad = shard.screen(gradient, frozenset(frame.absent))
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
@@ -85,9 +98,10 @@ class Shelf:
         """Forget the tensor of a push."""
         self._waiting.pop(push_id, None)
 
-    def discard_all(self) -> None:
-        """Forget the tensors of all pushes: they are workers' memory, and no update comes any more."""
-        self._waiting.clear()
+    def clear(self) -> None:
+        """Let go of all tables and pushes: nobody is served any more."""
+        for content in (self.specs, self.shards, self.memories, self._waiting):
+            content.clear()
 
     def values_into(self, table: str, body: memoryview) -> None:
         """Copy the values of a table's shard into memory of exactly their size."""

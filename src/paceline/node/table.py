@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ from paceline.core.effects import ReadDone
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
-from paceline.node.outgoing import PushOutcome
+from paceline.node.mirror import Mirror
+from paceline.node.outgoing import PushBuffer, PushOutcome
 from paceline.node.worker import WorkerNode
 from paceline.tensors.table import Hyper, TableSpec
 
@@ -97,10 +98,24 @@ class Table:
             PeerError: a server is gone, or this worker was given up.
         """
         values = self._new() if out is None else self._checked(out)
-        outcome = self.node.read(self.name, values.view(-1), refresh=refresh, exact=exact)
+        flat = values.view(-1)
+        self.read(lambda mirror: mirror.read_into(flat), refresh=refresh, exact=exact)
+        return values
+
+    def read(self, take: Callable[[Mirror], None], *, refresh: bool = True, exact: bool = False) -> None:
+        """Have `take` called with this worker's copy of the table once it is fresh enough; blocks until then.
+
+        For who reads without a tensor of the whole table; otherwise as `pull`.
+        """
+        outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
         if not exact:
             self.meter.note_read(self.name, outcome)
-        return values
+
+    def push_reserved(
+        self, buffer: PushBuffer, *, samples: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+    ) -> Future[PushOutcome]:
+        """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
+        return self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper)
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
         """Ask for the values without blocking; the future holds them. One such request a table at a time."""

@@ -32,12 +32,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class PushFrame:
-    """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use."""
+    """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use.
+
+    `screened`: the worker has looked for NaN and infinity already, as the table demands.
+    """
 
     push: messages.Push
     count: float
     absent: tuple[int, ...]
     hyper: tuple[Hyper, ...]
+    screened: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from paceline.node.calls import Calls
 from paceline.node.layout import spans, torch_dtype
 from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
-from paceline.node.outgoing import PushOutcome, Slots, objection, settled
+from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, objection, settled
 from paceline.node.pushes import Pushes
 from paceline.node.reads import Reads
 from paceline.node.requests import Declare, Done, Failed
@@ -30,7 +30,7 @@ from paceline.node.wire import Hello, decode, encode
 from paceline.tensors.table import Hyper, TableSpec
 from paceline.transport.base import EMPTY, Frame, Transport
 
-_SLOTS = 2  # pushes of one table under way to one server
+_SLOTS = 2  # pushes of one table under way
 _CONNECT_TIMEOUT_S = 30.0
 
 
@@ -123,23 +123,40 @@ class WorkerNode:
             self._wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
-    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True) -> Mirror:
+    def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> Mirror:
         """Declare a table to all servers and work with it from now on.
+
+        With `live`, and over a carrier that maps memory, reads see the servers' own memory instead of a copy.
 
         Raises:
             Refused: it exists with other settings; the message lists the first differences.
         """
         layout = spans(spec, len(self.addresses))
-        self.ask_all(lambda number: Declare(number, spec), f"servers to agree on table '{spec.name}'")
+        live = live and self.transport.maps_memory
+        self.ask_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
         consistency = Consistency.parse(spec.consistency)
         with self._changed:
-            mirror = Mirror(spec, layout, reads_own_writes and can_replay(spec, consistency))
+            mirror = Mirror(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             self._mirrors[spec.name] = mirror
-            item, held = torch_dtype(spec).itemsize, consistency.visible == "on_clock"
-            for span in layout:
-                self._pushes.open(spec.name, span.server, Slots(_SLOTS, span.length * item, held))
+            held = consistency.visible == "on_clock"
+            self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: self._allocate(spec)))
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
+
+    def reserve(self, table: str) -> PushBuffer:
+        """Return memory for the next push of a table, to be given to `push_reserved`.
+
+        Blocks while two earlier pushes of this table are under way. Memory that was used before comes back first, so
+        who always waits for a push to be applied is given the same piece every time.
+        """
+        self._mirror(table)
+        with self._changed:
+            clock = self._core.clock
+            self._wait(
+                lambda: self._pushes.has_slot(table, clock),
+                f"servers to apply earlier pushes of table '{table}'",
+            )
+            return self._pushes.take(table)
 
     def push(
         self,
@@ -152,23 +169,33 @@ class WorkerNode:
     ) -> Future[PushOutcome]:
         """Send an update; the future ends when every server has applied or refused its part.
 
-        Blocks only while two earlier pushes of this table are still under way to the same server. `gradient` is
-        (elements of the table,) and may be overwritten as soon as this returns. The future ends with `PeerError` when
-        this worker fails first: then it is not known whether the push was applied.
+        Blocks only while two earlier pushes of this table are still under way. `gradient` is (elements of the table,)
+        and may be overwritten as soon as this returns. The future ends with `PeerError` when this worker fails first:
+        then it is not known whether the push was applied.
         """
-        mirror = self._mirror(table)
-        problem = objection(mirror.spec, gradient)
-        if problem and mirror.spec.nonfinite == "halt":
-            raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
+        problem = self._objection(table, gradient)
         if problem:
             return settled(PushOutcome(applied=False, reason=problem))
-        with self._changed:
-            self._check_failure()
-            bodies = {server: self._body(mirror, server, gradient) for server in mirror.servers}
-            future = self._pushes.prepare(bodies, count, absent, hyper)
-            mirror.note_own(self._core.next_seq, gradient, absent, hyper)
-            self._handle(WantPush(table))
-        return future
+        buffer = self.reserve(table)
+        buffer.gradient.copy_(gradient)
+        return self._push(table, buffer, count, absent, hyper)
+
+    def push_reserved(
+        self,
+        table: str,
+        buffer: PushBuffer,
+        *,
+        count: float,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+    ) -> Future[PushOutcome]:
+        """Send an update as `push` does, from memory that `reserve` gave: it is the servers' to read from now on."""
+        problem = self._objection(table, buffer.gradient)
+        if problem:
+            with self._changed:
+                self._pushes.give(table, buffer)
+            return settled(PushOutcome(applied=False, reason=problem))
+        return self._push(table, buffer, count, absent, hyper)
 
     def tick(self) -> None:
         """Finish the current clock. Does not block."""
@@ -185,8 +212,10 @@ class WorkerNode:
             self._handle(WantRead(table, refresh, exact))
         return future
 
-    def read(self, table: str, out: Tensor, *, refresh: bool = True, exact: bool = False) -> ReadOutcome:
-        """Copy values into `out`, (elements of the table,); blocks until they are fresh enough."""
+    def read(
+        self, table: str, take: Callable[[Mirror], None], *, refresh: bool = True, exact: bool = False
+    ) -> ReadOutcome:
+        """Have `take` called with the copy of a table, under the lock; blocks until it is fresh enough."""
         asked_at, clock = time.monotonic(), self._core.clock
         future = self.begin_read(table, refresh=refresh, exact=exact)
         with self._changed:
@@ -194,7 +223,7 @@ class WorkerNode:
             self._wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
             waited_s = time.monotonic() - asked_at
             done = future.result(timeout=0)
-            mirror.read_into(out)
+            take(mirror)
         return ReadOutcome(clock, done.clock, done.source, waited_s)
 
     def copy_values(self, table: str, out: Tensor) -> None:
@@ -224,13 +253,15 @@ class WorkerNode:
             self._wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
 
     def close(self) -> None:
-        """End all connections and threads; what is not settled stays as it is."""
+        """End all connections and threads and let go of all memory; what is not settled stays as it is."""
         self._closing.set()
         self._fail("this worker has closed its connections")
         for link in self._links:
             link.close()
         if self._timekeeper.is_alive():
             self._timekeeper.join(timeout=5.0)
+        self._mirrors.clear()
+        self._pushes = Pushes()
 
     def ask_all(
         self, make: Callable[[int], object], what: str, bodies: Sequence[memoryview] | None = None
@@ -291,6 +322,7 @@ class WorkerNode:
             self._changed.notify_all()
 
     def _mirror(self, table: str) -> Mirror:
+        self._check_failure()
         mirror = self._mirrors.get(table)
         if mirror is None:
             names = ", ".join(sorted(self._mirrors)) or "none"
@@ -299,19 +331,36 @@ class WorkerNode:
             )
         return mirror
 
-    # -- memory for pushes -------------------------------------------------------------------------------------------
+    # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def _body(self, mirror: Mirror, server: int, gradient: Tensor) -> memoryview:
-        """Copy one server's part of a gradient into memory that can travel to it."""
-        table, clock = mirror.spec.name, self._core.clock
-        slots = self._pushes.slots(table, server)
-        self._wait(
-            lambda: self._pushes.has_slot(table, server, clock),
-            f"server {server} to apply earlier pushes of table '{table}'",
-        )
-        memory = slots.take() or self.transport.allocate(slots.size_bytes)
-        torch.frombuffer(memory, dtype=gradient.dtype).copy_(mirror.part(gradient, server))
-        return memory
+    def _objection(self, table: str, gradient: Tensor) -> str:
+        """Say why a gradient is not sent, or nothing; raises UsageError where the table is to halt then."""
+        spec = self._mirror(table).spec
+        problem = objection(spec, gradient)
+        if problem and spec.nonfinite == "halt":
+            raise UsageError(f"worker {self.settings.sender.worker}, clock {self.clock}: {problem}")
+        return problem
+
+    def _push(
+        self, table: str, buffer: PushBuffer, count: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+    ) -> Future[PushOutcome]:
+        mirror = self._mirror(table)
+        item = buffer.gradient.itemsize
+        bodies = {
+            span.server: buffer.memory[span.start * item : span.stop * item] for span in mirror.spans if span.length
+        }
+        with self._changed:
+            self._check_failure()
+            future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)
+            mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
+            self._handle(WantPush(table))
+        return future
+
+    def _allocate(self, spec: TableSpec) -> PushBuffer:
+        """Return new memory for pushes of a table."""
+        dtype = torch_dtype(spec)
+        memory = self.transport.allocate(spec.numel * dtype.itemsize)
+        return PushBuffer(memory, torch.frombuffer(memory, dtype=dtype))
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from paceline.node.table import Table
 from paceline.tensors.table import Segment, TableSpec
 from paceline.tensors.update import Add
 from paceline.training.flat import Flat
+from paceline.training.weights import Weights
 
 
 @dataclass(slots=True)
@@ -24,11 +25,13 @@ class Buffers:
     flat: Flat
     table: Table
     num_workers: int
+    weights: Weights = field(init=False)
     _before: Tensor = field(init=False)
     _now: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         """Start from the buffers as they are."""
+        self.weights = Weights(self.flat, self.table)
         self._before, self._now = self.flat.empty(), self.flat.empty()
         self.flat.pack_values(self._before)
 
@@ -43,8 +46,8 @@ class Buffers:
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the buffers to the workers' mean."""
-        self.table.pull(out=self._before, refresh=refresh)
-        self.flat.unpack(self._before)
+        self.weights.fetch(refresh=refresh)
+        self.flat.pack_values(self._before)
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

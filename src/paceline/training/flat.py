@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -62,38 +62,29 @@ class Flat:
     def pack_values(self, out: Tensor) -> None:
         """Copy the tensors into a flat vector."""
         for tensor, part in self._pairs(out):
-            part.copy_(tensor.detach().reshape(-1))
-
-    def pack_gradients(self, out: Tensor) -> tuple[int, ...]:
-        """Copy the gradients into a flat vector; return the indices of the tensors that have none (zeros there).
-
-        Raises:
-            UsageError: a gradient is sparse.
-        """
-        absent: list[int] = []
-        for index, ((tensor, part), name) in enumerate(zip(self._pairs(out), self.named, strict=True)):
-            gradient = tensor.grad
-            if gradient is None:
-                part.zero_()
-                absent.append(index)
-            elif gradient.layout != torch.strided:
-                raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
-            else:
-                part.copy_(gradient.detach().reshape(-1))
-        return tuple(absent)
+            part.copy_(tensor.detach())
 
     def unpack(self, flat: Tensor) -> None:
         """Copy a flat vector into the tensors."""
         with torch.no_grad():
             for tensor, part in self._pairs(flat):
-                tensor.copy_(part.view(tensor.shape))
+                tensor.copy_(part)
 
-    def _pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-        starts = accumulate((tensor.numel() for tensor in self.named.values()), initial=0)
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Return the view of a flat vector that belongs to each tensor, in its shape."""
         return [
-            (tensor, flat[start : start + tensor.numel()])
-            for start, tensor in zip(starts, self.named.values(), strict=False)
+            flat[start:stop].view(tensor.shape)
+            for (start, stop), tensor in zip(self.bounds, self.named.values(), strict=True)
         ]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where each tensor lies in a flat vector: its first element, and one past its last."""
+        edges = list(accumulate((tensor.numel() for tensor in self.named.values()), initial=0))
+        return list(pairwise(edges))
+
+    def _pairs(self, flat: Tensor) -> zip[tuple[Tensor, Tensor]]:
+        return zip(self.named.values(), self.parts(flat), strict=True)
 
 
 def segments_of(

@@ -19,8 +19,9 @@ from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, hyper_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
-from paceline.training.snapshot import newest_values
+from paceline.training.gradients import Gradients
 from paceline.training.state import check_state, fetch_state, send_state
+from paceline.training.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Settings:
     fetch_every: int | None
     nonfinite: NonFinite
     name: str
+    views: bool | None = None
 
     def __post_init__(self) -> None:
         """Refuse cadences that never fetch."""
@@ -61,8 +63,14 @@ class Job(Protocol):
         """Number of samples that this worker was handed so far, as far as somebody counts them."""
         ...
 
-    def open_table(self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool) -> Table:
+    def open_table(
+        self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool, live: bool
+    ) -> Table:
         """Declare a table and wait for its first values."""
+        ...
+
+    def keep(self, weights: Weights) -> None:
+        """Detach these weights from the servers' memory when this worker leaves."""
         ...
 
     def clock(self) -> int:
@@ -95,7 +103,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
         self._flat = Flat.over(named)
-        self._scratch = self._flat.empty()
         spec = TableSpec(
             settings.name,
             segments,
@@ -105,7 +112,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings.scale,
             settings.nonfinite,
         )
-        self._table = self._open(spec, self._flat)
+        live = settings.views if settings.views is not None else _never_changes_under_readers(settings.consistency)
+        self._table = self._open(spec, self._flat, live=live)
+        self._weights = Weights(self._flat, self._table)
+        job.keep(self._weights)
+        # While backward runs the servers have nothing to read from a worker that waits for every push to be applied.
+        self._gradients = Gradients(self._flat, in_place=_never_changes_under_readers(settings.consistency))
+        self._reserve()
         self._buffers = self._open_buffers(model)
         self._fetch(refresh=True)
 
@@ -148,14 +161,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        absent = self._flat.pack_gradients(self._scratch)
+        absent = self._gradients.collect()
         weight = samples if samples is not None else self._take_samples() or 1
-        pushed = self._table.push(self._scratch, samples=weight, absent=absent, hyper=self._hyper())
+        pushed = self._table.push_reserved(self._reserved, samples=weight, absent=absent, hyper=self._hyper())
         pushed.add_done_callback(self._count_refusal)
         if self._buffers is not None:
             self._buffers.push()
         self._job.clock()
         self.follow()
+        self._reserve()
         return loss
 
     def follow(self) -> None:
@@ -178,9 +192,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clock = self._table.node.clock
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
-            held.enter_context(newest_values(self._flat, self._table))
+            held.enter_context(self._weights.newest())
             if self._buffers is not None:
-                held.enter_context(newest_values(self._buffers.flat, self._buffers.table))
+                held.enter_context(self._buffers.weights.newest())
             yield
         if self._table.node.clock != clock:  # a quorum went on without this worker: gradients of old values are late
             self._fetch(refresh=False)
@@ -217,10 +231,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def _open(self, spec: TableSpec, flat: Flat) -> Table:
+    def _open(self, spec: TableSpec, flat: Flat, *, live: bool = False) -> Table:
         first = flat.empty()
         flat.pack_values(first)
-        return self._job.open_table(spec, tuple(first.shape), first, read_my_writes=True)
+        return self._job.open_table(spec, tuple(first.shape), first, read_my_writes=True, live=live)
+
+    def _reserve(self) -> None:
+        """Have memory for the next gradients; blocks as long as there is none."""
+        self._reserved = self._table.node.reserve(self._table.name)
+        self._gradients.attach(self._reserved.gradient)
 
     def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
         named = floating_buffers(model) if model is not None else {}
@@ -231,8 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return Buffers(flat, self._open(spec, flat), self._job.size)
 
     def _fetch(self, *, refresh: bool) -> None:
-        self._table.pull(out=self._scratch, refresh=refresh)
-        self._flat.unpack(self._scratch)
+        self._weights.fetch(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
 
@@ -247,6 +265,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells
             self.num_refused += not pushed.result().applied
+
+
+def _never_changes_under_readers(consistency: Consistency) -> bool:
+    """Say whether values change only while all workers wait for them."""
+    return consistency.visible == "on_clock" and consistency.bound == 0 and not consistency.backups
 
 
 def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
