@@ -251,6 +251,21 @@ def test_close_wakes_a_blocked_receiver(pair: Pair) -> None:
             waiting.result(timeout=5)
 
 
+def test_close_wakes_a_blocked_sender(pair: Pair) -> None:
+    pair.client.send(b"first", timeout_s=5)
+
+    def send_on() -> None:
+        while True:
+            pair.client.send(b"push", memoryview(bytes(1 << 16)), timeout_s=30)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(send_on)
+        pair.server.receive(timeout_s=5)
+        pair.client.close()
+        with pytest.raises(ConnectionLost):
+            waiting.result(timeout=5)
+
+
 def test_close_may_be_repeated_and_ends_sending_and_receiving(pair: Pair) -> None:
     pair.client.close()
     pair.client.close()

@@ -17,7 +17,7 @@ from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.transport.base import Limits
-from paceline.transport.channel import Channel, SocketChannel
+from paceline.transport.channel import Channel, OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.security import Handshake
 from paceline.transport.stream import StreamConnection
@@ -38,7 +38,7 @@ Welcome = Callable[[Channel, str, bytes], StreamConnection]
 class _Guest:
     """A client whose handshake is under way."""
 
-    channel: Channel
+    channel: SocketChannel
     name: str
     since_s: float
 
@@ -144,9 +144,9 @@ class StreamListener:
     def _receive_guest(self, guest: _Guest) -> None:
         """Shake hands; a guest who fails is told nothing."""
         connection = None
-        with suppress(PeerError, EOFError, OSError):  # OSError includes TimeoutError
-            identity = self._handshake.answer(guest.channel, Deadline.after(self._limits.handshake_timeout_s))
-            connection = self._welcome(guest.channel, guest.name, identity)
+        with suppress(PeerError, EOFError, OSError, OutOfTime):
+            channel, identity = self._handshake.answer(guest.channel, Deadline.after(self._limits.handshake_timeout_s))
+            connection = self._welcome(channel, guest.name, identity)
         with self._changed:
             del self._guests[guest]
             if connection is not None and not self._closed:

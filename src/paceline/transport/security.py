@@ -18,7 +18,7 @@ from typing import Final, Protocol, final
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused
 from paceline.transport.base import MAX_IDENTITY_BYTES, Credentials
-from paceline.transport.channel import Channel, read_exactly, write_all
+from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
 
@@ -34,13 +34,16 @@ _PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
 class Handshake(Protocol):
-    """Both halves of one way to shake hands. Raise PeerError, EOFError, OSError or TimeoutError; never close."""
+    """Both halves of one way to shake hands; each returns the channel to use from then on, perhaps inside this one.
 
-    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
-        """Play the server; returns the client's identity."""
+    They raise PeerError, EOFError, OSError or OutOfTime, and never close.
+    """
+
+    def answer(self, channel: SocketChannel, deadline: Deadline) -> tuple[Channel, bytes]:
+        """Play the server; returns also the client's identity."""
         ...
 
-    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+    def introduce(self, channel: SocketChannel, identity: bytes, server: str, deadline: Deadline) -> Channel:
         """Play the client of `server`."""
         ...
 
@@ -52,33 +55,34 @@ class TokenHandshake:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
 
-    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
+    def answer(self, channel: Channel, deadline: Deadline) -> tuple[Channel, bytes]:
         """Play the server; see `Handshake.answer`."""
         magic, version, identity_bytes, theirs = _HELLO.unpack(read_exactly(channel, _HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
             raise PeerError("the client is not a Paceline peer")
         ours = os.urandom(NONCE_BYTES)
-        write_all(channel, _GREETING.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        channel.write([_GREETING.pack(MAGIC, WIRE_VERSION, ours)], deadline)
         check_greeting(magic, version, "the client")
         identity = read_exactly(channel, identity_bytes, deadline)
         proof = read_exactly(channel, PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, self._prove(b"client", identity, theirs, ours)):
             raise AuthenticationFailed("the client did not prove that it belongs to this job")
-        write_all(channel, self._prove(b"server", identity, theirs, ours), deadline)
-        return identity
+        channel.write([self._prove(b"server", identity, theirs, ours)], deadline)
+        return channel, identity
 
-    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> Channel:
         """Play the client; see `Handshake.introduce`."""
         ours = os.urandom(NONCE_BYTES)
-        write_all(channel, _HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity, deadline)
+        channel.write([_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity], deadline)
         magic, version, theirs = _GREETING.unpack(read_exactly(channel, _GREETING.size, deadline))
         _check_server(magic, version, server)
-        write_all(channel, self._prove(b"client", identity, ours, theirs), deadline)
+        channel.write([self._prove(b"client", identity, ours, theirs)], deadline)
         proof = self._await_proof(channel, server, deadline)
         if not hmac.compare_digest(proof, self._prove(b"server", identity, ours, theirs)):
             raise AuthenticationFailed(
                 f"{server} did not prove that it belongs to job {self._credentials.job!r}; do not trust it"
             )
+        return channel
 
     def _await_proof(self, channel: Channel, server: str, deadline: Deadline) -> bytes:
         try:
@@ -102,38 +106,39 @@ class LocalHandshake:
     def __init__(self, job: str) -> None:
         self._job = job
 
-    def answer(self, channel: Channel, deadline: Deadline) -> bytes:
+    def answer(self, channel: Channel, deadline: Deadline) -> tuple[Channel, bytes]:
         """Play the server; see `Handshake.answer`."""
         magic, version, identity_bytes, digest = _LOCAL_HELLO.unpack(read_exactly(channel, _LOCAL_HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
             raise PeerError("the client is not a Paceline peer")
         ours = hmac.compare_digest(digest, self._digest())
-        write_all(channel, _LOCAL_ANSWER.pack(MAGIC, WIRE_VERSION, ours), deadline)
+        channel.write([_LOCAL_ANSWER.pack(MAGIC, WIRE_VERSION, ours)], deadline)
         check_greeting(magic, version, "the client")
         if not ours:
             raise AuthenticationFailed("the client belongs to another job")
-        return read_exactly(channel, identity_bytes, deadline)
+        return channel, read_exactly(channel, identity_bytes, deadline)
 
-    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> None:
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> Channel:
         """Play the client; see `Handshake.introduce`."""
         hello = _LOCAL_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), self._digest())
-        write_all(channel, hello + identity, deadline)
+        channel.write([hello + identity], deadline)
         magic, version, same_job = _LOCAL_ANSWER.unpack(read_exactly(channel, _LOCAL_ANSWER.size, deadline))
         _check_server(magic, version, server)
         if not same_job:
             raise AuthenticationFailed(f"{server} belongs to another job than {self._job!r}")
+        return channel
 
     def _digest(self) -> bytes:
         return hmac.digest(b"paceline job", self._job.encode(), "sha256")
 
 
 def introduce_within(
-    handshake: Handshake, channel: Channel, identity: bytes, server: str, *, timeout_s: float, deadline: Deadline
-) -> None:
+    handshake: Handshake, channel: SocketChannel, identity: bytes, server: str, *, timeout_s: float, deadline: Deadline
+) -> Channel:
     """Play the client, naming the server in whatever goes wrong; closes the channel then."""
     try:
-        handshake.introduce(channel, identity, server, deadline)
-    except TimeoutError:
+        return handshake.introduce(channel, identity, server, deadline)
+    except OutOfTime:
         channel.close()
         raise DeadlineExceeded(f"waited {timeout_s} s for the handshake with {server}") from None
     except (EOFError, OSError) as error:

@@ -81,8 +81,10 @@ class ShmTransport:
         path = _parse(address)
         peer = f"shm://{path}"
         deadline = Deadline.after(timeout_s)
-        channel = SocketChannel(_open(path, peer, timeout_s))
-        introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
+        sock = _open(path, peer, timeout_s)
+        channel = introduce_within(
+            self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
+        )
         return self._welcome(channel, peer, identity)
 
     def _serve(self, path: Path, sock: socket.socket) -> StreamListener:

@@ -9,7 +9,7 @@ from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageEr
 from paceline.transport.base import EMPTY, Frame, Limits, Place
 from paceline.transport.bodies import Bodies, Placement
 from paceline.transport.buffers import destination, flat, fresh_buffer
-from paceline.transport.channel import Channel
+from paceline.transport.channel import Channel, OutOfTime
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.readahead import ReadAhead
@@ -68,16 +68,15 @@ class StreamConnection:
             deadline = Deadline.after(timeout_s)
             try:
                 return self._read_frame(deadline, place)
+            except OutOfTime:
+                raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
             except PeerError as error:
                 self._end(str(error))
                 self._readable = False
                 raise
             except (EOFError, OSError) as error:
-                late = f"waited {timeout_s} s for a frame from {self.peer}; none came"
-                failure = self._meaning_of(error, late)
-                if isinstance(failure, ConnectionLost):
-                    self._readable = False
-                raise failure from None
+                self._readable = False
+                raise self._loss(error) from None
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
@@ -108,16 +107,14 @@ class StreamConnection:
             self._ended = reason
         self._channel.shut()
 
-    def _meaning_of(self, error: EOFError | OSError, late: str) -> DeadlineExceeded | ConnectionLost:
-        """Return `late` as the error for our own deadline; any other error ends the connection and says why."""
+    def _loss(self, error: EOFError | OSError) -> ConnectionLost:
+        """End the connection for what ended its channel."""
         if isinstance(error, EOFError):
             self._end("the other side closed it or died")
-        elif not isinstance(error, TimeoutError):
-            self._end(error.strerror or str(error))
-        elif error.errno is None:
-            return DeadlineExceeded(late)
-        else:  # the kernel's verdict, which has a number
+        elif isinstance(error, TimeoutError):
             self._end("the other side fell silent")
+        else:
+            self._end(error.strerror or str(error))
         return ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
 
     def _send_frame(self, header: bytes, body: memoryview, deadline: Deadline, timeout_s: float) -> None:
@@ -134,17 +131,17 @@ class StreamConnection:
     def _write(
         self, buffers: Sequence[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
     ) -> None:
-        total_bytes, num_sent = sum(map(len, buffers)), 0
         try:
-            num_sent = self._channel.write_some(buffers, deadline, descriptor)
-            while num_sent < total_bytes:
-                num_sent += self._channel.write_some(_after(buffers, num_sent), deadline)
-        except (EOFError, OSError) as error:
-            late = f"waited {timeout_s} s for {self.peer} to take a frame; sent {num_sent} of {total_bytes} bytes"
-            failure = self._meaning_of(error, late)
-            if num_sent:
+            self._channel.write(buffers, deadline, descriptor)
+        except OutOfTime as late:
+            if late.num_written:
                 self._end(f"a frame could be sent only in part within {timeout_s} s")
-            raise failure from None
+            raise DeadlineExceeded(
+                f"waited {timeout_s} s for {self.peer} to take a frame; sent {late.num_written} of "
+                f"{sum(map(len, buffers))} bytes"
+            ) from None
+        except (EOFError, OSError) as error:
+            raise self._loss(error) from None
 
     def _read_frame(self, deadline: Deadline, place: Place | None) -> Frame:
         arrival = self._arrival
@@ -187,13 +184,3 @@ def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> 
 
 def _retirement(segment: int) -> bytes:
     return encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))
-
-
-def _after(buffers: Sequence[bytes | memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of the buffers after their first `num_bytes`."""
-    rest: list[memoryview] = []
-    for buffer in buffers:
-        if num_bytes < len(buffer):
-            rest.append(memoryview(buffer)[num_bytes:])
-        num_bytes = max(0, num_bytes - len(buffer))
-    return rest

@@ -73,8 +73,9 @@ class TcpTransport:
         peer = _format((host, port))
         deadline = Deadline.after(timeout_s)
         sock = _open(family, host, port, timeout_s)
-        channel = SocketChannel(sock)
-        introduce_within(self._handshake, channel, identity, peer, timeout_s=timeout_s, deadline=deadline)
+        channel = introduce_within(
+            self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
+        )
         return self._welcome(channel, peer, identity)
 
     def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
