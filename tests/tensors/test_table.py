@@ -32,7 +32,7 @@ def test_knows_its_layout() -> None:
         ({"segments": (Segment("w", (2,), 1),)}, r"is in group 1, but its rule has 1 group\(s\)"),
         ({"dtype": "int8"}, "dtype is 'int8', expected one of float32, float64"),
         ({"scale": "median"}, "scale is 'median', expected one of sum, mean, samples"),
-        ({"nonfinite": "ignore"}, "nonfinite is 'ignore', expected one of reject, zero, halt"),
+        ({"nonfinite": "skip"}, "nonfinite is 'skip', expected one of reject, zero, halt, ignore"),
         ({"rule": RuleSpec("", ({},))}, "its update rule has no name"),
         ({"rule": RuleSpec("add", ()), "segments": ()}, "it has no parameters"),
         ({"consistency": "sometimes"}, "unknown consistency 'sometimes'"),

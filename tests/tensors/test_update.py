@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+from tests.tensors.tables import table
 from torch import nn
 
+from paceline.core.partition import Range
 from paceline.errors import UsageError
 from paceline.tensors.rules import RuleSpec
-from paceline.tensors.update import SGD, AddRule, from_optimizer, granularity, resolve, rule, torch_optim
+from paceline.tensors.shard import Shard
+from paceline.tensors.update import SGD, Add, from_optimizer, granularity, resolve, rule, torch_optim
 
 HERE = "tests.tensors.test_update"
 
@@ -163,6 +166,7 @@ def test_rule_checks_the_form_of_a_path_at_once() -> None:
 
 
 def test_add_has_no_state() -> None:
-    AddRule().load_state({})
-    with pytest.raises(UsageError, match=r"'add' has no state, but was given \['0.step'\]"):
-        AddRule().load_state({"0.step": torch.tensor(math.pi)})
+    shard = Shard(table(), Range(0, 0, 4), rule=resolve(Add(), allowed=None))
+    shard.load_state({"values": torch.ones(4)})
+    with pytest.raises(UsageError, match=r"'add' has no state like this, but was given \['0.step'\]"):
+        shard.load_state({"values": torch.ones(4), "0.step": torch.tensor(math.pi)})

@@ -24,6 +24,7 @@ class Piece:
         whole: whether this is all of the segment.
         shape: of the segment when whole, else flat.
         group: hyperparameter group.
+        total: number of elements of the segment.
     """
 
     segment: int
@@ -33,6 +34,7 @@ class Piece:
     whole: bool
     shape: tuple[int, ...]
     group: int
+    total: int
 
     @property
     def numel(self) -> int:
@@ -53,5 +55,5 @@ def cut(spec: TableSpec, span: Range) -> tuple[Piece, ...]:
         if start < stop:
             whole = stop - start == numel
             shape = segment.shape if whole else (stop - start,)
-            found.append(Piece(index, start, stop, offset + start - span.start, whole, shape, segment.group))
+            found.append(Piece(index, start, stop, offset + start - span.start, whole, shape, segment.group, numel))
     return tuple(found)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, final
 
 import torch
 
 from paceline.errors import ProtocolBug
-from paceline.tensors.pieces import Piece, cut
+from paceline.tensors.chunked import Chunked
+from paceline.tensors.contribution import Contribution
+from paceline.tensors.crew import Crew
+from paceline.tensors.kernels import Kernel
+from paceline.tensors.pieces import cut
 from paceline.tensors.rules import Hyper, UpdateRule
-from paceline.tensors.summing import combine, num_nonfinite
+from paceline.tensors.summing import num_nonfinite
+from paceline.tensors.whole import WholeTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,24 +26,6 @@ if TYPE_CHECKING:
 VALUES = "values"
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one push brings to a shard.
-
-    Args:
-        gradient: (elements of the range,), dtype of the table. The worker's memory: only ever read. What it holds for
-            absent segments is not looked at.
-        count: samples behind the gradient, 0 or more.
-        absent: indices of the segments that have no gradient (frozen, or unused in this step).
-        hyper: hyperparameters of each group as of this push; empty to leave them as they are.
-    """
-
-    gradient: Tensor
-    count: float = 1.0
-    absent: frozenset[int] = frozenset()
-    hyper: tuple[Hyper, ...] = ()
-
-
 @final
 class Shard:
     """The values of one range of a table and the rule that updates them; used by one thread at a time.
@@ -49,9 +34,11 @@ class Shard:
         spec: the whole table.
         span: the range of it that lies here; may be empty.
         rule: fresh, for this shard alone.
+        values: (elements of the range,), memory to keep the values in, its own when left out; zeroed here.
+        num_threads: how many threads may work on an update; more than 1 are the shard's own, and `close` ends them.
 
     Raises:
-        ProtocolBug: the range cuts a tensor that the rule needs whole.
+        ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
 
     Example:
         >>> from paceline.core.partition import Range
@@ -65,19 +52,34 @@ class Shard:
         tensor([0., 0.])
     """
 
-    def __init__(self, spec: TableSpec, span: Range, *, rule: UpdateRule) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        span: Range,
+        *,
+        rule: UpdateRule | Kernel,
+        values: Tensor | None = None,
+        num_threads: int = 1,
+    ) -> None:
         self.spec = spec
         self.span = span
-        self.values: Tensor = torch.zeros(span.length, dtype=getattr(torch, spec.dtype))
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
+        self._require_fit(self.values, "memory for the values")
+        self.values.zero_()
         self.initialised = False
         self.version = 0  # number of updates so far
         self.num_zeroed = 0  # non-finite gradient elements that were taken as 0, over all updates
-        self._rule = rule
-        self._pieces = cut(spec, span)
-        self._views = [piece.view(self.values) for piece in self._pieces]
         self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, as the last push that said so
-        self._sum: Tensor | None = None  # made at the first update that has to add; same shape as the values
-        self._require_whole_tensors()
+        self._pieces = cut(spec, span)
+        self._require_whole_tensors(rule)
+        self._crew = Crew(num_threads)
+        policy = (spec.scale, spec.nonfinite)
+        self._updates = (
+            Chunked(rule, self._pieces, self.values, policy, self._crew)
+            if isinstance(rule, Kernel)
+            else WholeTensors(rule, self._pieces, self.values, policy, self._crew)
+        )
 
     def store(self, values: Tensor) -> None:
         """Overwrite the values with a copy of `values`: (elements of the range,), dtype of the table."""
@@ -93,8 +95,9 @@ class Shard:
         """Return how many elements of a pushed gradient are NaN or infinite, absent segments aside."""
         self._require_fit(gradient, "gradient")
         if not absent:
-            return num_nonfinite(gradient)
-        return sum(num_nonfinite(piece.view(gradient)) for piece in self._pieces if piece.segment not in absent)
+            return num_nonfinite(gradient, self._crew)
+        views = (piece.view(gradient).view(-1) for piece in self._pieces if piece.segment not in absent)
+        return sum(num_nonfinite(view, self._crew) for view in views)
 
     @torch.no_grad()
     def apply(self, contributions: Sequence[Contribution]) -> None:
@@ -108,20 +111,13 @@ class Shard:
         """
         self._require_contributions(contributions)
         self.hyper = contributions[0].hyper or self.hyper
-        contributions = self._without_nonfinite(contributions)
-        present = [[c for c in contributions if piece.segment not in c.absent] for piece in self._pieces]
-        combined = self._combine(contributions, present)
-        gradients = [
-            piece.view(combined) if having else None for piece, having in zip(self._pieces, present, strict=True)
-        ]
-        if self._pieces:
-            self._rule.update(self._views, gradients, self.hyper, [piece.group for piece in self._pieces])
+        self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
 
     def state(self) -> dict[str, Tensor]:
         """Return "values" and the rule's "<segment>.<state>" tensors: live, so copy them before the next update."""
         named = {VALUES: self.values}
-        for key, value in self._rule.state().items():
+        for key, value in self._updates.state().items():
             index, _, name = key.partition(".")
             if not (index.isdecimal() and int(index) < len(self._pieces) and name):
                 raise ProtocolBug(
@@ -146,37 +142,16 @@ class Shard:
                 )
             named[f"{index_of[int(segment)]}.{name}"] = value
         self.store(state[VALUES])
-        self._rule.load_state(named)
+        self._updates.load_state(named)
         self.version = version
 
-    def _combine(self, contributions: Sequence[Contribution], present: Sequence[Sequence[Contribution]]) -> Tensor:
-        """Return the combined gradient of the range; a single one is used as it is."""
-        if len(contributions) == 1:
-            return contributions[0].gradient
-        if self._sum is None:
-            self._sum = torch.empty_like(self.values)
-        everyone = [c.count for c in contributions]
-        for start, stop, having in _runs(self._pieces, present):
-            parts = [c.gradient[start:stop] for c in having]
-            combine(self._sum[start:stop], parts, [c.count for c in having], everyone, self.spec.scale)
-        return self._sum
+    def close(self) -> None:
+        """End the threads; there is no update afterwards."""
+        self._crew.close()
 
-    def _without_nonfinite(self, contributions: Sequence[Contribution]) -> Sequence[Contribution]:
-        if self.spec.nonfinite != "zero":
-            return contributions
-        return [self._cleaned(contribution) for contribution in contributions]
-
-    def _cleaned(self, contribution: Contribution) -> Contribution:
-        found = self.screen(contribution.gradient, contribution.absent)
-        if not found:
-            return contribution
-        self.num_zeroed += found
-        gradient = torch.nan_to_num(contribution.gradient, nan=0.0, posinf=0.0, neginf=0.0)
-        return Contribution(gradient, contribution.count, contribution.absent, contribution.hyper)
-
-    def _require_whole_tensors(self) -> None:
+    def _require_whole_tensors(self, rule: UpdateRule | Kernel) -> None:
         for piece in self._pieces:
-            if self._rule.granularity == "tensor" and not piece.whole:
+            if rule.granularity == "tensor" and not piece.whole:
                 name = self.spec.segments[piece.segment].name
                 raise ProtocolBug(
                     f"Table '{self.spec.name}': {self.spec.rule.name} needs whole tensors, but the range of server "
@@ -195,21 +170,8 @@ class Shard:
                 )
 
     def _require_fit(self, tensor: Tensor, what: str) -> None:
-        if tensor.shape != self.values.shape or tensor.dtype != self.values.dtype:
+        if tensor.shape != (self.span.length,) or tensor.dtype != self._dtype:
             raise ProtocolBug(
                 f"Table '{self.spec.name}', server {self.span.server}: got {what} of shape {tuple(tensor.shape)} and "
-                f"{tensor.dtype}, expected {tuple(self.values.shape)} and {self.values.dtype}."
+                f"{tensor.dtype}, expected {(self.span.length,)} and {self._dtype}."
             )
-
-
-def _runs(
-    pieces: Sequence[Piece], present: Sequence[Sequence[Contribution]]
-) -> list[tuple[int, int, Sequence[Contribution]]]:
-    """Return (start, stop, contributions) of neighbouring pieces that the same contributions have a gradient for."""
-    found: list[tuple[int, int, Sequence[Contribution]]] = []
-    for _, group in groupby(zip(pieces, present, strict=True), key=lambda pair: [id(c) for c in pair[1]]):
-        members = list(group)
-        (first, having), (last, _) = members[0], members[-1]
-        if having:
-            found.append((first.offset, last.offset + last.numel, having))
-    return found

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from paceline.tensors.table import Scale
+import torch
+
+from paceline.tensors.contribution import Contribution
+from paceline.tensors.crew import Crew, stretches
+from paceline.tensors.table import NonFinite, Scale
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Elements that are summed and scaled together: 1 MiB of float32, so that the sum stays in the cache meanwhile.
-CHUNK = 256 * 1024
+# Elements that are worked on together: 1 MiB of float32, which stays in the cache between one operation and the next.
+CHUNK: Final = 256 * 1024
 
 
 def combine(
@@ -20,30 +24,69 @@ def combine(
     """Write the combined gradient to `out`; the gradients are only read.
 
     Args:
-        out: (n,), overwritten.
+        out: (n,), overwritten; at most a chunk of elements for speed.
         gradients: (n,) each, at least one; added as ((g1 + g2) + g3) + ...
         counts: samples behind each of the gradients.
         everyone: samples of every contribution to the update, those without these elements too: they count as zeros.
         scale: see `TableSpec`.
     """
     weighted = scale == "samples" and len(set(everyone)) > 1
-    for start in range(0, out.numel(), CHUNK):
-        stop = start + CHUNK
-        parts = [gradient[start:stop] for gradient in gradients]
-        if weighted:
-            parts = [part * count for part, count in zip(parts, counts, strict=True)]
-        total = out[start:stop]
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
-        if weighted:
-            total.div_(sum(everyone))
-        elif scale != "sum" and len(everyone) > 1:
-            total.div_(len(everyone))
+    if weighted:
+        gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
+    if len(gradients) == 1:
+        out.copy_(gradients[0])
+    else:
+        torch.add(gradients[0], gradients[1], out=out)
+    for gradient in gradients[2:]:
+        out.add_(gradient)
+    if weighted:
+        out.div_(sum(everyone))
+    elif scale != "sum" and len(everyone) > 1:
+        out.div_(len(everyone))
 
 
-def num_nonfinite(tensor: Tensor) -> int:
-    """Return how many elements are NaN or infinite; cheap when there are none."""
+def combine_stretch(
+    out: Tensor,
+    span: tuple[int, int],
+    having: Sequence[int],
+    contributions: Sequence[Contribution],
+    policy: tuple[Scale, NonFinite],
+) -> int:
+    """Write the combined gradient of elements `span` of the range to `out`; return how many elements were zeroed.
+
+    Args:
+        out: (stop - start,), overwritten.
+        span: (start, stop).
+        having: indices of the contributions that have a gradient there, at least one.
+        contributions: all of the update.
+        policy: scale and treatment of non-finite elements, see `TableSpec`.
+    """
+    scale, nonfinite = policy
+    parts = [contributions[index].gradient[slice(*span)] for index in having]
+    num_zeroed = 0
+    if nonfinite == "zero":
+        found = [num_nonfinite(part) for part in parts]
+        num_zeroed = sum(found)
+        parts = [zeroed(part) if bad else part for part, bad in zip(parts, found, strict=True)]
+    counts = [contributions[index].count for index in having]
+    combine(out, parts, counts, [contribution.count for contribution in contributions], scale)
+    return num_zeroed
+
+
+def zeroed(tensor: Tensor) -> Tensor:
+    """Return a copy with zeros in the place of NaN and infinity."""
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def num_nonfinite(tensor: Tensor, crew: Crew | None = None) -> int:
+    """Return how many elements of (n,) are NaN or infinite; one read of memory when there are none."""
+    if crew is None:
+        return _num_nonfinite(tensor)
+    spans = list(stretches(tensor.numel(), CHUNK))
+    return crew.total(spans, lambda span, _: _num_nonfinite(tensor[slice(*span)]))
+
+
+def _num_nonfinite(tensor: Tensor) -> int:
     # NaN and infinity survive every sum, so a finite sum proves all elements finite; the converse may overflow.
     if tensor.sum().isfinite():
         return 0

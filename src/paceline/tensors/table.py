@@ -16,7 +16,7 @@ from paceline.tensors.rules import Hyper, RuleSpec
 
 DType: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
 Scale: TypeAlias = Literal["sum", "mean", "samples"]
-NonFinite: TypeAlias = Literal["reject", "zero", "halt"]
+NonFinite: TypeAlias = Literal["reject", "zero", "halt", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TableSpec:
         scale: what one update applies of the gradients g_i with their sample counts n_i: "sum" is Σ g_i, "mean" is
             Σ g_i / number of contributions, "samples" is Σ n_i g_i / Σ n_i.
         nonfinite: what happens to a gradient with NaN or infinity: "reject" drops the push, "zero" zeroes those
-            elements, "halt" stops the job.
+            elements, "halt" stops the job, "ignore" applies it as it is, without the time to look.
 
     Example:
         >>> spec = TableSpec(

@@ -1,0 +1,188 @@
+"""Updates in chunks that stay in the cache: every element of gradients, values and state is read from memory once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.tensors.contribution import Contribution
+from paceline.tensors.crew import Crew
+from paceline.tensors.kernels import Kernel
+from paceline.tensors.pieces import Piece
+from paceline.tensors.plan import BLOCK, Age, Chunk, cut_into_chunks, make_chunk
+from paceline.tensors.rules import Hyper
+from paceline.tensors.summing import CHUNK, combine_stretch
+from paceline.tensors.table import NonFinite, Scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The chunks of an update, and of the next ones as long as `key` stays and nothing in them is fresh.
+
+    Args:
+        key: what they follow from, the ages of the pieces aside.
+        chunks: they name every piece that is stepped.
+        taken: (pieces,), 1 for those, else 0.
+    """
+
+    key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool]
+    chunks: list[Chunk]
+    taken: Tensor
+
+
+@final
+class Chunked:
+    """Runs a kernel over a range, chunk by chunk; owns the state of its elements.
+
+    Args:
+        kernel: the rule.
+        pieces: of the range.
+        values: (elements of the range,), changed in place.
+        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        crew: does the work.
+    """
+
+    def __init__(
+        self, kernel: Kernel, pieces: Sequence[Piece], values: Tensor, policy: tuple[Scale, NonFinite], crew: Crew
+    ) -> None:
+        self._kernel, self._pieces, self._values, self._policy, self._crew = kernel, pieces, values, policy, crew
+        self._numbers: list[dict[str, Any]] = []  # of each group, complete, as of the last update
+        self._told: tuple[Hyper, ...] = ()  # what they were made of
+        self._plan: _Plan | None = None  # of the last update
+        self._state: dict[str, Tensor] = {}  # by name, each as long as the range
+        self._held: list[tuple[str, ...]] = [()] * len(pieces)  # the states that each piece has
+        self._steps = torch.zeros(len(pieces))  # taken by each piece; float32, as torch counts
+        self._begun = False
+        size = min(CHUNK, max(values.numel(), BLOCK))
+        self._scratch = [values.new_empty((3, size)) for _ in range(crew.num_threads)]
+
+    def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
+        """Update the values once; return how many elements of gradients were taken as 0."""
+        self._listen(hyper)
+        self._begin()
+        chunks = self._planned(contributions)
+        steps: list[float] = self._steps.tolist()
+        return self._crew.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live state of every piece; see `UpdateRule.state`."""
+        named: dict[str, Tensor] = {}
+        for index, (piece, names) in enumerate(zip(self._pieces, self._held, strict=True)):
+            if names and self._kernel.counts_steps:
+                named[f"{index}.step"] = self._steps[index]
+            named.update({f"{index}.{name}": piece.view(self._state[name]) for name in names})
+        return named
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
+
+        Raises:
+            UsageError: the state is one of another rule.
+        """
+        foreign = sorted(key for key in state if key.partition(".")[2] not in (*self._kernel.known, "step"))
+        if foreign or (state and not self._kernel.known):
+            raise UsageError(
+                f"The rule '{self._kernel.name}' has no state like this, but was given {sorted(foreign or state)[:3]}. "
+                "Was it another rule?"
+            )
+        self._plan, self._begun = None, False
+        self._held = [()] * len(self._pieces)
+        self._steps.zero_()
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            if name == "step":
+                self._steps[int(index)] = value
+            else:
+                self._hold(int(index), (name,))
+                self._pieces[int(index)].view(self._state[name]).copy_(value)
+
+    def _do(self, chunk: Chunk, contributions: Sequence[Contribution], steps: Sequence[float], thread: int) -> int:
+        """Take one chunk from gradients to values; return how many elements of its gradients were zeroed."""
+        scratch, num_zeroed = self._scratch[thread], 0
+        if len(contributions) == 1 and self._policy[1] != "zero":
+            gradient = contributions[0].gradient[chunk.start : chunk.stop]
+        else:
+            gradient = scratch[2]
+            for (start, stop), having in chunk.sums:
+                out = gradient[start - chunk.start : stop - chunk.start]
+                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy)
+        for call in chunk.calls:
+            call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group])
+        return num_zeroed
+
+    def _listen(self, hyper: tuple[Hyper, ...]) -> None:
+        """Take over the hyperparameters of an update; those that are left out stay as they are."""
+        if hyper is self._told:
+            return
+        known = self._numbers or [_defaults(self._kernel.name)] * len(hyper)
+        self._numbers = [{**old, **new} for old, new in zip(known, hyper, strict=True)]
+        self._told = hyper
+
+    def _begin(self) -> None:
+        """Give every piece the state that it has before its first step, unless it was loaded."""
+        if self._begun or not self._numbers:
+            return
+        for name, value in self._kernel.initial(self._numbers[0]).items():
+            for index, piece in enumerate(self._pieces):
+                if name not in self._held[index]:
+                    self._hold(index, (name,))
+                    piece.view(self._state[name]).fill_(value)
+        self._begun = True
+
+    def _hold(self, index: int, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._state:
+                self._state[name] = torch.zeros_like(self._values)
+        self._held[index] = tuple(name for name in self._kernel.known if name in names or name in self._held[index])
+
+    def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
+        """Return the chunks of an update, and count it as a step of its pieces."""
+        names = [self._kernel.names(numbers) for numbers in self._numbers]
+        in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
+        absent = tuple(contribution.absent for contribution in contributions)
+        key = (absent, names, in_lanes)
+        plan = self._plan
+        if plan is None or plan.key != key:
+            plan = _Plan(key, *self._make_plan(absent, names, in_lanes=in_lanes))
+        fresh = any(call.age.fresh for chunk in plan.chunks for call in chunk.calls)
+        self._plan = None if fresh else plan  # nothing is fresh the next time
+        self._steps += plan.taken
+        return plan.chunks
+
+    def _make_plan(
+        self, absent: Sequence[frozenset[int]], names: list[tuple[str, ...]], *, in_lanes: bool
+    ) -> tuple[list[Chunk], Tensor]:
+        having = [
+            tuple(number for number, gone in enumerate(absent) if piece.segment not in gone) for piece in self._pieces
+        ]
+        taken = [index for index, contributors in enumerate(having) if contributors]
+        steps: list[float] = self._steps.tolist()
+        ages = [
+            Age(piece.group, steps[index], not set(names[piece.group]) <= set(self._held[index]))
+            for index, piece in enumerate(self._pieces)
+        ]
+        for index in taken:
+            self._hold(index, names[self._pieces[index].group])
+        chunks = [
+            make_chunk(slices, having, ages, (self._values, self._state), names, in_lanes=in_lanes)
+            for slices in cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes)
+        ]
+        return chunks, torch.tensor([float(bool(contributors)) for contributors in having])
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the hyperparameters of a class of torch.optim where none are given; of "add" there are none."""
+    cls = getattr(torch.optim, name.rpartition(".")[2], None)
+    if cls is None:
+        return {}
+    return {key: found.default for key, found in inspect.signature(cls).parameters.items() if key != "params"}
