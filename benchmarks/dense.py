@@ -65,6 +65,7 @@ def dense(
     parameters: int = 25_000_000,
     rounds: int = 15,
     transport: Literal["shm", "tcp"] = "shm",
+    nonfinite: Literal["ignore", "reject"] = "ignore",
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Take steps of both sides in turn; print the ratio, its spread and the floor.
@@ -81,6 +82,9 @@ def dense(
         Number of measured rounds, after a few to warm up.
     transport
         What Paceline's own processes talk over.
+    nonfinite
+        Whether Paceline looks for NaN and infinity in every gradient first (reject, its default), or as the peers do
+        applies what comes (ignore): the same work.
     json
         Print only one line of JSON on stdout.
     """
@@ -91,7 +95,7 @@ def dense(
     try:
         with Stage() as stage:
             progress(f"Starting {workers} workers of Paceline and of {PEERS[peer].title}, {parameters:,} parameters")
-            ours = stage.start("paceline", our_command(workers, parameters, transport), workers)
+            ours = stage.start("paceline", our_command(workers, parameters, transport, nonfinite), workers)
             theirs = stage.start(peer, peer_command(peer, python, workers, parameters), num_players(peer, workers))
             measured = take_turns(ours, theirs, parameters, rounds)
             difference = compare(stage.folder, ours, theirs)
@@ -179,10 +183,10 @@ def tell(
     )
 
 
-def our_command(num_workers: int, num_parameters: int, transport: str) -> list[str]:
+def our_command(num_workers: int, num_parameters: int, transport: str, nonfinite: str) -> list[str]:
     """Return how Paceline's side is started: as a user would."""
     options = ["-n", str(num_workers), "--transport", transport, "--quiet"]
-    script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters)]
+    script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters), nonfinite]
     return [sys.executable, "-m", "paceline", "run", *options, *script]
 
 

@@ -11,11 +11,11 @@ import paceline
 
 def main() -> None:
     """Take part in a job of one table, and step when asked."""
-    stage, num_parameters = sys.argv[1], int(sys.argv[2])
+    stage, num_parameters, nonfinite = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     rank = paceline.init().rank
     parameter = torch.nn.Parameter(torch.from_numpy(work.first_values(num_parameters)))
     plain = torch.optim.SGD([parameter], lr=work.LR, momentum=work.MOMENTUM, fused=True)
-    optimizer = paceline.distributed(plain, scale="mean")
+    optimizer = paceline.distributed(plain, scale="mean", nonfinite=nonfinite)
     gradients = [torch.from_numpy(gradient) for gradient in work.gradients(rank, num_parameters)]
 
     def prepare(index: int) -> None:

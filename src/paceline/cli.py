@@ -48,6 +48,8 @@ def run(
     on_error: OnError = "stop",
     max_restarts: int = 3,
     run_dir: Path | None = None,
+    server_threads: int | None = None,
+    pin: Annotated[bool, Parameter(negative="")] = False,
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
@@ -81,6 +83,10 @@ def run(
         How often one worker is started again under --on-crash restart.
     run_dir
         New or empty folder that keeps the run's traces; without it nothing is kept.
+    server_threads
+        With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
+    pin
+        Keep each worker on cores of its own.
     trace
         How much is recorded: every step, or every message too.
     quiet
@@ -106,6 +112,8 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
+            server_threads=server_threads,
+            pin=pin,
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
             progress=progress and not quiet,
             quiet=quiet,

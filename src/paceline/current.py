@@ -155,6 +155,7 @@ def distributed(
     scale: Scale | None = None,
     fetch_every: int | None = 1,
     nonfinite: NonFinite = "reject",
+    views: bool | None = None,
     model: nn.Module | None = None,
     name: str = "model",
 ) -> DistributedOptimizer:
@@ -174,7 +175,11 @@ def distributed(
         fetch_every: fetch values from the servers every n-th step; in between, and with None always, use the copy at
             hand until the staleness bound forces a fetch.
         nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
-            the worker ("halt").
+            the worker ("halt"); "ignore" applies it as it is and saves the look.
+        views: let the parameters be views of the servers' own memory where that is on this machine (shm), so that
+            nothing is copied to read them. By default under bsp, where values change only while all workers wait.
+            Elsewhere updates of others then show in the middle of a step: values are never too old, but not of one
+            moment. What a script writes to such a parameter itself is gone with the next step, as without views.
         model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and its
             names are used in messages.
         name: of the table on the servers; unique in the job.
@@ -193,5 +198,5 @@ def distributed(
     """
     session = current()
     policy = session.policy(consistency)
-    settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name)
+    settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name, views)
     return session.distributed(optimizer, model=model, settings=settings)

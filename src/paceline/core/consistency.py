@@ -93,6 +93,11 @@ class Consistency:
             raise UsageError(f"consistency '{text}' lacks its number: write {name}:3, for example.")
         raise UsageError(f"unknown consistency '{text}'. Expected one of {_NAMES}, or {_AXES}.")
 
+    @property
+    def lockstep(self) -> bool:
+        """Say whether values change only while every worker waits for them."""
+        return self.visible == "on_clock" and self.bound == 0 and not self.backups
+
     def needs(self, clock: int) -> int:
         """Return the value clock that a read at `clock` must at least have: `clock - bound`, never below 0."""
         return 0 if self.bound is None else max(0, clock - self.bound)

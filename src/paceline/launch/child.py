@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ class Launch:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     place: Place | None = None
+    cores: tuple[int, ...] = ()  # where it may run; empty: anywhere
 
     @property
     def incarnation(self) -> int:
@@ -105,7 +107,7 @@ class Child:
 def start_process(launch: Launch) -> subprocess.Popen[bytes]:
     """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the launcher only."""
     place = {} if launch.place is None else launch.place.as_environment()
-    return subprocess.Popen(
+    process = subprocess.Popen(
         launch.command,
         stdin=subprocess.PIPE if launch.role == "server" else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -114,3 +116,6 @@ def start_process(launch: Launch) -> subprocess.Popen[bytes]:
         bufsize=0,
         start_new_session=True,
     )
+    if launch.cores and sys.platform == "linux":
+        os.sched_setaffinity(process.pid, launch.cores)  # its threads, all of them still to come, stay there too
+    return process

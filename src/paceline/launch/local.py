@@ -1,8 +1,6 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
-import os
 import secrets
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Final
 from paceline.errors import UsageError
 from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
+from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads
 from paceline.launch.guard import Guard, clear
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
@@ -70,6 +69,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         scale=run.scale,
         trace=run.trace,
         grace_s=run.grace_s,
+        server_threads=run.server_threads,
     )
     write_token(run_dir)
     spec.write(run_dir / SPEC_NAME)
@@ -93,7 +93,7 @@ def open_board(trace_folder: Path, num_workers: int) -> Board:
 
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     num_processes = 1 if run.transport == "memory" else run.num_workers + run.num_servers
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    num_cores = len(cores_here())
     environment = child_environment(num_processes, num_cores, traceback=run.traceback)
     if not (run.quiet or chose_num_threads()):
         console.say(

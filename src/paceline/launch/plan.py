@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.launch.child import Launch
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
+from paceline.launch.cores import cores_here, share_of
 from paceline.launch.environment import Place
 from paceline.launch.policy import Policy
 
@@ -52,6 +53,8 @@ class LocalRun:
     grace_s: float = 5.0  # from being told to end until being killed
     progress: bool = False
     quiet: bool = False
+    server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
+    pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
 
     def validate(self) -> None:
@@ -59,6 +62,7 @@ class LocalRun:
         for what, number, least in (
             ("workers", self.num_workers, 1),
             ("servers", self.num_servers, 1),
+            ("server-threads", 1 if self.server_threads is None else self.server_threads, 1),
             ("max-restarts", self.policy.max_restarts, 0),
         ):
             if number < least:
@@ -85,6 +89,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
         )
         for rank in range(run.num_servers)
     ]
+    cores = cores_here()
     workers = [
         Launch(
             role="worker",
@@ -93,6 +98,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             command=(*programs.worker, *script),
             environment=environment,
             place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
+            cores=share_of(cores, rank, run.num_workers) if run.pin else (),
         )
         for rank in range(run.num_workers)
     ]

@@ -11,10 +11,12 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
 from paceline.errors import PacelineError
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.cores import cores_here, server_threads
 from paceline.launch.environment import wants_traceback
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
@@ -34,6 +36,11 @@ def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
     )
 
 
+def threads_here(consistency: Consistency, spec: ClusterSpec) -> int:
+    """Return with how many threads this server updates a table, on the cores that it was left."""
+    return server_threads(consistency, len(cores_here()), spec.num_servers, spec.num_workers)
+
+
 def serve(spec: ClusterSpec, rank: int) -> None:
     """Serve one shard of the job; blocks until told to stop."""
     run_dir = Path(spec.run_dir)
@@ -46,7 +53,15 @@ def serve(spec: ClusterSpec, rank: int) -> None:
 
     trace = Trace(trace_path(run_dir, "server", rank))
     settings = server_settings(spec, rank)
-    node = ServerNode(settings, listener, transport, addresses, trace, full_trace=spec.trace == "full")
+    node = ServerNode(
+        settings,
+        listener,
+        transport,
+        addresses,
+        trace,
+        full_trace=spec.trace == "full",
+        num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
+    )
     threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(run_dir / f"server-{rank}.address", listener.address.encode())
     node.run()

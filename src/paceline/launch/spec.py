@@ -45,6 +45,7 @@ class ClusterSpec:
     join_timeout_s: float = 60.0
     wait_timeout_s: float = 600.0
     grace_s: float = 5.0
+    server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
 
     @staticmethod
     def read(path: Path) -> "ClusterSpec":

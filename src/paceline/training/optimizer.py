@@ -112,12 +112,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings.scale,
             settings.nonfinite,
         )
-        live = settings.views if settings.views is not None else _never_changes_under_readers(settings.consistency)
+        live = settings.consistency.lockstep if settings.views is None else settings.views
         self._table = self._open(spec, self._flat, live=live)
         self._weights = Weights(self._flat, self._table)
         job.keep(self._weights)
         # While backward runs the servers have nothing to read from a worker that waits for every push to be applied.
-        self._gradients = Gradients(self._flat, in_place=_never_changes_under_readers(settings.consistency))
+        self._gradients = Gradients(self._flat, in_place=settings.consistency.lockstep)
         self._reserve()
         self._buffers = self._open_buffers(model)
         self._fetch(refresh=True)
@@ -265,11 +265,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells
             self.num_refused += not pushed.result().applied
-
-
-def _never_changes_under_readers(consistency: Consistency) -> bool:
-    """Say whether values change only while all workers wait for them."""
-    return consistency.visible == "on_clock" and consistency.bound == 0 and not consistency.backups
 
 
 def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
