@@ -16,13 +16,14 @@ from paceline.transport import (
     MemoryTransport,
     ShmTransport,
     TcpTransport,
+    TlsSettings,
     Transport,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-CARRIERS = ("memory", "tcp", "shm", "faulty-memory", "faulty-tcp")
+CARRIERS = ("memory", "tcp", "tls", "shm", "faulty-memory", "faulty-tcp")
 CREDENTIALS = Credentials(token=bytes(range(32)), job="contract")
 
 
@@ -49,14 +50,16 @@ class Pair:
         self.listener.close()
 
 
-def make_carrier(kind: str, directory: Path, limits: Limits | None = None) -> Carrier:
+def make_carrier(kind: str, directory: Path, limits: Limits | None = None, tls: TlsSettings | None = None) -> Carrier:
+    """Make a transport of this kind; "tls" needs certificates."""
     if kind.startswith("faulty-"):
-        inner = make_carrier(kind.removeprefix("faulty-"), directory, limits)
+        inner = make_carrier(kind.removeprefix("faulty-"), directory, limits, tls)
         return Carrier(FaultyTransport(inner.transport, FaultPlan(), seed=0), inner.address)
     if kind == "memory":
         return Carrier(MemoryTransport(limits), "memory://server-0")
-    if kind == "tcp":
-        return Carrier(TcpTransport(CREDENTIALS, limits), "tcp://127.0.0.1:0")
+    if kind in ("tcp", "tls"):
+        assert (tls is None) == (kind == "tcp")
+        return Carrier(TcpTransport(CREDENTIALS, limits, tls=tls), "tcp://127.0.0.1:0")
     os.chmod(directory, 0o700)
     return Carrier(ShmTransport("contract", limits), f"shm://{directory}/server-0.sock")
 

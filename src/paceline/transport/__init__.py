@@ -6,6 +6,7 @@ from paceline.transport.faulty import FaultyTransport
 from paceline.transport.memory import MemoryTransport
 from paceline.transport.shm import ShmTransport
 from paceline.transport.tcp import TcpTransport
+from paceline.transport.tls import TlsSettings
 
 __all__ = [
     "EMPTY",
@@ -21,5 +22,6 @@ __all__ = [
     "Place",
     "ShmTransport",
     "TcpTransport",
+    "TlsSettings",
     "Transport",
 ]

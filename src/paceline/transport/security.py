@@ -5,6 +5,8 @@ everything said: role, wire version, job, identity and both nonces. The client p
 the token learns nothing but the wire version. Neither a recording nor a reflection of the other side's bytes
 passes: the nonces and the role differ.
 
+Over tcp with TLS (`TlsHandshake`): the same, inside TLS with certificates on both sides.
+
 Over shm (`LocalHandshake`): the kernel tells each side who the other is; only the job is compared.
 
 A handshake reads at most `MAX_HANDSHAKE_BYTES` and takes no memory sized by the peer.

@@ -12,8 +12,9 @@ from paceline.transport.buffers import check_size, fresh_buffer
 from paceline.transport.channel import Channel, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
-from paceline.transport.security import TokenHandshake, introduce_within
+from paceline.transport.security import Handshake, TokenHandshake, introduce_within
 from paceline.transport.stream import StreamConnection
+from paceline.transport.tls import TlsHandshake, TlsSettings
 
 # A peer whose machine is gone is given up after this long without an acknowledgement.
 _SILENCE_MS: Final = 10_000
@@ -27,6 +28,8 @@ class TcpTransport:
     Addresses are "tcp://127.0.0.1:40123", "tcp://[::1]:40123" or "tcp://localhost:40123", with or without the
     scheme; port 0 listens on a free port. Names other than localhost are not looked up.
 
+    With `tls`, which both sides must have, all of it travels encrypted between holders of certificates.
+
     >>> import os
     >>> transport = TcpTransport(Credentials(token=os.urandom(32), job="example"))
     >>> listener = transport.listen("127.0.0.1:0")
@@ -39,10 +42,13 @@ class TcpTransport:
     ...     end.close()
     """
 
-    def __init__(self, credentials: Credentials, limits: Limits | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials, limits: Limits | None = None, *, tls: TlsSettings | None = None
+    ) -> None:
         self.name: Final = "tcp"
         self.maps_memory: Final = False
-        self._handshake = TokenHandshake(credentials)
+        proof = TokenHandshake(credentials)
+        self._handshake: Handshake = proof if tls is None else TlsHandshake(tls, proof)
         self._limits = limits or Limits()
 
     def allocate(self, size_bytes: int) -> memoryview:
