@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 from measuring import Sample, machine, print_json, progress
 from turns import BENCHMARKS, PlayFailed, Side, Stage
-from wire_ends import KINDS, TIMEOUT_S, TOKEN_NAME, End, Kind, connect
+from wire_certificates import Authority
+from wire_ends import KINDS, MEMBER, TIMEOUT_S, End, Kind, connect
 
 from paceline.launch.spec import write_token
 
@@ -68,11 +70,14 @@ def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = Fal
     """
     try:
         with Stage() as stage:
-            token = _make_token(stage)
+            kinds = _prepare(stage.folder)
             command = [sys.executable, str(BENCHMARKS / "wire_receiver.py"), "{stage}", str(stage.folder)]
             receiver = stage.start("receiver", command, 1)
             line = Line()
-            results = {1: measure(receiver, token, 1, rounds, line), MANY: measure(receiver, token, MANY, rounds)}
+            results = {
+                1: measure([_open(receiver, kind, stage.folder, 1) for kind in kinds], receiver, rounds, line),
+                MANY: measure([_open(receiver, kind, stage.folder, MANY) for kind in kinds], receiver, rounds),
+            }
     except PlayFailed as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -82,12 +87,10 @@ def wire(*, rounds: int = 9, json: Annotated[bool, Parameter(negative="")] = Fal
     return 0
 
 
-def measure(
-    receiver: Side, token: bytes, num_connections: int, num_rounds: int, line: Line | None = None
-) -> list[Wire]:
-    """Open connections of each kind and use them, and the line, in turn."""
+def measure(wires: list[Wire], receiver: Side, num_rounds: int, line: Line | None = None) -> list[Wire]:
+    """Use the connections of each kind, and the line, in turn; close them in the end."""
+    num_connections = len(wires[0].ends)
     progress(f"Measuring {num_connections} connection{'s' * (num_connections > 1)} of each kind")
-    wires = [_open(receiver, kind, token, num_connections) for kind in KINDS]
     with ThreadPoolExecutor(num_connections) as threads:
         for number in range(num_rounds + 1):
             for each in wires:
@@ -126,6 +129,10 @@ def summary(results: dict[int, list[Wire]], line: Line) -> dict[str, object]:
     by_kind = {num: {each.kind: each for each in wires} for num, wires in results.items()}
     one, many = by_kind[1], by_kind[MANY]
     against_raw = _fraction(one["tcp"].bytes_per_s, one["raw tcp"].bytes_per_s)
+    encrypted: dict[str, object] = {}
+    if "tls" in one:
+        encrypted["tls_raw_fraction"] = _fraction(one["tls"].bytes_per_s, one["raw tcp"].bytes_per_s)
+        encrypted["tls_rtt_ratio"] = _fraction(one["tls"].round_trip_s, one["raw tcp"].round_trip_s)
     return {
         "name": "wire",
         "tcp_fraction": _fraction(one["tcp"].bytes_per_s, line.bytes_per_s) if line.bytes_per_s else against_raw,
@@ -134,6 +141,7 @@ def summary(results: dict[int, list[Wire]], line: Line) -> dict[str, object]:
         "rtt_ratio": _fraction(one["tcp"].round_trip_s, one["raw tcp"].round_trip_s),
         f"tcp_raw_fraction_{MANY}": _fraction(many["tcp"].bytes_per_s, many["raw tcp"].bytes_per_s),
         f"rtt_ratio_{MANY}": _fraction(many["tcp"].round_trip_s, many["raw tcp"].round_trip_s),
+        **encrypted,
         "unix_fraction": _fraction(one["unix"].bytes_per_s, one["raw unix"].bytes_per_s),
         "unix_rtt_ratio": _fraction(one["unix"].round_trip_s, one["raw unix"].round_trip_s),
         "gb_per_s": {kind: Sample.of(each.bytes_per_s).median / 1e9 for kind, each in one.items()},
@@ -141,16 +149,23 @@ def summary(results: dict[int, list[Wire]], line: Line) -> dict[str, object]:
     }
 
 
-def _make_token(stage: Stage) -> bytes:
-    write_token(stage.folder)
-    return (stage.folder / TOKEN_NAME).read_bytes()
+def _prepare(folder: Path) -> list[Kind]:
+    """Make the secrets of both processes; return the kinds that can be measured with them."""
+    write_token(folder)
+    if not shutil.which("openssl"):
+        progress("Leaving out tls, since the openssl command is not here to make certificates")
+        return [kind for kind in KINDS if kind != "tls"]
+    Authority(folder).issue(MEMBER)
+    return list(KINDS)
 
 
-def _open(receiver: Side, kind: Kind, token: bytes, num_connections: int) -> Wire:
+def _open(receiver: Side, kind: Kind, folder: Path, num_connections: int) -> Wire:
     size_bytes = FRAME_BYTES[num_connections]
     address = receiver.ask("listen", kind).answers[0]
     with ThreadPoolExecutor(1) as threads:
-        connecting = threads.submit(lambda: [connect(kind, address, token, size_bytes) for _ in range(num_connections)])
+        connecting = threads.submit(
+            lambda: [connect(kind, address, folder, size_bytes) for _ in range(num_connections)]
+        )
         receiver.ask("accept", {"kind": kind, "num": num_connections, "size_bytes": size_bytes})
         return Wire(kind, connecting.result(TIMEOUT_S), size_bytes)
 

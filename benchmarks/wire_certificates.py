@@ -9,6 +9,11 @@ from paceline.transport.tls import TlsSettings
 _NEW_KEY: Final = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
+def settings_in(folder: Path, name: str, authority: str = "authority") -> TlsSettings:
+    """Return the files of a certificate that was issued before."""
+    return TlsSettings(folder / f"{name}.pem", folder / f"{name}.key", folder / f"{authority}.pem")
+
+
 @final
 class Authority:
     """Signs certificates; its own, all others and their keys are files in one folder."""
@@ -25,8 +30,7 @@ class Authority:
         self._openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         signing = ("-CA", f"{self._name}.pem", "-CAkey", f"{self._name}.key", "-CAcreateserial")
         self._openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-days", str(num_days), "-out", f"{name}.pem")
-        folder = self._folder
-        return TlsSettings(folder / f"{name}.pem", folder / f"{name}.key", folder / f"{self._name}.pem")
+        return settings_in(self._folder, name, self._name)
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, cwd=self._folder, capture_output=True, timeout=60)

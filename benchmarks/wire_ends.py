@@ -5,15 +5,18 @@ import socket
 from pathlib import Path
 from typing import Final, Literal, Protocol, final
 
+from wire_certificates import settings_in
+
 from paceline.transport.base import EMPTY, Connection, Credentials, Listener, Transport
 from paceline.transport.shm import ShmTransport
 from paceline.transport.tcp import TcpTransport
 
-Kind = Literal["raw tcp", "tcp", "raw unix", "unix", "shm"]
-KINDS: Final[tuple[Kind, ...]] = ("raw tcp", "tcp", "raw unix", "unix", "shm")
+Kind = Literal["raw tcp", "tcp", "tls", "raw unix", "unix", "shm"]
+KINDS: Final[tuple[Kind, ...]] = ("raw tcp", "tcp", "tls", "raw unix", "unix", "shm")
 TIMEOUT_S: Final = 60.0
 JOB: Final = "wire"
 TOKEN_NAME: Final = "token"  # the file of the secret that both processes know
+MEMBER: Final = "member"  # the name of the certificate that both processes show
 SMALL: Final = bytes(64)
 
 
@@ -121,11 +124,11 @@ class CarrierEnd:
 class Door:
     """Where the ends of one kind are accepted."""
 
-    def __init__(self, kind: Kind, folder: Path, token: bytes) -> None:
+    def __init__(self, kind: Kind, folder: Path) -> None:
         self._kind = kind
         place = folder / f"{kind.replace(' ', '-')}.sock"
         self._raw: socket.socket | None = None
-        self._transport = _transport(kind, token)
+        self._transport = _transport(kind, folder)
         self._listener: Listener | None = None
         if kind == "raw unix":
             self._raw = socket.socket(socket.AF_UNIX)
@@ -135,7 +138,7 @@ class Door:
             self._raw = socket.create_server(("127.0.0.1", 0))
             self.address = str(self._raw.getsockname()[1])
         else:
-            at = "tcp://127.0.0.1:0" if kind == "tcp" else f"shm://{place}"
+            at = "tcp://127.0.0.1:0" if kind in ("tcp", "tls") else f"shm://{place}"
             self._listener = self._transport.listen(at)
             self.address = self._listener.address
         if self._raw is not None:
@@ -159,7 +162,7 @@ class Door:
             Path(self.address).unlink()
 
 
-def connect(kind: Kind, address: str, token: bytes, size_bytes: int) -> End:
+def connect(kind: Kind, address: str, folder: Path, size_bytes: int) -> End:
     """Connect to a door of another process."""
     if kind == "raw tcp":
         return RawEnd(socket.create_connection(("127.0.0.1", int(address)), TIMEOUT_S), size_bytes)
@@ -167,10 +170,14 @@ def connect(kind: Kind, address: str, token: bytes, size_bytes: int) -> End:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address)
         return RawEnd(sock, size_bytes)
-    transport = _transport(kind, token)
+    transport = _transport(kind, folder)
     connection = transport.connect(address, b"sender", timeout_s=TIMEOUT_S)
     return CarrierEnd(transport, connection, size_bytes, shared=kind == "shm")
 
 
-def _transport(kind: Kind, token: bytes) -> Transport:
-    return TcpTransport(Credentials(token, JOB)) if kind == "tcp" else ShmTransport(JOB)
+def _transport(kind: Kind, folder: Path) -> Transport:
+    """Make a transport from the secrets in a folder."""
+    if kind not in ("tcp", "tls"):
+        return ShmTransport(JOB)
+    credentials = Credentials((folder / TOKEN_NAME).read_bytes(), JOB)
+    return TcpTransport(credentials, tls=settings_in(folder, MEMBER) if kind == "tls" else None)

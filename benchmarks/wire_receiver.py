@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
 from turns import play
-from wire_ends import TIMEOUT_S, TOKEN_NAME, Door, End, Kind
+from wire_ends import TIMEOUT_S, Door, End, Kind
 
 MAX_CONNECTIONS: Final = 64
 
@@ -23,16 +23,15 @@ class Asked(TypedDict):
 class Receiver:
     """The open doors and the accepted ends of each kind."""
 
-    def __init__(self, folder: Path, token: bytes) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._token = token
         self._doors: dict[Kind, Door] = {}
         self._ends: dict[Kind, list[End]] = {}
         self._threads = ThreadPoolExecutor(MAX_CONNECTIONS)
 
     def listen(self, kind: Kind) -> str:
         """Open a door; return its address."""
-        self._doors[kind] = Door(kind, self._folder, self._token)
+        self._doors[kind] = Door(kind, self._folder)
         return self._doors[kind].address
 
     def accept(self, asked: Asked) -> None:
@@ -66,8 +65,7 @@ def _answer(end: End) -> None:
 
 def main() -> None:
     """Take turns."""
-    folder = Path(sys.argv[2])
-    receiver = Receiver(folder, (folder / TOKEN_NAME).read_bytes())
+    receiver = Receiver(Path(sys.argv[2]))
     acts = (receiver.listen, receiver.accept, receiver.take, receiver.echo, receiver.close)
     play(sys.argv[1], 0, {act.__name__: act for act in acts})
 
