@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -137,28 +137,35 @@ class Session:
             nonfinite,
         )
         spec.validate()
-        return self.open_table(
-            spec, tuple(shape), _first_values(init, spec, tuple(shape)), read_my_writes=read_my_writes
-        )
+        first = _first_values(init, spec, tuple(shape))
+        return self.open_table(spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes)
 
     def open_table(
-        self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool, live: bool = False
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool = False,
     ) -> Table:
-        """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part."""
+        """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part.
+
+        That worker has `write_first` write them to a flat tensor.
+        """
         if spec.name in self._tables:
             raise UsageError(
                 f"worker {self.rank} has already opened table '{spec.name}': use what that call returned, or give "
                 "this one a name of its own (name=...)."
             )
         spec.validate()
-        mirror = self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
-        parts = [_bytes(mirror.part(first, span.server)) for span in mirror.spans]
+        self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
         if self.rank == 0:
-            self._give_values(spec.name, parts)
+            self._give_values(spec.name, write_first)
         try:
             self._await_values(spec.name)
         except Refused:  # worker 0 is gone, and this worker is the first of those that are left
-            self._give_values(spec.name, parts)
+            self._give_values(spec.name, write_first)
             self._await_values(spec.name)
         table = Table(spec, shape, self.node, self.meter)
         self._tables[spec.name] = table
@@ -169,10 +176,15 @@ class Session:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.append(weights)
 
-    def _give_values(self, table: str, parts: list[memoryview]) -> None:
+    def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
+        buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
+        write(buffer.gradient)
         self.node.ask_all(
-            lambda number: Initialise(number, table), f"servers to take the first values of table '{table}'", parts
+            lambda number: Initialise(number, table),
+            f"servers to take the first values of table '{table}'",
+            self.node.parts(table, buffer),
         )
+        self.node.give_back(table, buffer)
 
     def _await_values(self, table: str) -> None:
         self.node.ask_all(
@@ -331,10 +343,6 @@ def _first_values(init: float | Tensor, spec: TableSpec, shape: tuple[int, ...])
         return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given.detach()).view(-1)
     except RuntimeError as error:
         raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error
-
-
-def _bytes(part: Tensor) -> memoryview:
-    return part.contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def _notice(text: str) -> None:

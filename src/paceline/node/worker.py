@@ -158,6 +158,16 @@ class WorkerNode:
             )
             return self._pushes.take(table)
 
+    def give_back(self, table: str, buffer: PushBuffer) -> None:
+        """Give back reserved memory without a push."""
+        with self._changed:
+            self._pushes.give(table, buffer)
+
+    def parts(self, table: str, buffer: PushBuffer) -> list[memoryview]:
+        """Return what of reserved memory belongs to each server, by rank."""
+        item = buffer.gradient.itemsize
+        return [buffer.memory[span.start * item : span.stop * item] for span in self._mirror(table).spans]
+
     def push(
         self,
         table: str,
@@ -192,8 +202,7 @@ class WorkerNode:
         """Send an update as `push` does, from memory that `reserve` gave: it is the servers' to read from now on."""
         problem = self._objection(table, buffer.gradient)
         if problem:
-            with self._changed:
-                self._pushes.give(table, buffer)
+            self.give_back(table, buffer)
             return settled(PushOutcome(applied=False, reason=problem))
         return self._push(table, buffer, count, absent, hyper)
 
@@ -345,10 +354,8 @@ class WorkerNode:
         self, table: str, buffer: PushBuffer, count: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
     ) -> Future[PushOutcome]:
         mirror = self._mirror(table)
-        item = buffer.gradient.itemsize
-        bodies = {
-            span.server: buffer.memory[span.start * item : span.stop * item] for span in mirror.spans if span.length
-        }
+        parts = self.parts(table, buffer)
+        bodies = {server: parts[server] for server in mirror.servers}
         with self._changed:
             self._check_failure()
             future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)

@@ -53,11 +53,14 @@ class Flat:
             )
         return Flat(named, _DTYPES[first_of.popitem()[0]])
 
+    @property
+    def numel(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.numel() for tensor in self.named.values())
+
     def empty(self) -> Tensor:
         """Return an uninitialised flat vector."""
-        return torch.empty(
-            sum(tensor.numel() for tensor in self.named.values()), dtype=getattr(torch, self.dtype), device="cpu"
-        )
+        return torch.empty(self.numel, dtype=getattr(torch, self.dtype), device="cpu")
 
     def pack_values(self, out: Tensor) -> None:
         """Copy the tensors into a flat vector."""

@@ -64,9 +64,15 @@ class Job(Protocol):
         ...
 
     def open_table(
-        self, spec: TableSpec, shape: tuple[int, ...], first: Tensor, *, read_my_writes: bool, live: bool
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool,
     ) -> Table:
-        """Declare a table and wait for its first values."""
+        """Declare a table and wait for its first values, which one worker writes."""
         ...
 
     def keep(self, weights: Weights) -> None:
@@ -232,9 +238,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
     def _open(self, spec: TableSpec, flat: Flat, *, live: bool = False) -> Table:
-        first = flat.empty()
-        flat.pack_values(first)
-        return self._job.open_table(spec, tuple(first.shape), first, read_my_writes=True, live=live)
+        return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=True, live=live)
 
     def _reserve(self) -> None:
         """Have memory for the next gradients; blocks as long as there is none."""
