@@ -10,7 +10,7 @@ import pytest
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport import EMPTY, Connection, Limits
+from paceline.transport import EMPTY, Limits
 
 
 def test_echo(pair: Pair) -> None:
@@ -303,22 +303,6 @@ def test_identity_arrives_and_peers_are_named(pair: Pair) -> None:
 def test_identity_is_bounded(carrier: Carrier) -> None:
     with pytest.raises(UsageError, match="identity"):
         carrier.transport.connect(carrier.address, bytes(1025), timeout_s=1)
-
-
-def test_sixty_four_connections_to_one_listener(carrier: Carrier) -> None:
-    listener = carrier.transport.listen(carrier.address)
-
-    def connect(number: int) -> Connection:
-        return carrier.transport.connect(listener.address, bytes([number]), timeout_s=10)
-
-    with ThreadPoolExecutor(16) as pool:
-        clients = list(pool.map(connect, range(64)))
-    servers = {end.identity[0]: end for end in (listener.accept(timeout_s=5) for _ in clients)}
-    for number, client in enumerate(clients):
-        client.send(b"from", memoryview(bytes([number])), timeout_s=5)
-    assert all(servers[number].receive(timeout_s=5).body[0] == number for number in range(64))
-    for end in (*clients, *servers.values(), listener):
-        end.close()
 
 
 def test_nobody_listens(carrier: Carrier) -> None:

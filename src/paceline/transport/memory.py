@@ -10,8 +10,9 @@ from paceline.transport.base import EMPTY, Frame, Limits, Place, check_identity,
 from paceline.transport.buffers import Regions, check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import Deadline
 
-# A sender waits while this many frames are unread, as it would for a full socket.
+# A sender waits while so much is unread, as it would for a full socket. Copied bodies count, the senders' own do not.
 _MAX_UNREAD_FRAMES: Final = 4096
+_MAX_UNREAD_BYTES: Final = 32 << 20
 
 
 @final
@@ -19,18 +20,21 @@ class _Lane:
     """Frames on their way from one end to the other."""
 
     def __init__(self) -> None:
-        self._frames: deque[Frame] = deque()
+        # With each frame, how many bytes were copied for it; `_num_unread` is their sum.
+        self._frames: deque[tuple[Frame, int]] = deque()
+        self._num_unread = 0
         self._changed = threading.Condition()
         self._over = False
 
-    def put(self, frame: Frame, deadline: Deadline) -> None:
+    def put(self, frame: Frame, num_copied: int, deadline: Deadline) -> None:
         """Wait for room, then add; raises TimeoutError, or EOFError once the lane is over."""
         with self._changed:
             if not self._changed.wait_for(self._has_room, deadline.remaining_s()):
                 raise TimeoutError
             if self._over:
                 raise EOFError
-            self._frames.append(frame)
+            self._frames.append((frame, num_copied))
+            self._num_unread += num_copied
             self._changed.notify_all()
 
     def take(self, deadline: Deadline) -> Frame:
@@ -40,7 +44,8 @@ class _Lane:
                 raise TimeoutError
             if not self._frames:
                 raise EOFError
-            frame = self._frames.popleft()
+            frame, num_copied = self._frames.popleft()
+            self._num_unread -= num_copied
             self._changed.notify_all()
             return frame
 
@@ -54,10 +59,11 @@ class _Lane:
         """End, and forget what is unread."""
         with self._changed:
             self._frames.clear()
+            self._num_unread = 0
         self.end()
 
     def _has_room(self) -> bool:
-        return self._over or len(self._frames) < _MAX_UNREAD_FRAMES
+        return self._over or (len(self._frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
 
     def _has_news(self) -> bool:
         return self._over or bool(self._frames)
@@ -82,9 +88,10 @@ class MemoryConnection:
         deadline = Deadline.after(timeout_s)
         body = flat(body)
         self._check_sizes(header, body)
-        carried = body[:] if self._regions.find(body) is not None else copied(body)
+        shared = self._regions.find(body) is not None
+        frame = Frame(bytes(header), body[:] if shared else copied(body))
         try:
-            self._outgoing.put(Frame(bytes(header), carried), deadline)
+            self._outgoing.put(frame, 0 if shared else body.nbytes, deadline)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {timeout_s} s for {self.peer} to take a frame") from None
         except EOFError:
