@@ -139,6 +139,18 @@ def test_client_without_a_certificate_is_refused(listener: Listener, member: Tls
     assert nobody_was_let_in(listener)
 
 
+def test_with_tls_any_address_will_do(member: TlsSettings) -> None:
+    transport = client_with(member)
+    with closing(transport.listen("0.0.0.0:0")) as listener:
+        port = listener.address.rpartition(":")[2]
+        with (
+            closing(transport.connect(f"127.0.0.1:{port}", b"", timeout_s=5)) as client,
+            closing(listener.accept(timeout_s=5)) as server,
+        ):
+            client.send(b"from afar", timeout_s=5)
+            assert server.receive(timeout_s=5).header == b"from afar"
+
+
 def test_older_tls_is_refused(listener: Listener, member: TlsSettings) -> None:
     with plain_tls(listener, member, ssl.TLSVersion.TLSv1_2) as client, pytest.raises(ssl.SSLError, match="VERSION"):
         client.do_handshake()

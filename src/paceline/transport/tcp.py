@@ -1,4 +1,4 @@
-"""Frames over TCP, between processes of one machine; both sides prove that they hold the job's token."""
+"""Frames over TCP; both sides prove that they hold the job's token, and beyond one machine all of it is encrypted."""
 
 import ipaddress
 import socket
@@ -23,12 +23,13 @@ _KEEPALIVE_AFTER_S: Final = 5
 
 @final
 class TcpTransport:
-    """Carries frames over TCP on the loopback interface.
+    """Carries frames over TCP; without TLS on the loopback interface alone.
 
     Addresses are "tcp://127.0.0.1:40123", "tcp://[::1]:40123" or "tcp://localhost:40123", with or without the
     scheme; port 0 listens on a free port. Names other than localhost are not looked up.
 
-    With `tls`, which both sides must have, all of it travels encrypted between holders of certificates.
+    With `tls`, which both sides must have, all of it travels encrypted between holders of certificates, and any IP
+    address will do.
 
     >>> import os
     >>> transport = TcpTransport(Credentials(token=os.urandom(32), job="example"))
@@ -47,6 +48,7 @@ class TcpTransport:
     ) -> None:
         self.name: Final = "tcp"
         self.maps_memory: Final = False
+        self._encrypts = tls is not None
         proof = TokenHandshake(credentials)
         self._handshake: Handshake = proof if tls is None else TlsHandshake(tls, proof)
         self._limits = limits or Limits()
@@ -57,8 +59,8 @@ class TcpTransport:
         return fresh_buffer(size_bytes)
 
     def listen(self, address: str) -> StreamListener:
-        """Listen on a loopback address; raises UsageError for any other, or when the port is taken."""
-        family, host, port = _parse(address)
+        """Listen on an address; raises UsageError when it is taken, or needs TLS and has none."""
+        family, host, port = self._parse(address)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart past connections in TIME_WAIT
@@ -75,7 +77,7 @@ class TcpTransport:
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
         """Connect to a listener; see `Transport.connect`. A refused connection is not tried again."""
         check_identity(identity)
-        family, host, port = _parse(address)
+        family, host, port = self._parse(address)
         peer = _format((host, port))
         deadline = Deadline.after(timeout_s)
         sock = _open(family, host, port, timeout_s)
@@ -83,6 +85,16 @@ class TcpTransport:
             self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
         )
         return self._welcome(channel, peer, identity)
+
+    def _parse(self, address: str) -> tuple[socket.AddressFamily, str, int]:
+        """Split an address; raises UsageError when it leads beyond this machine and nothing is encrypted."""
+        ip, port = _parse(address)
+        if not ip.is_loopback and not self._encrypts:
+            raise UsageError(
+                f"{ip} is not a loopback address: beyond this machine frames need TLS; give both sides `tls`, or use "
+                "127.0.0.1"
+            )
+        return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), port
 
     def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
         return StreamConnection(channel, peer, identity, self._limits, InlineBodies())
@@ -123,8 +135,8 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_AFTER_S)
 
 
-def _parse(address: str) -> tuple[socket.AddressFamily, str, int]:
-    """Split an address; raises UsageError unless it is a loopback host and a port."""
+def _parse(address: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    """Split an address; raises UsageError unless it is a host and a port."""
     host, separator, port = strip_scheme(address, "tcp").rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
         raise UsageError(f"{address!r} is not a TCP address, expected host:port such as 127.0.0.1:40123")
@@ -135,12 +147,7 @@ def _parse(address: str) -> tuple[socket.AddressFamily, str, int]:
             f"host {host!r} in {address!r} is not an IP address: use 127.0.0.1, [::1] or localhost (other names are "
             "not looked up)"
         ) from None
-    if not ip.is_loopback:
-        raise UsageError(
-            f"{host} is not a loopback address: beyond this machine frames need TLS, which Paceline does not have "
-            "yet; use 127.0.0.1"
-        )
-    return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), int(port)
+    return ip, int(port)
 
 
 def _format(name: tuple[object, ...]) -> str:
