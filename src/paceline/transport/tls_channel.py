@@ -89,8 +89,8 @@ class TlsChannel:
     def _decrypt(self, buffer: memoryview) -> int:
         """Fill `buffer` from the records that are there; returns how many bytes that gave."""
         num_bytes = 0
-        with suppress(ssl.SSLWantReadError):
-            while num_bytes < len(buffer):
+        with suppress(ssl.SSLWantReadError):  # what is there may end within a record
+            while num_bytes < len(buffer) and (self._arrived.pending or self._tls.pending()):
                 rest = buffer[num_bytes:]
                 num_read = cast("int", cast("object", self._tls.read(len(rest), rest)))  # bytes only without a buffer
                 if num_read == 0:
