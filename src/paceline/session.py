@@ -73,9 +73,9 @@ class Session:
     scale: Scale | None
     server: _Embedded | None = None
     num_samples: int = 0
-    # Those in use. Weak: whoever drops an optimizer is done with it.
+    # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
     _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
-    _weights: list[Weights] = field(default_factory=list[Weights])
+    _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     _tables: dict[str, Table] = field(default_factory=dict[str, Table])
     closed: bool = False
 
@@ -174,7 +174,7 @@ class Session:
 
     def keep(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
-        self._weights.append(weights)
+        self._weights.add(weights)
 
     def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
         buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
@@ -220,7 +220,7 @@ class Session:
             return
         self.closed = True
         atexit.unregister(self.close)
-        for weights in self._weights:
+        for weights in list(self._weights):
             weights.detach()
         try:
             if politely:

@@ -116,11 +116,17 @@ class Mirror:
             for server in own.missing:
                 self.part(out, server).add_(self.part(own.change, server))
 
+    def was_written(self) -> bool:
+        """Say whether this process may have written to the memory of a live copy."""
+        return any(memory.was_written() for memory in self._peer_memory())
+
     def reread(self) -> None:
         """Forget what this process wrote to the memory of a live copy."""
-        for body in self._bodies.values():
-            if isinstance(body.obj, PeerMemory):
-                body.obj.reread()
+        for memory in self._peer_memory():
+            memory.reread()
+
+    def _peer_memory(self) -> list[PeerMemory]:
+        return [body.obj for body in self._bodies.values() if isinstance(body.obj, PeerMemory)]
 
     def readable(self) -> Readable:
         """Return the values, with own updates, without a copy where that is possible.

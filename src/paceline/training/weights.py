@@ -10,27 +10,31 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from paceline.node.mirror import Mirror, Readable
+from paceline.node.mirror import Mirror
 from paceline.node.table import Table
 from paceline.training.flat import Flat
-from paceline.transport.peer_memory import any_written
 
 _ALIGNMENT_BYTES = 64  # where torch puts tensors of its own: elsewhere kernels are slower, and may round differently
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Weights:
     """Tensors that are filled from a table, again and again.
 
     Where the worker's copy of the table is live, a tensor becomes a view of it, if it lies in one piece there and well
-    aligned. Then a fetch copies nothing. What a script writes to a tensor is gone with the next fetch, view or not.
+    aligned, and was alone in its memory before. Then a fetch copies nothing. What a script writes to a tensor is gone
+    with the next fetch, view or not. When nobody uses this any more the tensors keep what they hold.
     """
 
     flat: Flat
     table: Table
-    # Those that are views, by index, with the version each had after the last fetch: another says it was written to.
+    # Those that were made views, by index, with the address of each: a script may have given it other memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
+
+    def __del__(self) -> None:
+        """Let tensors that are used longer than this no longer change."""
+        self.detach()
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the tensors to the values of the table; blocks until these are fresh enough."""
@@ -45,8 +49,12 @@ class Weights:
         """
         tensors = list(self.flat.named.values())
         newest: list[Tensor] = []
+        written: dict[int, Tensor] = {}
 
         def take(mirror: Mirror) -> None:
+            if mirror.was_written():
+                written.update({index: tensors[index].data.clone() for index in self._views()})
+                mirror.reread()
             values = mirror.readable()
             for tensor, (start, stop) in zip(tensors, self.flat.bounds, strict=True):
                 newest.append(torch.empty_like(tensor).copy_(values.slice(start, stop).view(tensor.shape)))
@@ -60,21 +68,30 @@ class Weights:
         finally:
             for tensor, data in zip(tensors, held, strict=True):
                 tensor.data = data
+            for index, data in written.items():
+                tensors[index].data.copy_(data)
 
     def detach(self) -> None:
         """Give every view memory of its own: nobody else changes the tensors from now on."""
         tensors = list(self.flat.named.values())
-        for index in self._viewing:
+        for index in self._views():
             tensors[index].data = tensors[index].data.clone()
         self._viewing.clear()
         self._places = ()
 
+    def _views(self) -> list[int]:
+        """Return the indices of the tensors that are views now."""
+        tensors = list(self.flat.named.values())
+        return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
+
     def _take(self, mirror: Mirror) -> None:
-        values = mirror.readable()
-        if mirror.live and self._was_written():
+        if mirror.was_written():
             mirror.reread()
-        if not mirror.live or values.places != self._places:
+        values = mirror.readable()
+        if values.places != self._places:
             self._viewing.clear()
+        self._viewing = {index: self._viewing[index] for index in self._views()}
+        self._places = values.places
         with torch.no_grad():
             for index, (tensor, (start, stop)) in enumerate(
                 zip(self.flat.named.values(), self.flat.bounds, strict=True)
@@ -82,33 +99,35 @@ class Weights:
                 if index not in self._viewing:
                     live = mirror.live and values.lie_together(start, stop)
                     self._fill(index, tensor, values.slice(start, stop), live=live)
-        self._note(values)
+        self._tell_autograd()
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
         if live and _can_view(tensor, values):
-            tensor.data = values.view(tensor.shape)
-            self._viewing[index] = 0
+            tensor.data = _alone(values).view(tensor.shape)
+            self._viewing[index] = values.data_ptr()
         else:
             tensor.copy_(values.view(tensor.shape))
 
-    def _note(self, values: Readable) -> None:
-        """Let autograd know that the views have changed, and remember their state."""
+    def _tell_autograd(self) -> None:
+        """Let autograd know that the views have changed."""
         tensors = list(self.flat.named.values())
-        self._places = values.places
         if self._viewing:
             increment_version([tensors[index] for index in self._viewing])
-        for index in self._viewing:
-            self._viewing[index] = tensors[index]._version
-
-    def _was_written(self) -> bool:
-        """Say whether a script has written to one of the views: torch knows of most, the kernel of the rest."""
-        tensors = list(self.flat.named.values())
-        if any(tensors[index]._version != version for index, version in self._viewing.items()):
-            return True
-        return any_written(tensors[index].data_ptr() for index in self._viewing)
 
 
 def _can_view(tensor: Tensor, values: Tensor) -> bool:
-    """Say whether a tensor may be a view of these live values, which are alone in their memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and values.data_ptr() % _ALIGNMENT_BYTES == 0
+    """Say whether a tensor may be a view of these live values: nobody else must count on the memory that it has now."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype == values.dtype
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and not tensor.is_shared()
+        and values.data_ptr() % _ALIGNMENT_BYTES == 0
+    )
+
+
+def _alone(values: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own: who saves a tensor does not save what lies around it."""
+    return torch.frombuffer(values.view(torch.uint8).numpy(), dtype=values.dtype)

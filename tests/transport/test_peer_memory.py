@@ -1,0 +1,62 @@
+"""Memory of a peer, mapped here: what this process writes is noticed wherever it is, and can be forgotten."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.transport import peer_memory
+from paceline.transport.peer_memory import PeerMemory
+from paceline.transport.segments import create_memory
+
+NUM_PAGES = 5
+SIZE_BYTES = NUM_PAGES * mmap.PAGESIZE - 100
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    made = create_memory(SIZE_BYTES)
+    yield made
+    os.close(made)
+
+
+@pytest.fixture
+def memory(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerMemory]:
+    monkeypatch.setattr(peer_memory, "_CHUNK_PAGES", 2)  # so that a few pages are several chunks
+    with PeerMemory(descriptor, SIZE_BYTES, access=mmap.ACCESS_COPY) as mapped:
+        yield mapped
+
+
+def test_what_is_only_read_was_not_written(memory: PeerMemory, descriptor: int) -> None:
+    assert not memory.was_written()
+    assert memory[:] == bytes(SIZE_BYTES)
+    os.pwrite(descriptor, b"peer", 0)
+
+    assert memory[:4] == b"peer"
+    assert not memory.was_written()
+
+
+@pytest.mark.parametrize("offset", [0, *(page * mmap.PAGESIZE + 1 for page in range(1, NUM_PAGES)), SIZE_BYTES - 1])
+def test_a_write_to_any_page_is_noticed_and_forgotten(memory: PeerMemory, descriptor: int, offset: int) -> None:
+    memory[offset] = 1
+    os.pwrite(descriptor, b"\2", offset)
+
+    assert memory.was_written()
+    assert memory[offset] == 1
+    memory.reread()
+    assert not memory.was_written()
+    assert memory[offset] == 2
+    assert not memory.was_written()
+
+
+def test_where_the_system_does_not_tell_it_may_have_been_written(
+    memory: PeerMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peer_memory, "_PAGEMAP", str(tmp_path / "none"))
+    assert memory.was_written()
+
+    (tmp_path / "empty").touch()
+    monkeypatch.setattr(peer_memory, "_PAGEMAP", str(tmp_path / "empty"))
+    assert memory.was_written()
