@@ -2,9 +2,11 @@
 
     python benchmarks/memory.py --workers 2
 
-A table of N bytes needs, over shared memory: on the server the values and the momentum; on a worker the parameters and
-the gradient, which is also the message. What both map counts half on each (PSS), so with P workers the formula is
-server (2 + P/2) N, worker (1 + 1/2) N. Over tcp nothing is shared: server (2 + P) N, worker 2 N.
+A table of N bytes needs, under bsp over shared memory: values, momentum, and the gradient of each of P workers, which
+is also the message; nothing else, (2 + P) N on the whole host. Values are mapped by all, a gradient by its worker and
+the server, and what is mapped by several counts in equal parts on each (PSS): the server has
+(1 + 1/(1 + P) + P/2) N, a worker (1/(1 + P) + 1/2) N. Over tcp nothing is shared: on the server values, momentum and a
+push of each worker, (2 + P) N; on a worker parameters, gradient and the values that arrive, 3 N.
 What a process of an almost empty table takes (the interpreter and torch) is measured in the same run and taken off.
 """
 
@@ -127,8 +129,9 @@ def read_fields(path: Path, wanted: dict[str, str]) -> dict[str, int]:
 def formula(num_workers: int, table_bytes: int, transport: str) -> tuple[float, float]:
     """Return the bytes that a server and a worker must have, of shared memory their part."""
     if transport == "tcp":
-        return (2 + num_workers) * table_bytes, 2 * table_bytes
-    return (2 + num_workers / 2) * table_bytes, 1.5 * table_bytes
+        return (2 + num_workers) * table_bytes, 3 * table_bytes
+    values = 1 / (1 + num_workers)
+    return (1 + values + num_workers / 2) * table_bytes, (values + 1 / 2) * table_bytes
 
 
 def tell(num_workers: int, table_bytes: int, transport: str, base: Peaks, more: Peaks, *, only_json: bool) -> None:

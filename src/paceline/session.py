@@ -101,6 +101,7 @@ class Session:
         dtype: DType = "float32",
         nonfinite: NonFinite = "reject",
         read_my_writes: bool = True,
+        view: bool = False,
     ) -> Table:
         """Open a dense table, and make it if it is new. Every worker must call this with the same settings.
 
@@ -115,7 +116,9 @@ class Session:
                 (the default). Where updates show on arrival each push is applied on its own, in full.
             init: first values, a number or a tensor of the shape. That of worker 0 counts.
             dtype: of the values.
-            nonfinite: what happens to pushes with NaN or infinity: "reject", "zero" or "halt".
+            nonfinite: what happens to pushes with NaN or infinity: "reject", "zero", "halt", or "ignore" them.
+            view: also map the servers' memory, where that is on this machine (shm), so that `view` and `pull` read from
+                there; then cached reads do not add own pushes that the servers have yet to apply.
             read_my_writes: let cached reads contain this worker's own pushes, where the rule allows it.
 
         Raises:
@@ -138,7 +141,9 @@ class Session:
         )
         spec.validate()
         first = _first_values(init, spec, tuple(shape))
-        return self.open_table(spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes)
+        return self.open_table(
+            spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
+        )
 
     def open_table(
         self,

@@ -284,3 +284,41 @@ def test_a_table_that_another_worker_made_differently_is_refused(tmp_path: Path)
     message = r"parameter 0 is 'w' \(3,\) here and 'w' \(2,\) there.*the update rule is torch.optim.SGD here and add"
     with pytest.raises(Refused, match=message):
         run_job(tmp_path, work, workers=2)
+
+
+# -- views -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_shows_each_update_without_a_copy(tmp_path: Path) -> None:
+    def work(ps: Session) -> list[float]:
+        w = ps.table("w", shape=(2, 3), update=ADD, scale="sum", view=True)
+        first = w.view()
+        assert first.tolist() == [[0.0] * 3] * 2
+        for _ in range(3):
+            w.push(torch.ones(2, 3))
+            ps.clock()
+            assert w.view().data_ptr() == first.data_ptr()
+        ps.barrier()
+        return first.flatten().tolist()
+
+    assert run_job(tmp_path, work, workers=2, carrier="shm") == [[6.0] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("carrier", "servers", "settings", "where"),
+    [
+        ("shm", 1, {}, "not mapped in this process"),
+        ("tcp", 1, {"view": True}, "not mapped in this process"),
+        ("shm", 2, {"view": True}, "on several servers"),
+    ],
+)
+def test_without_a_view_the_reason_is_named(
+    tmp_path: Path, carrier: str, servers: int, settings: dict[str, bool], where: str
+) -> None:
+    def work(ps: Session) -> None:
+        w = ps.table("w", shape=(128,), update=ADD, **settings)
+        with pytest.raises(UsageError, match=where):
+            w.view()
+        assert w.pull().tolist() == [0.0] * 128
+
+    run_job(tmp_path, work, servers=servers, carrier=carrier)

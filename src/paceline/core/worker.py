@@ -138,6 +138,12 @@ class WorkerCore:
         """All pushes below this sequence number are answered by everyone."""
         return min(self._pushed, default=self.next_seq)
 
+    def awaits(self, server: int, message: Fetched) -> bool:
+        """Say whether this is the answer that a read is waiting for, and not one that comes late or twice."""
+        table = self._tables.get(message.table)
+        reading = table.reading if table else None
+        return reading is not None and reading.request == message.request and server in reading.awaited
+
     def num_unsettled(self, table: str) -> int:
         """Count the pushes of this table that some server has neither applied nor refused."""
         return sum(pushed.push.table == table for pushed in self._pushed.values())

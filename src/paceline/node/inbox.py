@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.transport.base import Connection, Frame, Listener
+from paceline.transport.base import Connection, Frame, Listener, Place
 
 _POLL_S = 0.5
 
@@ -26,6 +26,7 @@ class Inbox:
     """Everything that arrives at a listener, in one queue. `close` ends all its threads and connections."""
 
     listener: Listener
+    place: Place | None = None  # where bodies go that the carrier copies
     # Bounded by what the workers may have unsettled, not by the queue: a full queue could make a reader wait for the
     # very thread that waits for it.
     _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
@@ -52,7 +53,7 @@ class Inbox:
             return None
 
     def close(self) -> None:
-        """Stop listening, end all connections and wait for the threads."""
+        """Stop listening, end all connections, wait for the threads and drop what nobody took."""
         self._closing.set()
         self.listener.close()
         self._accepting.join(timeout=5.0)  # first: it may have a connection at hand that is not in the books yet
@@ -62,6 +63,7 @@ class Inbox:
             connection.close()
         for thread in threads:
             thread.join(timeout=5.0)
+        self._queue = queue.SimpleQueue()  # frames in the old one keep workers' memory
 
     def drop(self, connection: Connection) -> None:
         """End one connection."""
@@ -90,7 +92,7 @@ class Inbox:
     def _read(self, connection: Connection) -> None:
         while not self._closing.is_set():
             try:
-                self._queue.put(Incoming(connection, connection.receive(timeout_s=_POLL_S)))
+                self._queue.put(Incoming(connection, connection.receive(timeout_s=_POLL_S, place=self.place)))
             except DeadlineExceeded:
                 continue
             except PeerError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.wire import Hello, encode
-from paceline.transport.base import EMPTY, Connection, Frame, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport
 
 _POLL_S = 0.5
 _SEND_TIMEOUT_S = 60.0
@@ -25,6 +25,7 @@ class Link:
     Args:
         hello: who connects; the count of its connections is filled in here.
         on_frame: called with each frame, on the reader thread.
+        place: asked where bodies go that the carrier copies, on the reader thread.
         on_reconnected: called when the connection was made again, on the reader thread.
         on_lost: called with the reason when nothing will come from the server any more.
     """
@@ -34,6 +35,7 @@ class Link:
     transport: Transport
     patience_s: float
     on_frame: Callable[[Frame], None]
+    place: Place
     on_reconnected: Callable[[], None]
     on_lost: Callable[[str], None]
     _connection: Connection = field(init=False)
@@ -81,7 +83,7 @@ class Link:
         problem = ""
         while not self._closing.is_set():
             try:
-                self.on_frame(self._connection.receive(timeout_s=_POLL_S))
+                self.on_frame(self._connection.receive(timeout_s=_POLL_S, place=self.place))
             except DeadlineExceeded:
                 continue
             except PeerError as error:

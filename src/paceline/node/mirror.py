@@ -12,6 +12,8 @@ from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
 from paceline.node.layout import as_tensor, torch_dtype
 from paceline.tensors.table import Hyper, TableSpec
+from paceline.transport.base import EMPTY
+from paceline.transport.buffers import fresh_buffer
 from paceline.transport.peer_memory import PeerMemory
 
 
@@ -68,12 +70,17 @@ class Mirror:
     _parts: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _bodies: dict[int, memoryview] = field(default_factory=dict[int, memoryview])  # of a live copy, by server
     _flat: Tensor | None = None
+    _memory: memoryview = EMPTY  # of the flat tensor
+    _lockstep: bool = field(init=False)
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
 
     def __post_init__(self) -> None:
         """Start with zeros; nothing is read before the first values have come."""
+        self._lockstep = Consistency.parse(self.spec.consistency).lockstep
         if not self.live:
-            self._flat = torch.zeros(self.spec.numel, dtype=torch_dtype(self.spec))
+            dtype = torch_dtype(self.spec)
+            self._memory = fresh_buffer(self.spec.numel * dtype.itemsize)
+            self._flat = as_tensor(self._memory, dtype)
             self._parts = {server: self.part(self._flat, server) for server in self.servers}
 
     @property
@@ -85,12 +92,22 @@ class Mirror:
         """Return the view of a flat tensor that belongs to a server."""
         return flat[self.spans[server].start : self.spans[server].stop]
 
+    def landing(self, server: int, size_bytes: int) -> memoryview | None:
+        """Return the memory of a server's part, for values under way to be received into; None if that may not be.
+
+        It may be where values change only while all workers wait for them: then nobody reads the copy meanwhile.
+        """
+        if self.live or not self._lockstep or size_bytes != self._parts[server].nbytes:
+            return None
+        span, item = self.spans[server], self._parts[server].itemsize
+        return self._memory[span.start * item : span.stop * item]
+
     def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
         """Take in values from a server; they contain the own pushes below `settled` and those in `includes`."""
         values = as_tensor(body, torch_dtype(self.spec))
         if self.live:
             self._parts[server], self._bodies[server] = values, body
-        else:
+        elif values.data_ptr() != self._parts[server].data_ptr():
             self._parts[server].copy_(values)
         for seq, own in list(self._own.items()):
             if seq < settled or seq in includes:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
@@ -14,6 +15,7 @@ from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import TableSpec
+from paceline.transport.base import Transport
 
 T = TypeVar("T")
 
@@ -46,6 +48,13 @@ class PushBuffer:
 
     memory: memoryview
     gradient: Tensor
+
+
+def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
+    """Return new memory for pushes of a table."""
+    dtype = torch_dtype(spec)
+    memory = transport.allocate(spec.numel * dtype.itemsize)
+    return PushBuffer(memory, torch.frombuffer(memory, dtype=dtype))
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from paceline.core.settings import ServerSettings
 from paceline.errors import PeerError
 from paceline.node.desk import Desk
 from paceline.node.inbox import Inbox, Incoming
+from paceline.node.landing import Landing
 from paceline.node.loans import Loans
 from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request
@@ -72,6 +73,7 @@ class ServerNode:
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
     _loans: Loans = field(init=False)
+    _landing: Landing = field(default_factory=Landing)
     _shelf: Shelf = field(init=False)
     _desk: Desk = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
@@ -80,14 +82,19 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Join the parts."""
         self._core = ServerCore(self.settings, started=time.monotonic())
-        self._inbox = Inbox(self.listener)
+        self._inbox = Inbox(self.listener, self._landing.place)
         self._peers = Peers(
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
         )
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
         self._shelf = Shelf(
-            self.settings.server, self.settings.num_servers, allocate, self.num_threads, self.allowed_rules
+            self.settings.server,
+            self.settings.num_servers,
+            allocate,
+            self._landing.give_back,
+            self.num_threads,
+            self.allowed_rules,
         )
         self._desk = Desk(self._shelf, self._peers.send_worker)
 
@@ -110,6 +117,7 @@ class ServerNode:
             self._inbox.close()
             self._loans.clear()
             self._shelf.clear()
+            self._landing.clear()
             self.trace.close()
 
     def stop(self) -> None:
@@ -180,12 +188,14 @@ class ServerNode:
     def _on_push(self, frame: PushFrame, body: memoryview) -> None:
         push_id = frame.push.id
         if self._shelf.has(push_id):  # a copy of a push that is held: the core knows what to say
+            self._landing.give_back(body)
             self._handle(frame.push)
             return
         problem = self._shelf.accept(frame, body)
         kept = self._handle(Spoiled(frame.push, problem) if problem else frame.push)
         if not kept:
             self._shelf.discard(push_id)
+            self._landing.give_back(body)
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)

@@ -24,6 +24,7 @@ class Shelf:
 
     Args:
         allocate: gives zeroed memory for values.
+        release: called with the memory of a push when it is not looked at any more.
         num_threads: how many threads an update may use, by the consistency of its table.
         allowed_rules: limits which rules may be imported by path; None allows all.
     """
@@ -31,14 +32,17 @@ class Shelf:
     server: int
     num_servers: int
     allocate: Callable[[int], memoryview]
+    release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
     allowed_rules: frozenset[str] | None = None
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
-    # Tensors of pushes that have arrived and are neither applied nor discarded.
-    _waiting: dict[PushId, Contribution] = field(default_factory=dict[PushId, Contribution])
+    # Pushes that have arrived and are neither applied nor discarded, with the memory that they came in.
+    _waiting: dict[PushId, tuple[Contribution, memoryview]] = field(
+        default_factory=dict[PushId, tuple[Contribution, memoryview]]
+    )
 
     def declare(self, spec: TableSpec) -> Consistency:
         """Make a table, or check that it is the one that exists; return its consistency.
@@ -83,7 +87,8 @@ class Shelf:
             num_bad = shard.screen(gradient, frozenset(frame.absent))
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
-        self._waiting[frame.push.id] = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper)
+        contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper)
+        self._waiting[frame.push.id] = contribution, body
         return ""
 
     def has(self, push_id: PushId) -> bool:
@@ -92,14 +97,21 @@ class Shelf:
 
     def apply(self, table: str, ids: Sequence[PushId]) -> None:
         """Update a table with these pushes in this order, as one update."""
-        self.shards[table].apply([self._waiting.pop(push_id) for push_id in ids])
+        pushes = [self._waiting.pop(push_id) for push_id in ids]
+        self.shards[table].apply([contribution for contribution, _ in pushes])
+        for _, body in pushes:
+            self.release(body)
 
     def discard(self, push_id: PushId) -> None:
         """Forget the tensor of a push."""
-        self._waiting.pop(push_id, None)
+        found = self._waiting.pop(push_id, None)
+        if found is not None:
+            self.release(found[1])
 
     def clear(self) -> None:
         """Let go of all tables and pushes: nobody is served any more."""
+        for shard in self.shards.values():
+            shard.close()
         for content in (self.specs, self.shards, self.memories, self._waiting):
             content.clear()
 

@@ -102,6 +102,34 @@ class Table:
         self.read(lambda mirror: mirror.read_into(flat), refresh=refresh, exact=exact)
         return values
 
+    def view(self, *, refresh: bool = True) -> Tensor:
+        """Return the values as the memory in which the server keeps them; blocks as `pull` does, and copies nothing.
+
+        For tables opened with view=True. Under bsp the values stay until this worker has finished its clock; elsewhere
+        updates of others show as they happen, also half done: values are never too old, but not of one moment. Treat
+        it as read-only: what you write stays in this process, and the page that it is on never changes again.
+
+        Raises:
+            UsageError: the values are not mapped here (view=True was not given, or the carrier is not shm), or lie on
+                several servers.
+            DeadlineExceeded: the values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        found: list[Tensor] = []
+
+        def take(mirror: Mirror) -> None:
+            values = mirror.readable()
+            if not mirror.live or not values.lie_together(0, self.spec.numel):
+                where = "on several servers" if mirror.live else "not mapped in this process"
+                raise UsageError(
+                    f"table '{self.name}' has no view here: its values are {where}. Use pull(), or open it with "
+                    "view=True in a job of one server over shm."
+                )
+            found.append(values.slice(0, self.spec.numel).view(self.shape))
+
+        self.read(take, refresh=refresh)
+        return found[0]
+
     def read(self, take: Callable[[Mirror], None], *, refresh: bool = True, exact: bool = False) -> None:
         """Have `take` called with this worker's copy of the table once it is fresh enough; blocks until then.
 

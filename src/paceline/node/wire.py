@@ -95,6 +95,11 @@ def encode(message: object) -> bytes:
     return bytes((_NUMBER[type(message)],)) + _ENCODER.encode(message)
 
 
+def is_push(header: bytes) -> bool:
+    """Say whether the header of a frame is that of a push, without reading it."""
+    return header[:1] == bytes((_NUMBER[PushFrame],))
+
+
 def decode(header: bytes) -> object:
     """Return the message in the header of a frame.
 

@@ -8,27 +8,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
-from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
-from paceline.core.messages import Fetched, Pull, Push
+from paceline.core.events import Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
+from paceline.core.messages import Pull, Push
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import UsageError
+from paceline.node.arrivals import Arrivals
 from paceline.node.calls import Calls
-from paceline.node.layout import spans, torch_dtype
+from paceline.node.layout import spans
 from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
-from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, objection, settled
+from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, allocate, objection, settled
 from paceline.node.pushes import Pushes
 from paceline.node.reads import Reads
-from paceline.node.requests import Declare, Done, Failed
-from paceline.node.wire import Hello, decode, encode
+from paceline.node.requests import Declare
+from paceline.node.waiting import Waiting
+from paceline.node.wire import Hello, encode
 from paceline.tensors.table import Hyper, TableSpec
-from paceline.transport.base import EMPTY, Frame, Transport
+from paceline.transport.base import EMPTY, Transport
 
 _SLOTS = 2  # pushes of one table under way
 _CONNECT_TIMEOUT_S = 30.0
@@ -67,20 +68,22 @@ class WorkerNode:
     _core: WorkerCore = field(init=False)
     _calls: Calls = field(init=False)
     _links: list[Link] = field(default_factory=list[Link])
+    _waiting: Waiting = field(init=False)
     # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
-    _changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    _changed: threading.Condition = field(init=False)
     _mirrors: dict[str, Mirror] = field(default_factory=dict[str, Mirror])
     _pushes: Pushes = field(default_factory=Pushes)
     _reads: Reads = field(default_factory=Reads)
     _joined: bool = False
     _left: bool = False
-    _failure: str = ""
     _closing: threading.Event = field(default_factory=threading.Event)
     _timekeeper: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the core; nothing is connected yet."""
         self._core = WorkerCore(self.settings)
+        self._waiting = Waiting(self.settings.sender.worker, self.options.wait_timeout_s, lambda: self._core.clock)
+        self._changed = self._waiting.changed
         self._calls = Calls(self._send_request, self.settings.retry_s)
         self._timekeeper = threading.Thread(target=self._keep_time, name="paceline-time", daemon=True)
 
@@ -96,23 +99,22 @@ class WorkerNode:
         """The number of servers of the job."""
         return len(self.addresses)
 
-    @property
-    def failure(self) -> str:
-        """Why this worker cannot go on, or nothing."""
-        return self._failure
-
     def join(self) -> int:
         """Connect to all servers and take part; return the clock at which. Blocks until every server agrees."""
         sender = self.settings.sender
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
+            arrivals = Arrivals(
+                server, self._waiting, self._core, self._calls, self._reads, self._mirrors, self._handle
+            )
             link = Link(
                 address,
                 hello,
                 self.transport,
                 self.options.reconnect_timeout_s,
-                on_frame=self._on_frame_of(server),
-                on_reconnected=self._on_reconnected_of(server),
+                on_frame=arrivals.on_frame,
+                place=arrivals.place,
+                on_reconnected=arrivals.on_reconnected,
                 on_lost=self._fail,
             )
             link.open(_CONNECT_TIMEOUT_S)
@@ -120,7 +122,7 @@ class WorkerNode:
         self._timekeeper.start()
         with self._changed:
             self._handle(WantJoin())
-            self._wait(lambda: self._joined, "all servers to let this worker take part")
+            self._waiting.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
     def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> Mirror:
@@ -139,7 +141,7 @@ class WorkerNode:
             mirror = Mirror(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             self._mirrors[spec.name] = mirror
             held = consistency.visible == "on_clock"
-            self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: self._allocate(spec)))
+            self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec)))
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
 
@@ -152,7 +154,7 @@ class WorkerNode:
         self._mirror(table)
         with self._changed:
             clock = self._core.clock
-            self._wait(
+            self._waiting.wait(
                 lambda: self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
             )
@@ -209,14 +211,14 @@ class WorkerNode:
     def tick(self) -> None:
         """Finish the current clock. Does not block."""
         with self._changed:
-            self._check_failure()
+            self._waiting.check()
             self._handle(WantClock())
 
     def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
         """Ask for values; the future ends when the copy of the table is fresh enough. Does not block."""
         self._mirror(table)
         with self._changed:
-            self._check_failure()
+            self._waiting.check()
             future = self._reads.begin(self._core.next_request, table)
             self._handle(WantRead(table, refresh, exact))
         return future
@@ -229,7 +231,7 @@ class WorkerNode:
         future = self.begin_read(table, refresh=refresh, exact=exact)
         with self._changed:
             mirror = self._mirrors[table]
-            self._wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
+            self._waiting.wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
             waited_s = time.monotonic() - asked_at
             done = future.result(timeout=0)
             take(mirror)
@@ -253,13 +255,13 @@ class WorkerNode:
                     f"worker {self.settings.sender.worker} has pushed to table '{table}' during clock "
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
-            self._wait(lambda: not self._pushes, "servers to settle this worker's pushes")
+            self._waiting.wait(lambda: not self._pushes, "servers to settle this worker's pushes")
 
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
         with self._changed:
             self._handle(WantLeave())
-            self._wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
+            self._waiting.wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
 
     def close(self) -> None:
         """End all connections and threads and let go of all memory; what is not settled stays as it is."""
@@ -277,7 +279,7 @@ class WorkerNode:
     ) -> list[memoryview]:
         """Send a request to every server and return what each sent back; blocks until all have."""
         with self._changed:
-            self._check_failure()
+            self._waiting.check()
             asked = [
                 self._calls.ask(server, make, bodies[server] if bodies else EMPTY)
                 for server in range(len(self.addresses))
@@ -287,51 +289,29 @@ class WorkerNode:
     def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
         """Send a request to one server and return what it sent back; blocks until it has."""
         with self._changed:
-            self._check_failure()
+            self._waiting.check()
             future = self._calls.ask(server, make, EMPTY)
         return self._answer(future, what)
 
-    # -- waiting -----------------------------------------------------------------------------------------------------
-
     def _answer(self, future: Future[memoryview], what: str) -> memoryview:
         with self._changed:
-            self._wait(future.done, what)
+            self._waiting.wait(future.done, what)
         return future.result(timeout=0)
-
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        """Wait, under the lock, until `done`; whatever happens this ends by the deadline."""
-        patience_s = self.options.wait_timeout_s
-        deadline = time.monotonic() + patience_s
-        while not done():
-            self._check_failure()
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineExceeded(
-                    f"worker {self.settings.sender.worker} (clock {self._core.clock}) "
-                    f"waited {patience_s:g} s for {what}"
-                )
-            self._changed.wait(left_s)
-
-    def _check_failure(self) -> None:
-        if self._failure:
-            raise self._error()
-
-    def _error(self) -> PeerError:
-        return PeerError(f"worker {self.settings.sender.worker} (clock {self._core.clock}): {self._failure}")
 
     def _fail(self, reason: str) -> None:
         """Give up, for the first reason: whoever waits for anything is told."""
         with self._changed:
-            if self._failure:
+            if self._waiting.failure:
                 return
-            self._failure = reason
-            self._pushes.abandon(self._error())
-            self._reads.abandon(self._error())
-            self._calls.abandon(self._error())
+            self._waiting.failure = reason
+            error = self._waiting.error()
+            self._pushes.abandon(error)
+            self._reads.abandon(error)
+            self._calls.abandon(error)
             self._changed.notify_all()
 
     def _mirror(self, table: str) -> Mirror:
-        self._check_failure()
+        self._waiting.check()
         mirror = self._mirrors.get(table)
         if mirror is None:
             names = ", ".join(sorted(self._mirrors)) or "none"
@@ -357,47 +337,17 @@ class WorkerNode:
         parts = self.parts(table, buffer)
         bodies = {server: parts[server] for server in mirror.servers}
         with self._changed:
-            self._check_failure()
+            self._waiting.check()
             future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)
             mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
             self._handle(WantPush(table))
         return future
 
-    def _allocate(self, spec: TableSpec) -> PushBuffer:
-        """Return new memory for pushes of a table."""
-        dtype = torch_dtype(spec)
-        memory = self.transport.allocate(spec.numel * dtype.itemsize)
-        return PushBuffer(memory, torch.frombuffer(memory, dtype=dtype))
-
     # -- what happens ------------------------------------------------------------------------------------------------
-
-    def _on_frame_of(self, server: int) -> Callable[[Frame], None]:
-        def on_frame(frame: Frame) -> None:
-            message = decode(frame.header)
-            with self._changed:
-                if isinstance(message, Done):
-                    self._calls.answered(message.number, frame.body)
-                elif isinstance(message, Failed):
-                    self._calls.failed(message.number, Refused(f"server {server} refused: {message.reason}"))
-                elif not self._failure:
-                    self._handle(Arrived(server, message), frame.body)
-                if isinstance(message, Fetched):
-                    self._reads.note_taken(server, message)
-                self._changed.notify_all()
-
-        return on_frame
-
-    def _on_reconnected_of(self, server: int) -> Callable[[], None]:
-        def on_reconnected() -> None:
-            with self._changed:
-                self._handle(Connected(server))
-                self._calls.repeat(server)
-
-        return on_reconnected
 
     def _keep_time(self) -> None:
         """Repeat what is due; a quarter of the first pause is fine enough for pauses that double."""
-        while not self._closing.wait(self.settings.retry_s / 4) and not self._failure:
+        while not self._closing.wait(self.settings.retry_s / 4) and not self._waiting.failure:
             with self._changed:
                 deadline = self._core.next_deadline()
                 if deadline is not None and deadline <= time.monotonic():

@@ -1,0 +1,62 @@
+"""What comes to a worker from one server, on that connection's reader thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.events import Arrived, Connected
+from paceline.core.messages import Fetched
+from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.errors import Refused
+from paceline.node.calls import Calls
+from paceline.node.mirror import Mirror
+from paceline.node.reads import Reads
+from paceline.node.requests import Done, Failed
+from paceline.node.waiting import Waiting
+from paceline.node.wire import decode
+from paceline.transport.base import EMPTY, Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Takes in the frames of one server, under the lock of the worker whose parts these are."""
+
+    server: int
+    waiting: Waiting
+    core: WorkerCore
+    calls: Calls
+    reads: Reads
+    mirrors: dict[str, Mirror]
+    handle: Callable[[WorkerEvent, memoryview], None]
+
+    def on_frame(self, frame: Frame) -> None:
+        """Take in a frame; whoever waits is told."""
+        message = decode(frame.header)
+        with self.waiting.changed:
+            if isinstance(message, Done):
+                self.calls.answered(message.number, frame.body)
+            elif isinstance(message, Failed):
+                self.calls.failed(message.number, Refused(f"server {self.server} refused: {message.reason}"))
+            elif not self.waiting.failure:
+                self.handle(Arrived(self.server, message), frame.body)
+            if isinstance(message, Fetched):
+                self.reads.note_taken(self.server, message)
+            self.waiting.changed.notify_all()
+
+    def place(self, header: bytes, size_bytes: int) -> memoryview | None:
+        """Return where the body of a frame goes: the values that a read waits for into the copy of their table.
+
+        Without the lock: who holds it may be waiting for this thread to leave the connection. What is asked here
+        about this server changes only on this thread, but for a read that begins, which then waits as well.
+        """
+        message = decode(header)
+        if isinstance(message, Fetched) and self.core.awaits(self.server, message):
+            return self.mirrors[message.table].landing(self.server, size_bytes)
+        return None
+
+    def on_reconnected(self) -> None:
+        """Say again what may have been lost with the connection before."""
+        with self.waiting.changed:
+            self.handle(Connected(self.server), EMPTY)
+            self.calls.repeat(self.server)

@@ -1,0 +1,48 @@
+"""How the threads of a worker wait for each other: one lock, one deadline, and one failure that ends every wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.errors import DeadlineExceeded, PeerError
+
+
+@dataclass(slots=True)
+class Waiting:
+    """The lock of a worker, and waiting under it.
+
+    Args:
+        worker: its rank, for messages.
+        patience_s: after this many seconds every wait gives up.
+        clock: returns the worker's clock, for messages.
+    """
+
+    worker: int
+    patience_s: float
+    clock: Callable[[], int]
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    failure: str = ""
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Wait, under the lock, until `done`; whatever happens this ends by the deadline."""
+        deadline = time.monotonic() + self.patience_s
+        while not done():
+            self.check()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceeded(
+                    f"worker {self.worker} (clock {self.clock()}) waited {self.patience_s:g} s for {what}"
+                )
+            self.changed.wait(left_s)
+
+    def check(self) -> None:
+        """Raise PeerError if this worker cannot go on."""
+        if self.failure:
+            raise self.error()
+
+    def error(self) -> PeerError:
+        """Return why this worker cannot go on."""
+        return PeerError(f"worker {self.worker} (clock {self.clock()}): {self.failure}")
