@@ -6,6 +6,7 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -201,9 +202,14 @@ class Session:
 
         Does not block: waiting happens in the next pull, as far as the consistency asks for it.
         """
-        self.meter.finish_clock(self.node.clock)
-        self.node.tick()
+        with self.communicating():
+            self.meter.finish_clock(self.node.clock)
+            self.node.tick()
         return self.node.clock
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """Return a context in which the time of the training loop counts as communication; it may be nested."""
+        return self.meter.communicating()
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
@@ -215,8 +221,9 @@ class Session:
 
     def barrier(self) -> None:
         """Block until every worker that still takes part has called this, and all its pushes are settled."""
-        self.node.settle()
-        self.node.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
+        with self.communicating():
+            self.node.settle()
+            self.node.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
         self.meter.begin()
 
     def close(self, *, politely: bool = True) -> None:
@@ -225,8 +232,7 @@ class Session:
             return
         self.closed = True
         atexit.unregister(self.close)
-        for weights in list(self._weights):
-            weights.detach()
+        self._settle_parameters(politely=politely)
         try:
             if politely:
                 self.node.leave()
@@ -235,6 +241,15 @@ class Session:
             self.meter.trace.close()
             if self.server is not None:
                 self.server.close()
+
+    def _settle_parameters(self, *, politely: bool) -> None:
+        """Let parameters have the values that are still under way, and memory of their own."""
+        try:
+            for optimizer in list(self._optimizers) if politely else ():
+                optimizer.arrive()
+        finally:
+            for weights in list(self._weights):
+                weights.detach()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -256,10 +271,11 @@ class Session:
 
     def _skip_batch(self) -> None:
         """Finish the clocks of a batch that only others have, one for each optimizer, and fetch what they did."""
-        for _ in range(max(1, len(self._optimizers))):
-            self.clock()
-        for optimizer in list(self._optimizers):
-            optimizer.follow()
+        with self.communicating():
+            for _ in range(max(1, len(self._optimizers))):
+                self.clock()
+            for optimizer in list(self._optimizers):
+                optimizer.follow()
 
 
 @dataclass(slots=True)

@@ -1,8 +1,10 @@
-"""What one clock of a worker cost: samples, loss, time, and the share of it spent waiting."""
+"""What one clock of a worker cost: samples, loss, time, and how much of it went to communication and waiting."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from paceline.node.worker import ReadOutcome
@@ -16,16 +18,40 @@ class Meter:
 
     trace: Trace
     worker: int
+    now: Callable[[], float] = time.monotonic
     samples: int = 0
     loss: float | None = None
+    # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
     wait_s: float = 0.0
-    _since: float = field(default_factory=time.monotonic)
+    comm_s: float = 0.0
+    _since: float = field(init=False)
+    _communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
+
+    def __post_init__(self) -> None:
+        """Let the first clock begin now."""
+        self._since = self.now()
 
     def begin(self) -> None:
         """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
         if not self._has_finished:
-            self.wait_s, self._since = 0.0, time.monotonic()
+            self._begin_clock(self.now())
+
+    @contextmanager
+    def communicating(self) -> Generator[None]:
+        """Count the time inside as communication, waiting included; uses within another count once.
+
+        For the thread that trains only.
+        """
+        if self._communicating_since is not None:
+            yield
+            return
+        self._communicating_since = self.now()
+        try:
+            yield
+        finally:
+            self._count_communication(self.now())
+            self._communicating_since = None
 
     def note_read(self, table: str, outcome: ReadOutcome) -> None:
         """Record a read, and count what it waited."""
@@ -34,19 +60,36 @@ class Meter:
         if source != "cache" and source != "delivery":
             source = "fetch"
         read = records.Read(
-            time.monotonic(), self.worker, table, outcome.clock, outcome.value_clock, outcome.waited_s, source
+            self.now(), self.worker, table, outcome.clock, outcome.value_clock, outcome.waited_s, source
         )
         self.trace.record(read)
 
     def finish_clock(self, clock: int) -> None:
-        """Record the clock that ends now, before anybody is told of it, and start the next."""
-        now = time.monotonic()
-        step = records.Step(now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since)
+        """Record the clock that ends now, before anybody is told of it, and start the next.
+
+        A step pushes, calls this, and then pulls for the clock that follows. So communication under way is divided
+        here: what came before counts for the clock that ends, the rest, and what it waits, for the next.
+        """
+        now = self.now()
+        self._count_communication(now)
+        step = records.Step(
+            now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since, self.comm_s
+        )
         self.trace.record(step)
-        self.samples, self.loss, self.wait_s, self._since = 0, None, 0.0, now
-        self._has_finished = True
+        self.samples, self.loss, self._has_finished = 0, None, True
+        self._begin_clock(now)
 
     def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
         """Record a measurement on held-out data."""
-        self.trace.record(records.Evaluated(time.monotonic(), self.worker, clock, loss, accuracy))
+        self.trace.record(records.Evaluated(self.now(), self.worker, clock, loss, accuracy))
         self.trace.flush()
+
+    def _begin_clock(self, now: float) -> None:
+        self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
+        if self._communicating_since is not None:
+            self._communicating_since = now
+
+    def _count_communication(self, now: float) -> None:
+        if self._communicating_since is not None:
+            self.comm_s += now - self._communicating_since
+            self._communicating_since = now

@@ -24,6 +24,14 @@ from paceline.tensors.table import Hyper, TableSpec
 Array = Tensor | npt.NDArray[np.generic]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A read under way, and the clock of the worker when it was begun."""
+
+    clock: int
+    future: Future[ReadDone]
+
+
 @dataclass(slots=True)
 class Table:
     """One table of the parameter server.
@@ -80,8 +88,9 @@ class Table:
             UsageError: wrong shape, or values that are not finite in a table with nonfinite="halt".
             PeerError: a server is gone.
         """
-        flat = self._flat(gradient)
-        return self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper)
+        with self.meter.communicating():
+            flat = self._flat(gradient)
+            return self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper)
 
     def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
@@ -97,9 +106,10 @@ class Table:
             DeadlineExceeded: the values did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        values = self._new() if out is None else self._checked(out)
-        flat = values.view(-1)
-        self.read(lambda mirror: mirror.read_into(flat), refresh=refresh, exact=exact)
+        with self.meter.communicating():
+            values = self._new() if out is None else self._checked(out)
+            flat = values.view(-1)
+            self.read(lambda mirror: mirror.read_into(flat), refresh=refresh, exact=exact)
         return values
 
     def view(self, *, refresh: bool = True) -> Tensor:
@@ -139,11 +149,21 @@ class Table:
         if not exact:
             self.meter.note_read(self.name, outcome)
 
+    def ask(self, *, refresh: bool = True) -> Asked:
+        """Begin a read that `take` ends: what is computed in between hides the way of the values. Does not block."""
+        return Asked(self.node.clock, self.node.begin_read(self.name, refresh=refresh))
+
+    def take(self, asked: Asked, take: Callable[[Mirror], None]) -> None:
+        """Do what `read` does, for a read that `ask` began."""
+        outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
+        self.meter.note_read(self.name, outcome)
+
     def push_reserved(
         self, buffer: PushBuffer, *, samples: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
     ) -> Future[PushOutcome]:
         """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
-        return self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper)
+        with self.meter.communicating():
+            return self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper)
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
         """Ask for the values without blocking; the future holds them. One such request a table at a time."""

@@ -227,12 +227,18 @@ class WorkerNode:
         self, table: str, take: Callable[[Mirror], None], *, refresh: bool = True, exact: bool = False
     ) -> ReadOutcome:
         """Have `take` called with the copy of a table, under the lock; blocks until it is fresh enough."""
-        asked_at, clock = time.monotonic(), self._core.clock
-        future = self.begin_read(table, refresh=refresh, exact=exact)
+        clock = self._core.clock
+        return self.finish_read(table, clock, self.begin_read(table, refresh=refresh, exact=exact), take)
+
+    def finish_read(
+        self, table: str, clock: int, future: Future[ReadDone], take: Callable[[Mirror], None]
+    ) -> ReadOutcome:
+        """Do what `read` does for a read that was begun at `clock`."""
+        began = time.monotonic()
         with self._changed:
-            mirror = self._mirrors[table]
+            mirror = self._mirror(table)
             self._waiting.wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
-            waited_s = time.monotonic() - asked_at
+            waited_s = time.monotonic() - began
             done = future.result(timeout=0)
             take(mirror)
         return ReadOutcome(clock, done.clock, done.source, waited_s)

@@ -76,6 +76,11 @@ COLUMNS = (
     Column("clocks", "steps of one worker; the furthest worker counts", lambda run: f"{run.num_clocks:,}"),
     Column("samples/s", "training examples of all workers per second", lambda run: f"{run.samples_per_s:,.0f}"),
     Column(
+        "communication, mean",
+        "share of its time that a worker's training loop spent pushing, finishing clocks and pulling, waiting included",
+        lambda run: _percent(run.comm_share_mean),
+    ),
+    Column(
         "waiting, mean",
         "share of its time that a worker waited for others, averaged over the workers",
         lambda run: _percent(run.wait_share_mean),

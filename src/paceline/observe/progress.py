@@ -34,6 +34,7 @@ class WorkerRow:
     loss: float | None
     samples_per_s: float
     lead: int
+    comm_share: float  # contains the waiting
     wait_share: float
 
 
@@ -61,6 +62,7 @@ class _Pace:
             loss=fmean(losses) if losses else None,
             samples_per_s=sum(step.samples for step in self.steps) / busy_s,
             lead=self.clock() - slowest,
+            comm_share=sum(step.comm_s for step in self.steps) / busy_s,
             wait_share=sum(step.wait_s for step in self.steps) / busy_s,
         )
 
@@ -167,9 +169,14 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
         "lead " + _listed([f"+{row.lead}" for row in rows], [row.lead for row in rows]),
         f"loss {fmean(losses):.4f}" if losses else "loss -",
         f"{sum(row.samples_per_s for row in rows):,.0f} samples/s",
-        "waiting " + _listed([f"{row.wait_share:.0%}" for row in rows], [row.wait_share for row in rows]),
+        "communication " + _shares([row.comm_share for row in rows]),
+        "waiting " + _shares([row.wait_share for row in rows]),
     ]
     return "  |  ".join(parts)
+
+
+def _shares(shares: Sequence[float]) -> str:
+    return _listed([f"{share:.0%}" for share in shares], shares)
 
 
 def _listed(texts: Sequence[str], values: Sequence[float]) -> str:
@@ -181,8 +188,9 @@ def _listed(texts: Sequence[str], values: Sequence[float]) -> str:
 def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{elapsed_s:.0f} s", title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for heading in ("worker", "clock", "lead", "loss", "samples/s", "waiting"):
+    # Two columns apart, so that the table fits into a terminal of 80.
+    table = Table(title=f"{elapsed_s:.0f} s", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("worker", "clock", "lead", "loss", "samples/s", "communication", "waiting"):
         table.add_column(heading, justify="right", header_style="dim")
     table.add_column("")
     for row in rows:
@@ -192,6 +200,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
             f"{row.samples_per_s:,.0f}",
+            f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             _bar(row.wait_share),
         )

@@ -23,19 +23,28 @@ SLOW_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerSummary:
-    """What one worker did: finished clocks, samples, and its time, of which `wait_s` was waiting for others."""
+    """What one worker did: finished clocks, samples, and its time, of which `wait_s` was waiting for others.
+
+    `comm_s` is the waiting and all else that its training loop spent in push, clock and pull.
+    """
 
     worker: int
     num_clocks: int
     num_samples: int
     wait_s: float
-    busy_s: float
+    comm_s: float
+    busy_s: float  # all but the waiting
     slow_busy_s: float  # at least so long it computed in each clock of its slowest fifth
 
     @property
     def wait_share(self) -> float:
         """Return the share of its time that the worker waited for others."""
         return self.wait_s / (self.wait_s + self.busy_s) if self.wait_s else 0.0
+
+    @property
+    def comm_share(self) -> float:
+        """Return the share of its time that the worker's training loop spent on communication, waiting included."""
+        return self.comm_s / (self.wait_s + self.busy_s) if self.comm_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,11 @@ class RunSummary:
     def num_clocks(self) -> int:
         """Return the clocks that the furthest worker finished."""
         return max((worker.num_clocks for worker in self.workers), default=0)
+
+    @property
+    def comm_share_mean(self) -> float:
+        """Return the mean of the workers' shares of communication."""
+        return fmean(worker.comm_share for worker in self.workers) if self.workers else 0.0
 
     @property
     def wait_share_mean(self) -> float:
@@ -140,6 +154,7 @@ def _workers(steps: Sequence[Step]) -> tuple[WorkerSummary, ...]:
             num_clocks=len({step.clock for step in own}),
             num_samples=sum(step.samples for step in own),
             wait_s=sum(step.wait_s for step in own),
+            comm_s=sum(step.comm_s for step in own),
             busy_s=sum(step.step_s - step.wait_s for step in own),
             slow_busy_s=_slow_busy_s(own),
         )

@@ -46,7 +46,8 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A worker finished `clock`.
 
     `t` is taken before the tick is sent, so that no other worker can pass on it earlier. `step_s` is the time since
-    the previous clock was finished, of which `wait_s` was spent waiting for others.
+    the previous clock was finished. Of it the training loop spent `comm_s` in push, clock and pull, and of that
+    `wait_s` waiting for values; `comm_s` is 0 in traces from before it was measured.
     """
 
     t: float
@@ -56,6 +57,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     loss: float | None
     wait_s: float
     step_s: float
+    comm_s: float = 0.0
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
@@ -132,7 +134,7 @@ class Trace:
     May be used from several threads. Raises OSError when the file cannot be written.
 
         with Trace(trace_path(run_folder, "worker", 0)) as trace:
-            trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01))
+            trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01, comm_s=0.002))
     """
 
     def __init__(self, path: Path | None) -> None:

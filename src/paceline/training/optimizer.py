@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,9 +17,11 @@ from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Table
 from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, hyper_of
+from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.gradients import Gradients
+from paceline.training.overlap import Overlap
 from paceline.training.state import check_state, fetch_state, send_state
 from paceline.training.weights import Weights
 
@@ -34,6 +36,7 @@ class Settings:
     nonfinite: NonFinite
     name: str
     views: bool | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         """Refuse cadences that never fetch."""
@@ -75,6 +78,10 @@ class Job(Protocol):
         """Declare a table and wait for its first values, which one worker writes."""
         ...
 
+    def communicating(self) -> AbstractContextManager[None]:
+        """Count the time inside as communication that the loop sees."""
+        ...
+
     def keep(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
         ...
@@ -108,35 +115,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
-        self._flat = Flat.over(named)
-        spec = TableSpec(
-            settings.name,
-            segments,
-            self._flat.dtype,
-            rule,
-            str(settings.consistency),
-            settings.scale,
-            settings.nonfinite,
-        )
-        live = settings.consistency.lockstep if settings.views is None else settings.views
-        self._table = self._open(spec, self._flat, live=live)
-        self._weights = Weights(self._flat, self._table)
-        job.keep(self._weights)
-        # While backward runs the servers have nothing to read from a worker that waits for every push to be applied.
-        self._gradients = Gradients(self._flat, in_place=settings.consistency.lockstep)
-        self._reserve()
+        dtype = Flat.over(named).dtype
+        policy = str(settings.consistency)
+        self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)
+        self._buckets = self._open_buckets(named)
         self._buffers = self._open_buffers(model)
+        self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
         self._fetch(refresh=True)
 
     def __repr__(self) -> str:
         """Return what is distributed, and how."""
-        spec = self._table.spec
+        spec = self._spec
         kind = spec.rule.name.removeprefix("torch.optim.")
         return super().__repr__().replace(type(self).__name__, f"Distributed {kind}, {spec.consistency}", 1)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups that come after the table was made; used by the constructor before."""
-        if "_table" in self.__dict__:
+        if "_spec" in self.__dict__:
             raise UsageError(
                 f"table '{self._settings.name}' has all its parameters from the start: give the wrapped optimizer "
                 "every group, and freeze those that are to join later with requires_grad_(False)."
@@ -167,15 +162,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        absent = self._gradients.collect()
-        weight = samples if samples is not None else self._take_samples() or 1
-        pushed = self._table.push_reserved(self._reserved, samples=weight, absent=absent, hyper=self._hyper())
-        pushed.add_done_callback(self._count_refusal)
-        if self._buffers is not None:
-            self._buffers.push()
-        self._job.clock()
-        self.follow()
-        self._reserve()
+        with self._job.communicating():
+            weight = samples if samples is not None else self._num_new_samples or 1
+            self._num_samples = self._job.num_samples
+            hyper = self._hyper()
+            for bucket in self._buckets:
+                bucket.push(weight, hyper).add_done_callback(self._count_refusal)
+            if self._buffers is not None:
+                self._buffers.push()
+            self._job.clock()
+            self.follow()
         return loss
 
     def follow(self) -> None:
@@ -188,6 +184,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         eager = self._settings.consistency.deliver == "on_clock"
         self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
 
+    def arrive(self) -> None:
+        """Wait until the parameters have the values that the last step asked for: with `overlap` some may not yet."""
+        for bucket in self._buckets:
+            bucket.arrive()
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Hold back the gradients of the backward passes inside, as more are to be added before the step.
+
+        Needed with `overlap` only, where the last backward of a step sends its gradients while it runs.
+        """
+        with self._overlap.accumulate() if self._overlap else nullcontext():
+            yield
+
     @contextmanager
     def snapshot(self) -> Generator[None]:
         """Hold one consistent state in the model for the length of a `with` block, for evaluation or saving.
@@ -195,14 +205,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         It contains every update of all clocks below this worker's own (under asynchronous: all that have arrived);
         blocks until they are in. Gradients are off meanwhile. Training continues from where it was.
         """
-        clock = self._table.node.clock
+        node = self._buckets[0].table.node
+        clock = node.clock
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
-            held.enter_context(self._weights.newest())
+            for bucket in self._buckets:
+                bucket.arrive()
+                held.enter_context(bucket.weights.newest())
             if self._buffers is not None:
                 held.enter_context(self._buffers.weights.newest())
             yield
-        if self._table.node.clock != clock:  # a quorum went on without this worker: gradients of old values are late
+        if node.clock != clock:  # a quorum went on without this worker: gradients of old values are late
             self._fetch(refresh=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -213,7 +226,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A plain `torch.optim` optimizer can load it, and the other way round. Blocks; take it at a barrier, where no
         pushes are under way, so that all its parts are of one state.
         """
-        return {**super().state_dict(), "state": fetch_state(self._table)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for bucket in self._buckets:
+            found = fetch_state(bucket.table)
+            state.update({bucket.first + index: values for index, values in found.items()})
+        return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state on the servers, and the parameters and buffers there to what they are on worker 0.
@@ -223,13 +240,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed then.
         """
-        check_state(self._table.spec, state_dict)
+        check_state(self._spec, state_dict)
         groups = cast("list[dict[str, Any]]", state_dict["param_groups"])
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
         self._job.barrier()
         if self._job.rank == 0:
-            send_state(self._table, state_dict["state"], self._flat)
+            for bucket in self._buckets:
+                bucket.arrive()
+                send_state(bucket.table, bucket.own(state_dict["state"]), bucket.flat)
             if self._buffers is not None:
                 send_state(self._buffers.table, {}, self._buffers.flat)
         self._job.barrier()
@@ -240,10 +259,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _open(self, spec: TableSpec, flat: Flat, *, live: bool = False) -> Table:
         return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=True, live=live)
 
-    def _reserve(self) -> None:
-        """Have memory for the next gradients; blocks as long as there is none."""
-        self._reserved = self._table.node.reserve(self._table.name)
-        self._gradients.attach(self._reserved.gradient)
+    def _open_buckets(self, named: dict[str, Tensor]) -> list[Bucket]:
+        """Make the tables of the parameters: one, or with overlap several whose pushes need not wait for each other."""
+        settings, names = self._settings, list(named)
+        runs = runs_of(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
+        return [
+            self._open_bucket(
+                f"{settings.name}.{number}" if settings.overlap else settings.name,
+                run,
+                Flat.over({name: named[name] for name in names[run.start : run.stop]}),
+            )
+            for number, run in enumerate(runs)
+        ]
+
+    def _open_bucket(self, name: str, run: range, flat: Flat) -> Bucket:
+        lockstep = self._settings.consistency.lockstep
+        views = lockstep if self._settings.views is None else self._settings.views
+        spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
+        table = self._open(spec, flat, live=views)
+        weights = Weights(flat, table)
+        self._job.keep(weights)
+        # While backward runs the servers read nothing from a worker that waits for every push to be applied.
+        bucket = Bucket(run.start, flat, table, weights, Gradients(flat, in_place=lockstep))
+        bucket.reserve()
+        return bucket
+
+    def _send(self, bucket: Bucket) -> None:
+        """Send a bucket while backward runs on: what `step` would say of it must be known by now."""
+        with self._job.communicating():
+            bucket.send(self._num_new_samples or 1, self._hyper())
 
     def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
         named = floating_buffers(model) if model is not None else {}
@@ -254,17 +298,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return Buffers(flat, self._open(spec, flat), self._job.size)
 
     def _fetch(self, *, refresh: bool) -> None:
-        self._weights.fetch(refresh=refresh)
+        for bucket in self._buckets:
+            bucket.ask(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
+        if self._overlap is None:
+            self.arrive()
+        else:
+            self._overlap.arrive()
 
     def _hyper(self) -> tuple[Hyper, ...]:
         """Return the numbers of each group; what schedulers and users keep there beside them stays here."""
         return tuple(hyper_of({key: group[key] for key in self.defaults}) for group in self.param_groups)
 
-    def _take_samples(self) -> int:
-        before, self._num_samples = self._num_samples, self._job.num_samples
-        return self._num_samples - before
+    @property
+    def _num_new_samples(self) -> int:
+        """The number of samples handed out since the last step."""
+        return self._job.num_samples - self._num_samples
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells

@@ -38,7 +38,7 @@ class Weights:
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the tensors to the values of the table; blocks until these are fresh enough."""
-        self.table.read(self._take, refresh=refresh)
+        self.table.read(self.take, refresh=refresh)
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -84,7 +84,8 @@ class Weights:
         tensors = list(self.flat.named.values())
         return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
 
-    def _take(self, mirror: Mirror) -> None:
+    def take(self, mirror: Mirror) -> None:
+        """Set the tensors to the values in a copy of their table."""
         if mirror.was_written():
             mirror.reread()
         values = mirror.readable()

@@ -1,0 +1,139 @@
+"""Neighbouring parameters of an optimizer that travel together: a table of their own on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.node.outgoing import PushBuffer, PushOutcome
+from paceline.node.table import Asked, Table
+from paceline.tensors.table import Hyper
+from paceline.training.flat import Flat
+from paceline.training.gradients import Gradients
+from paceline.training.weights import Weights
+
+StateOf = dict[str, Tensor]
+
+BUCKET_BYTES = 4 << 20  # what is sent while backward runs on: large beside a message, small beside a model
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some parameters, what of them is under way, and the table behind them.
+
+    Args:
+        first: index of its first parameter in the optimizer.
+    """
+
+    first: int
+    flat: Flat
+    table: Table
+    weights: Weights
+    gradients: Gradients
+    _reserved: PushBuffer = field(init=False)
+    # The push of the step under way, once it is made, with what it was made from.
+    _sent: _Sent | None = None
+    _asked: Asked | None = None
+
+    def reserve(self) -> None:
+        """Have memory for the next gradients; blocks as long as there is none."""
+        self._reserved = self.table.node.reserve(self.table.name)
+        self.gradients.attach(self._reserved.gradient)
+
+    def push(self, samples: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
+        """Send the gradients of this step, unless that was done while backward ran; return how the push will end.
+
+        Raises:
+            UsageError: gradients, samples or hyperparameters are not those that were sent.
+        """
+        if self._sent is None:
+            self.send(samples, hyper)
+        sent, self._sent = self._sent, None
+        assert sent is not None, "made above"
+        sent.require_unchanged(self.table.name, samples, hyper, self.flat)
+        return sent.future
+
+    def send(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
+        """Send the gradients as they are now."""
+        if self._sent is not None:
+            raise UsageError(
+                f"backward ran again after the gradients of '{self.table.name}' had been sent: run all but the last "
+                "backward of a step inside `with optimizer.accumulate():`, or leave out overlap=True."
+            )
+        self.arrive()  # for a module that did not run; others have waited in their forward
+        absent = self.gradients.collect()
+        future = self.table.push_reserved(self._reserved, samples=samples, absent=absent, hyper=hyper)
+        self._sent = _Sent(future, samples, hyper, _versions(self.flat))
+
+    def ask(self, *, refresh: bool) -> None:
+        """Ask for the values of the next step; `arrive` waits for them."""
+        self.arrive()
+        self._asked = self.table.ask(refresh=refresh)
+
+    def arrive(self) -> None:
+        """Wait for the values that were asked for, if any, and set the parameters to them."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            self.table.take(asked, self.weights.take)
+            self.reserve()
+
+    def own(self, state: dict[int, StateOf]) -> dict[int, StateOf]:
+        """Return what of an optimizer's state is of these parameters, counted from the first of them."""
+        indices = range(self.first, self.first + len(self.flat.named))
+        return {index - self.first: state[index] for index in indices if index in state}
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A push, and what it was made from; `versions` count the changes of each gradient."""
+
+    future: Future[PushOutcome]
+    samples: float
+    hyper: tuple[Hyper, ...]
+    versions: tuple[int, ...]
+
+    def require_unchanged(self, table: str, samples: float, hyper: tuple[Hyper, ...], flat: Flat) -> None:
+        """Raise UsageError if the push would be another one now."""
+        changed = [
+            what
+            for what, sent, now in (
+                ("the gradients have", self.versions, _versions(flat)),
+                ("the number of samples has", self.samples, samples),
+                ("hyperparameters have", self.hyper, hyper),
+            )
+            if sent != now
+        ]
+        if changed:
+            raise UsageError(
+                f"{' and '.join(changed)} changed since the gradients of '{table}' were sent, while backward ran: "
+                "change them before backward (clip in a hook, say), or leave out overlap=True."
+            )
+
+
+def _versions(flat: Flat) -> tuple[int, ...]:
+    gradients = (tensor.grad for tensor in flat.named.values())
+    return tuple(-1 if gradient is None else gradient._version for gradient in gradients)
+
+
+def runs_of(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:
+    """Return runs of neighbours of at least this size together, in order; what is left over joins the last.
+
+    >>> import torch
+    >>> runs_of([torch.zeros(n) for n in (3, 1, 5, 2)], least_bytes=16)
+    [range(0, 2), range(2, 4)]
+    """
+    runs: list[range] = []
+    start, size_bytes = 0, 0
+    for index, tensor in enumerate(tensors):
+        size_bytes += tensor.nbytes
+        if size_bytes >= least_bytes:
+            runs.append(range(start, index + 1))
+            start, size_bytes = index + 1, 0
+    if start < len(tensors):
+        first = runs.pop().start if runs else 0
+        runs.append(range(first, len(tensors)))
+    return runs

@@ -1,0 +1,109 @@
+"""Communication behind computation: gradients leave while backward runs on, values come while forward runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import WeakMethod
+
+from torch import Tensor, nn
+
+from paceline.training.bucket import Bucket
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Overlap:
+    """Sends each bucket once backward has come to all of its parameters, and lets modules wait for their own values.
+
+    Zhang et al., "Poseidon" (2017), call the first wait-free backpropagation. The second needs the model: a module
+    waits, when its forward begins, for the buckets of the parameters that it holds itself.
+
+    Args:
+        send: sends a bucket that is complete.
+    """
+
+    buckets: Sequence[Bucket]
+    model: nn.Module | None
+    send: Callable[[Bucket], None]
+    accumulating: bool = False
+    # By bucket: the parameters that this backward has come to.
+    _come: list[set[int]] = field(init=False)
+    # The first parameters of the buckets that modules wait for.
+    _awaited: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        """Have autograd and the modules call, for as long as this lives."""
+        self._come = [set() for _ in self.buckets]
+        arrived = WeakMethod(self._on_gradient)
+        for number, bucket in enumerate(self.buckets):
+            for index, tensor in enumerate(bucket.flat.named.values()):
+                if tensor.requires_grad:
+                    tensor.register_post_accumulate_grad_hook(_calling(arrived, number, index))
+        if self.model is not None:
+            self._wait_in_forward(self.model)
+
+    def arrive(self) -> None:
+        """Wait for the values of those parameters that no module of the model waits for."""
+        for bucket in self.buckets:
+            if bucket.first not in self._awaited:
+                bucket.arrive()
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Send nothing from the backward passes inside: more will be added to their gradients."""
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    def _on_gradient(self, number: int, index: int) -> None:
+        if self.accumulating:
+            return
+        come, bucket = self._come[number], self.buckets[number]
+        come.add(index)
+        if len(come) == sum(tensor.requires_grad for tensor in bucket.flat.named.values()):
+            come.clear()
+            self.send(bucket)
+
+    def _wait_in_forward(self, model: nn.Module) -> None:
+        """Let each module wait for the buckets of its own parameters, and whoever saves the model for all."""
+        arrive = WeakMethod(self._arrive)
+        modules = list(model.modules())
+        owned = {id(tensor) for module in modules for tensor in module.parameters(recurse=False)}
+        lazy = [b for b in self.buckets if owned.issuperset(map(id, b.flat.named.values()))]
+        self._awaited = {bucket.first for bucket in lazy}
+        for module in modules:
+            own = {id(tensor) for tensor in module.parameters(recurse=False)}
+            held = [b.first for b in lazy if not own.isdisjoint(map(id, b.flat.named.values()))]
+            if held:
+                module.register_forward_pre_hook(_arriving(arrive, held))
+        model.register_state_dict_pre_hook(_arriving(arrive, list(self._awaited)))
+
+    def _arrive(self, firsts: Sequence[int]) -> None:
+        for bucket in self.buckets:
+            if bucket.first in firsts:
+                bucket.arrive()
+
+
+def _calling(act: WeakMethod[Callable[[int, int], None]], number: int, index: int) -> Callable[[Tensor], None]:
+    """Return what autograd calls after a gradient: it keeps nothing alive."""
+
+    def on_gradient(_: Tensor) -> None:
+        call = act()
+        if call is not None:
+            call(number, index)
+
+    return on_gradient
+
+
+def _arriving(act: WeakMethod[Callable[[Sequence[int]], None]], firsts: Sequence[int]) -> Callable[..., None]:
+    """Return what modules call before their forward: it keeps nothing alive."""
+
+    def arrive(*_: object) -> None:
+        call = act()
+        if call is not None:
+            call(firsts)
+
+    return arrive

@@ -1,0 +1,276 @@
+"""Communication behind computation changes when things travel, and not one bit of what comes out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.jobs import CARRIERS, run_job
+from tests.training.recipes import (
+    Recipe,
+    adam,
+    loss_of,
+    micro_batch,
+    mlp,
+    one_batch,
+    parameters,
+    seeded,
+    sgd,
+    train_alone,
+)
+from torch import Tensor, nn
+
+import paceline
+from paceline.errors import UsageError
+from paceline.session import Session
+from paceline.training.bucket import runs_of
+from paceline.training.optimizer import DistributedOptimizer
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the little models of these tests have several buckets."""
+    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 64)
+
+
+def distribute(recipe: Recipe, *, with_model: bool = True, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:
+    model = recipe.model()
+    settings = {"overlap": True, "model": model if with_model else None, **settings}
+    return model, paceline.distributed(recipe.optimizer(model), **settings)
+
+
+def train(worker: Session, recipe: Recipe, **settings: Any) -> Tensor:
+    model, optimizer = distribute(recipe, **settings)
+    after_step = recipe.schedule(optimizer)
+    assert len(optimizer._buckets) > 1
+    for step in range(recipe.num_steps):
+        optimizer.zero_grad()
+        recipe.backward(model, worker.rank, step)
+        optimizer.step()
+        after_step(step)
+    optimizer.arrive()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("with_model", [True, False])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_bits_are_those_of_one_process(
+    tmp_path: Path, carrier: str, with_model: bool, optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    recipe = Recipe(optimizer=optimizer)
+    expected = train_alone(recipe, 2)[0]
+    for found in run_job(
+        tmp_path, lambda ps: train(ps, recipe, with_model=with_model), workers=2, servers=2, carrier=carrier
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("consistency", ["ssp:2", "essp:2", "asynchronous", "backup:1"])
+def test_every_policy_trains(tmp_path: Path, consistency: str) -> None:
+    def work(ps: Session) -> float:
+        torch.manual_seed(ps.rank)
+        recipe = Recipe(num_steps=60)
+        start = recipe.model()
+        before = loss_of(start, micro_batch(0, 0)).item()
+        model, optimizer = distribute(recipe, consistency=consistency)
+        for step in range(recipe.num_steps):
+            optimizer.zero_grad()
+            loss_of(model, micro_batch(ps.rank, step % 5)).backward()
+            optimizer.step()
+        optimizer.arrive()
+        return loss_of(model, micro_batch(0, 0)).item() / before
+
+    assert all(ratio < 0.9 for ratio in run_job(tmp_path, work, workers=2, carrier="shm"))
+
+
+class _Watch(torch.autograd.Function):
+    """Calls when backward comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+class _Layers(nn.Module):
+    """Two layers, and what is to be called between them, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 17), nn.Linear(17, 3)
+        self.in_forward: Callable[[], None] = lambda: None
+        self.in_backward: Callable[[], None] = lambda: None
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.first(batch)
+        self.in_forward()
+        return self.second(_Watch.apply(hidden, self.in_backward))
+
+
+def test_gradients_leave_before_backward_ends_and_values_are_waited_for_where_they_are_used(tmp_path: Path) -> None:
+    def work(ps: Session) -> tuple[set[str], set[str]]:
+        model = seeded(_Layers)
+        optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
+        sent: set[str] = set()
+        awaited: set[str] = set()
+        assert isinstance(model, _Layers)
+        model.in_backward = lambda: sent.update(b.table.name for b in optimizer._buckets if b._sent)
+        model.in_forward = lambda: awaited.update(b.table.name for b in optimizer._buckets if b._asked)
+        for step in range(2):
+            optimizer.zero_grad()
+            one_batch(model, ps.rank, step)
+            optimizer.step()
+        return sent, awaited
+
+    for sent, awaited in run_job(tmp_path, work, workers=2, carrier="tcp"):
+        assert sent == {"model.2"}, "the second layer's gradients (its bias joined its weight) are sent by then"
+        assert awaited == {"model.2"}
+
+
+def test_gradients_that_are_accumulated_are_sent_once(tmp_path: Path) -> None:
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        for part in range(3):
+            loss_of(model, micro_batch(rank, 3 * step + part)).backward()
+
+    def work(ps: Session) -> Tensor:
+        recipe = Recipe(backward=backward)
+        model, optimizer = distribute(recipe)
+        for step in range(recipe.num_steps):
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                for part in range(2):
+                    loss_of(model, micro_batch(ps.rank, 3 * step + part)).backward()
+            loss_of(model, micro_batch(ps.rank, 3 * step + 2)).backward()
+            optimizer.step()
+        optimizer.arrive()
+        return parameters(model)
+
+    expected = train_alone(Recipe(backward=backward), 2)[0]
+    for found in run_job(tmp_path, work, workers=2, carrier="shm"):
+        assert torch.equal(found, expected)
+
+
+def backward_twice(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    one_batch(model, 0, 1)
+
+
+def clip_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def weigh_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    optimizer.step(samples=5)
+
+
+def change_the_rate_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    optimizer.param_groups[0]["lr"] = 1.0
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (backward_twice, "backward ran again after the gradients of 'model.* had been sent"),
+        (clip_after_backward, "the gradients have changed since the gradients of 'model.* were sent"),
+        (weigh_after_backward, "the number of samples has changed"),
+        (change_the_rate_after_backward, "hyperparameters have changed"),
+    ],
+)
+def test_what_comes_too_late_is_refused(
+    tmp_path: Path, act: Callable[[nn.Module, DistributedOptimizer], None], message: str
+) -> None:
+    def work(ps: Session) -> None:
+        model, optimizer = distribute(Recipe())
+        with pytest.raises(UsageError, match=message):
+            act(model, optimizer)
+        ps.close(politely=False)
+
+    run_job(tmp_path, work)
+
+
+def test_a_part_that_does_not_run_is_left_alone(tmp_path: Path) -> None:
+    def work(ps: Session) -> tuple[Tensor, Tensor]:
+        model = seeded(lambda: nn.ModuleList([nn.Linear(9, 3), nn.Linear(9, 3)]))
+        before = parameters(model)
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), overlap=True, model=model)
+        for step in range(4):
+            optimizer.zero_grad()
+            model[0](micro_batch(ps.rank, step)).square().mean().backward()
+            optimizer.step()
+        optimizer.arrive()
+        return parameters(model), before
+
+    for after, before in run_job(tmp_path, work, workers=2, carrier="tcp"):
+        assert torch.equal(after[30:], before[30:])
+        assert not torch.equal(after[:30], before[:30])
+
+
+def test_evaluation_saving_and_leaving_see_the_newest_values(tmp_path: Path) -> None:
+    def work(ps: Session) -> list[Tensor]:
+        model, optimizer = distribute(Recipe())
+        seen: list[Tensor] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            one_batch(model, ps.rank, step)
+            optimizer.step()
+            with optimizer.snapshot():
+                seen.append(parameters(model))
+        saved = model.state_dict()
+        seen.append(torch.cat([tensor.reshape(-1) for tensor in saved.values()]))
+        ps.close()
+        seen.append(parameters(model))
+        return seen
+
+    steps = [train_alone(Recipe(num_steps=number), 2)[0] for number in (1, 2, 3)]
+    for found in run_job(tmp_path, work, workers=2, carrier="tcp"):
+        for values, expected in zip(found, [*steps, steps[-1], steps[-1]], strict=True):
+            assert torch.equal(values, expected)
+
+
+def test_the_state_is_that_of_a_plain_optimizer(tmp_path: Path) -> None:
+    def work(ps: Session) -> dict[str, Any]:
+        recipe = Recipe(num_steps=5)
+        model, optimizer = distribute(recipe)
+        for step in range(recipe.num_steps):
+            optimizer.zero_grad()
+            one_batch(model, ps.rank, step)
+            optimizer.step()
+        ps.barrier()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        ps.barrier()
+        again = optimizer.state_dict()
+        assert all(
+            torch.equal(values, again["state"][index][name])
+            for index, named in state["state"].items()
+            for name, values in named.items()
+        )
+        return state
+
+    model = mlp()
+    for state in run_job(tmp_path, work, workers=2, servers=2, carrier="shm"):
+        plain = torch.optim.Adam(model.parameters(), lr=0.01)
+        plain.load_state_dict(state)
+        expected = train_alone(Recipe(num_steps=5), 2)[1].state_dict()["state"]
+        for index, named in expected.items():
+            for name, values in named.items():
+                assert torch.equal(plain.state_dict()["state"][index][name], values), (index, name)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 5, 2], [16, 16], [1, 1, 1], [20, 1]])
+def test_runs_cover_everything_once_and_are_large_enough(sizes: list[int]) -> None:
+    runs = runs_of([torch.zeros(size) for size in sizes], 16)
+    assert [index for run in runs for index in run] == list(range(len(sizes)))
+    assert len(runs) == 1 or all(4 * sum(sizes[index] for index in run) >= 16 for run in runs)
