@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from paceline.errors import UsageError
 from paceline.training.flat import Flat
@@ -17,8 +18,9 @@ from paceline.training.flat import Flat
 class Gradients:
     """Collects the gradients of the tensors of a flat vector into the memory in which they travel.
 
-    With `in_place`, what backward leaves in a tensor's `grad` is moved there at once, and `grad` becomes a view of it:
-    nothing is left to copy in `collect`. That is for memory that nobody reads while backward runs.
+    With `in_place`, a gradient that backward has just made is moved there at once, and `grad` becomes a view of it:
+    nothing is left to copy in `collect`. That is for memory that nobody reads while backward runs. A gradient that a
+    script has put into `grad` stays where it is, and one that a script keeps does not change with the next.
     """
 
     flat: Flat
@@ -26,15 +28,20 @@ class Gradients:
     # (elements of all,), and the view of it that belongs to each tensor, in its shape.
     _buffer: Tensor | None = None
     _parts: list[Tensor] = field(default_factory=list[Tensor])
+    # Those that had no gradient when backward last came to them: what it leaves there belongs to nobody else.
+    _without: set[int] = field(default_factory=set[int])
+    # The views that became `grad`, by the index of their tensor, for as long as somebody has them.
+    _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
 
     def __post_init__(self) -> None:
-        """Have autograd call after each gradient, for as long as this lives."""
+        """Have autograd call around each gradient, for as long as this lives."""
         if not self.in_place:
             return
-        move = WeakMethod(self._move)
+        look, move = WeakMethod(self._look), WeakMethod(self._move)
         for index, tensor in enumerate(self.flat.named.values()):
             if tensor.requires_grad and tensor.device.type == "cpu":
-                tensor.register_post_accumulate_grad_hook(_hook(move, index))
+                tensor.register_hook(_before(look, index, ref(tensor)))
+                tensor.register_post_accumulate_grad_hook(_after(move, index))
 
     def attach(self, buffer: Tensor) -> None:
         """Collect into this memory from now on; its content is overwritten."""
@@ -52,31 +59,72 @@ class Gradients:
         for index, (name, tensor) in enumerate(self.flat.named.items()):
             gradient = tensor.grad
             if gradient is None:
+                self._vacate(index)
                 self._parts[index].zero_()
                 absent.append(index)
             elif gradient.layout != torch.strided:
                 raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
-            elif gradient.data_ptr() != self._parts[index].data_ptr():
-                self._take(index, tensor, gradient)
+            elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
+                self._write(index, gradient)
         return tuple(absent)
 
+    def _look(self, index: int, tensor: Tensor) -> None:
+        """Note whether a tensor has a gradient that backward is about to add to."""
+        if tensor.grad is None:
+            self._without.add(index)
+        else:
+            self._without.discard(index)
+
     def _move(self, index: int, tensor: Tensor) -> None:
-        """Move a gradient that backward has just left; one that belongs to a graph stays where it is."""
+        """Move a gradient that backward has just made, unless it belongs to a graph or has an order of its own."""
         gradient = tensor.grad
-        if gradient is None or gradient.requires_grad or gradient.layout != torch.strided or not self._parts:
+        if gradient is None or index not in self._without or not self._parts or not self._fits(index, gradient):
             return
-        if gradient.data_ptr() != self._parts[index].data_ptr():
-            self._take(index, tensor, gradient)
+        self._write(index, gradient)
+        given = self._parts[index].data  # to autograd not a view, and without a past
+        tensor.grad = given
+        self._given[index] = ref(given)
 
-    def _take(self, index: int, tensor: Tensor, gradient: Tensor) -> None:
+    def _fits(self, index: int, gradient: Tensor) -> bool:
         part = self._parts[index]
-        part.copy_(gradient.detach())
-        if self.in_place and part.device == tensor.device and not gradient.requires_grad:
-            tensor.grad = part
+        plain = gradient.layout == torch.strided and not gradient.requires_grad and gradient.is_contiguous()
+        return plain and gradient.dtype == part.dtype and gradient.device == part.device
+
+    def _write(self, index: int, gradient: Tensor) -> None:
+        """Copy a gradient to its place."""
+        self._vacate(index)
+        part, source = self._parts[index], gradient.detach()
+        if source.device == part.device and source.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
+            source = source.clone()  # it may lie across its own place
+        part.copy_(source)
+
+    def _vacate(self, index: int) -> None:
+        """Give a gradient that a script has kept memory of its own, as its place is about to be overwritten."""
+        given = self._given.pop(index, _nobody)()
+        if given is not None:
+            given.data = given.data.clone()
 
 
-def _hook(move: WeakMethod[Callable[[int, Tensor], None]], index: int) -> Callable[[Tensor], None]:
-    """Return what autograd calls: it keeps nothing alive, and does nothing once its owner is gone."""
+def _nobody() -> None:
+    """Stand for a reference to what is gone."""
+
+
+def _before(
+    look: WeakMethod[Callable[[int, Tensor], None]], index: int, tensor: ref[Tensor]
+) -> Callable[[Tensor], None]:
+    """Return what autograd calls before it adds to a gradient: it keeps nothing alive."""
+
+    @unserializable_hook
+    def on_gradient(_: Tensor) -> None:
+        act, about = look(), tensor()
+        if act is not None and about is not None:
+            act(index, about)
+
+    return on_gradient
+
+
+def _after(move: WeakMethod[Callable[[int, Tensor], None]], index: int) -> Callable[[Tensor], None]:
+    """Return what autograd calls once it has: it keeps nothing alive, and does nothing once its owner is gone."""
 
     def on_gradient(tensor: Tensor) -> None:
         act = move()
