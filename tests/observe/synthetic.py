@@ -58,7 +58,7 @@ class Rehearsal:
         loss = self.final_loss + 2.2 * math.exp(-clock / 18) + rng.uniform(0, 0.06)
         if self.num_workers > 1:
             self.records.append(Read(start_t, worker, "model", clock, held[worker], wait_s, source))
-        self.records.append(Step(end_t, worker, clock, 32, loss, wait_s, wait_s + compute_s))
+        self.records.append(Step(end_t, worker, clock, 32, loss, wait_s, wait_s + compute_s, wait_s + compute_s / 10))
         finished[worker], free_t[worker] = clock + 1, end_t
         self.last_end_t[clock] = max(self.last_end_t.get(clock, 0.0), end_t)
         if min(finished) > mins[-1][1]:

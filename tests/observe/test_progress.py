@@ -14,32 +14,35 @@ class Terminal(io.StringIO):
 
 
 def two_workers(run: Path) -> None:
-    """Worker 0 finishes three clocks without waiting; worker 1 finishes two and waits a quarter of the time."""
+    """Worker 0 finishes three clocks without waiting; worker 1 finishes two and waits a quarter of the time.
+
+    Communication takes a tenth of the time of the one and half that of the other.
+    """
     with Trace(trace_path(run, "worker", 0)) as trace:
         for clock in range(3):
-            trace.record(Step(100.0 + clock, 0, clock, 64, 0.5 - 0.1 * clock, 0.0, 0.5))
+            trace.record(Step(100.0 + clock, 0, clock, 64, 0.5 - 0.1 * clock, 0.0, 0.5, 0.05))
     with Trace(trace_path(run, "worker", 1)) as trace:
         for clock in range(2):
-            trace.record(Step(100.5 + clock, 1, clock, 64, 0.6, 0.25, 1.0))
+            trace.record(Step(100.5 + clock, 1, clock, 64, 0.6, 0.25, 1.0, 0.5))
 
 
-def test_rows_say_clock_loss_rate_lead_and_waiting(tmp_path: Path) -> None:
+def test_rows_say_clock_loss_rate_lead_communication_and_waiting(tmp_path: Path) -> None:
     two_workers(tmp_path)
     board = Board(tmp_path / "trace", 2, stream=io.StringIO())
     board.refresh(0.0)
     assert board.rows() == [
-        WorkerRow(0, clock=3, loss=pytest.approx(0.4), samples_per_s=128.0, lead=1, wait_share=0.0),
-        WorkerRow(1, clock=2, loss=pytest.approx(0.6), samples_per_s=64.0, lead=0, wait_share=0.25),
+        WorkerRow(0, 3, pytest.approx(0.4), 128.0, lead=1, comm_share=pytest.approx(0.1), wait_share=0.0),
+        WorkerRow(1, 2, pytest.approx(0.6), 64.0, lead=0, comm_share=0.5, wait_share=0.25),
     ]
 
 
 def test_rates_forget_what_is_older_than_the_window(tmp_path: Path) -> None:
     with Trace(trace_path(tmp_path, "worker", 0)) as trace:
         trace.record(Step(100.0, 0, 0, 1, 9.0, 0.0, 1.0))
-        trace.record(Step(106.0, 0, 1, 30, 1.0, 1.5, 3.0))
+        trace.record(Step(106.0, 0, 1, 30, 1.0, 1.5, 3.0, 2.25))
     board = Board(tmp_path / "trace", 1, stream=io.StringIO())
     board.refresh(0.0)
-    assert board.rows() == [WorkerRow(0, 2, loss=1.0, samples_per_s=10.0, lead=0, wait_share=0.5)]
+    assert board.rows() == [WorkerRow(0, 2, loss=1.0, samples_per_s=10.0, lead=0, comm_share=0.75, wait_share=0.5)]
 
 
 def test_without_a_terminal_one_line_every_two_seconds(tmp_path: Path) -> None:
@@ -52,8 +55,10 @@ def test_without_a_terminal_one_line_every_two_seconds(tmp_path: Path) -> None:
     for now in (53.0, 53.9, 54.0, 54.25, 55.0):
         board.refresh(now)
     board.close()
-    line = "clock 3 2  |  lead +1 +0  |  loss 0.5000  |  192 samples/s  |  waiting 0% 25%"
-    assert out.getvalue().splitlines() == [f"4 s  |  {line}"]
+    assert out.getvalue().splitlines() == [
+        "4 s  |  clock 3 2  |  lead +1 +0  |  loss 0.5000  |  192 samples/s  |  "
+        "communication 10% 50%  |  waiting 0% 25%"
+    ]
 
 
 def test_without_a_terminal_the_last_line_tells_what_came_since(tmp_path: Path) -> None:
@@ -66,14 +71,15 @@ def test_without_a_terminal_the_last_line_tells_what_came_since(tmp_path: Path) 
 
 
 def test_a_line_for_many_workers_says_the_range() -> None:
-    rows = [WorkerRow(worker, 10 + worker, None, 5.0, worker, worker / 20) for worker in range(12)]
+    rows = [WorkerRow(worker, 10 + worker, None, 5.0, worker, worker / 15, worker / 20) for worker in range(12)]
     assert plain_line(rows, 60.0) == (
-        "60 s  |  clock 10 .. 21  |  lead +0 .. +11  |  loss -  |  60 samples/s  |  waiting 0% .. 55%"
+        "60 s  |  clock 10 .. 21  |  lead +0 .. +11  |  loss -  |  60 samples/s  |  "
+        "communication 0% .. 73%  |  waiting 0% .. 55%"
     )
 
 
 def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     two_workers(tmp_path)
     out, stdout = Terminal(), sys.stdout
@@ -82,7 +88,7 @@ def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: py
     board.refresh(12.0)
     board.close()
     assert sys.stdout is stdout
-    for text in ("waiting", "slowest", "+1", "0.4000", "0.6000", "128", "25%", "2 s"):
+    for text in ("communication", "waiting", "slowest", "+1", "0.4000", "0.6000", "128", "50%      25%  ██", "2 s"):
         assert text in out.getvalue()
 
 

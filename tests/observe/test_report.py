@@ -67,13 +67,14 @@ def test_the_page_has_every_number_of_every_run(folder: Path, runs: dict[str, Ru
         summary = summarize(run)
         assert cells[0] == f"{label}note on {label}"
         assert cells[1:4] == [f"{summary.seconds:.1f}", f"{summary.num_clocks}", f"{summary.samples_per_s:,.0f}"]
-        assert cells[4:6] == [f"{summary.wait_share_mean:.1%}", f"{summary.wait_share_max:.1%}"]
-        assert cells[10:] == [f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
+        assert cells[4] == f"{summary.comm_share_mean:.1%}" != "0.0%"
+        assert cells[5:7] == [f"{summary.wait_share_mean:.1%}", f"{summary.wait_share_max:.1%}"]
+        assert cells[11:] == [f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
         if label == "one process":
-            assert cells[6:10] == ["–"] * 4
+            assert cells[7:11] == ["–"] * 4
         else:
             shares = [f"{summary.freshest_share:.1%}", f"{summary.current_share:.1%}"]
-            assert cells[6:10] == [*shares, f"{summary.max_staleness}", f"{summary.max_lead}"]
+            assert cells[7:11] == [*shares, f"{summary.max_staleness}", f"{summary.max_lead}"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(folder: Path) -> None:

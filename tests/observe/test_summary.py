@@ -10,8 +10,11 @@ def read(t: float, worker: int, clock: int, value_clock: int, table: str = "w") 
     return Read(t, worker, table, clock, value_clock, 0.0, "fetch")
 
 
-def step(t: float, worker: int, clock: int, *, wait_s: float = 0.0, step_s: float = 1.0, loss: float = 1.0) -> Step:
-    return Step(t, worker, clock, 10, loss, wait_s, step_s)
+def step(
+    t: float, worker: int, clock: int, *, wait_s: float = 0.0, comm_s: float = 0.0, step_s: float = 1.0,
+    loss: float = 1.0,
+) -> Step:  # fmt: skip
+    return Step(t, worker, clock, 10, loss, wait_s, step_s, comm_s)
 
 
 def test_seconds_run_from_the_first_steps_beginning_to_the_last_steps_end() -> None:
@@ -30,6 +33,15 @@ def test_wait_shares_of_the_workers() -> None:
         (0, 2, 20, 0.375), (1, 1, 10, 0.0),
     ]  # fmt: skip
     assert (summary.wait_share_mean, summary.wait_share_max) == (0.1875, 0.375)
+
+
+def test_communication_shares_of_the_workers_contain_the_waiting() -> None:
+    run = gather([
+        step(1.0, 0, 0, wait_s=0.5, comm_s=0.75), step(2.0, 0, 1, comm_s=0.25), step(2.0, 1, 0, step_s=2.0),
+    ])  # fmt: skip
+    summary = summarize(run)
+    assert [(w.comm_share, w.wait_share) for w in summary.workers] == [(0.5, 0.25), (0.0, 0.0)]
+    assert (summary.comm_share_mean, summary.wait_share_mean) == (0.25, 0.125)
 
 
 def test_histogram_of_clock_differentials() -> None:
@@ -109,7 +121,8 @@ def test_a_worker_that_is_slow_at_times_is_found_though_it_keeps_up_on_average(n
 
 def test_an_empty_run_has_no_numbers() -> None:
     summary = summarize(Run())
-    assert (summary.seconds, summary.samples_per_s, summary.num_clocks, summary.wait_share_max) == (0, 0, 0, 0)
+    assert (summary.seconds, summary.samples_per_s, summary.num_clocks) == (0, 0, 0)
+    assert summary.comm_share_mean == summary.wait_share_mean == summary.wait_share_max == 0
     assert summary.freshest_share is summary.max_lead is summary.max_staleness is summary.current_share is None
     assert summary.slow_worker is None
 

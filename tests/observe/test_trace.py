@@ -20,7 +20,7 @@ from paceline.observe.trace import (
 
 ONE_OF_EACH: list[Record] = [
     Read(1.0, 0, "w", 3, 2, 0.25, "fetch"),
-    Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0),
+    Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0, 0.375),
     Step(2.5, 0, 4, 32, None, 0.0, 0.5),
     Evaluated(3.0, 0, 4, 0.4, 0.9),
     MinClock(4.0, 1, "w", 3),
@@ -53,6 +53,13 @@ def test_a_line_names_its_kind_and_fields(tmp_path: Path) -> None:
         trace.record(MinClock(4.0, 1, "w", 3))
     assert path.read_text() == '{"kind":"min_clock","t":4.0,"server":1,"table":"w","clock":3}\n'
     assert path == tmp_path / "trace" / "server-1.jsonl"
+
+
+def test_steps_from_before_communication_was_measured_can_be_read(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    path.parent.mkdir()
+    path.write_text('{"kind":"step","t":2.0,"worker":0,"clock":3,"samples":32,"loss":0.5,"wait_s":0.25,"step_s":1.0}\n')
+    assert read_run(tmp_path).steps == (Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0, comm_s=0.0),)
 
 
 def test_records_of_several_processes_are_sorted_by_time(tmp_path: Path) -> None:

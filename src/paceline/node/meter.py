@@ -41,7 +41,7 @@ class Meter:
     def communicating(self) -> Generator[None]:
         """Count the time inside as communication, waiting included; uses within another count once.
 
-        For the thread that trains only.
+        For one thread at a time: the one that trains, or one of autograd while that waits for it.
         """
         if self._communicating_since is not None:
             yield

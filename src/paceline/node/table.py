@@ -145,17 +145,20 @@ class Table:
 
         For who reads without a tensor of the whole table; otherwise as `pull`.
         """
-        outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
+        with self.meter.communicating():
+            outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
         if not exact:
             self.meter.note_read(self.name, outcome)
 
     def ask(self, *, refresh: bool = True) -> Asked:
         """Begin a read that `take` ends: what is computed in between hides the way of the values. Does not block."""
-        return Asked(self.node.clock, self.node.begin_read(self.name, refresh=refresh))
+        with self.meter.communicating():
+            return Asked(self.node.clock, self.node.begin_read(self.name, refresh=refresh))
 
     def take(self, asked: Asked, take: Callable[[Mirror], None]) -> None:
         """Do what `read` does, for a read that `ask` began."""
-        outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
+        with self.meter.communicating():
+            outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
         self.meter.note_read(self.name, outcome)
 
     def push_reserved(
