@@ -21,7 +21,9 @@ NUM_STEPS = 6
 
 def pushed(optimizer: DistributedOptimizer, gradient: Tensor) -> bool:
     """Whether a gradient lies in the memory that the next push sends."""
-    memory = optimizer._reserved.gradient
+    reserved = optimizer._buckets[0]._reserved
+    assert reserved is not None
+    memory = reserved.gradient
     return memory.data_ptr() <= gradient.data_ptr() < memory.data_ptr() + memory.nbytes
 
 
@@ -275,6 +277,20 @@ def test_a_gradient_keeps_the_layout_that_backward_gave_it(tmp_path: Path) -> No
     one_batch(plain, 0, 0)
     assert run_job(tmp_path, work, carrier="shm") == [[gradient.is_contiguous() for gradient in gradients(plain)]]
     assert not all(gradient.is_contiguous() for gradient in gradients(plain))
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asynchronous"])
+def test_values_fetched_without_a_push_take_no_memory_for_pushes(tmp_path: Path, consistency: str) -> None:
+    def work(worker: Session) -> bool:
+        model = aligned()
+        optimizer = paceline.distributed(sgd(model), consistency=consistency)
+        for _ in range(4):  # more than there may be pushes under way
+            worker.clock()
+            optimizer.follow()
+        slots = worker.node._pushes._slots["model"]
+        return slots._num_made == 1
+
+    assert run_job(tmp_path, work, carrier="shm") == [True]
 
 
 # -- what goes with whom ---------------------------------------------------------------------------------------------

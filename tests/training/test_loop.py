@@ -30,8 +30,8 @@ from paceline.session import Session
 
 def assert_same_bits(directory: Path, recipe: Recipe, *, workers: int = 2, servers: int = 2) -> None:
     expected = train_alone(recipe, workers)[0]
-    for found in run_job(directory, lambda worker: train(worker, recipe)[0], workers=workers, servers=servers):
-        assert torch.equal(found, expected)
+    found = run_job(directory, lambda worker: train(worker, recipe)[0], workers=workers, servers=servers, carrier="shm")
+    assert all(torch.equal(values, expected) for values in found)
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------------

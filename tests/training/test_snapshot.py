@@ -18,7 +18,8 @@ def state(model: nn.Module) -> Tensor:
     return torch.cat([tensor.reshape(-1).float() for tensor in model.state_dict().values()]).clone()
 
 
-def test_under_bsp_all_workers_hold_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["memory", "shm"])
+def test_under_bsp_all_workers_hold_the_same_bytes(tmp_path: Path, carrier: str) -> None:
     def work(worker: Session) -> list[Tensor]:
         model, seen = mlp(), []
         optimizer = paceline.distributed(sgd(model))
@@ -30,12 +31,13 @@ def test_under_bsp_all_workers_hold_the_same_bytes(tmp_path: Path) -> None:
                 seen.append(parameters(model))
         return seen
 
-    first, *others = run_job(tmp_path, work, workers=4, servers=3)
+    first, *others = run_job(tmp_path, work, workers=4, servers=3, carrier=carrier)
     for other in others:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
-def test_training_is_not_affected_even_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["memory", "shm"])
+def test_training_is_not_affected_even_in_the_middle_of_an_accumulation(tmp_path: Path, carrier: str) -> None:
     def train(worker: Session, *, look: bool, name: str) -> Tensor:
         model = normalised()
         optimizer = paceline.distributed(sgd(model), model=model, name=name)
@@ -54,7 +56,7 @@ def test_training_is_not_affected_even_in_the_middle_of_an_accumulation(tmp_path
     def work(worker: Session) -> tuple[Tensor, Tensor]:
         return train(worker, look=False, name="one"), train(worker, look=True, name="two")
 
-    for without, with_snapshots in run_job(tmp_path, work, workers=2, servers=2):
+    for without, with_snapshots in run_job(tmp_path, work, workers=2, servers=2, carrier=carrier):
         assert torch.equal(without, with_snapshots)
 
 

@@ -75,8 +75,9 @@ def test_a_plain_optimizer_takes_over(tmp_path: Path, make: MakeOptimizer) -> No
     assert torch.equal(parameters(model), parameters(expected))
 
 
+@pytest.mark.parametrize("carrier", ["memory", "shm"])
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
-def test_it_takes_over_from_a_plain_optimizer(tmp_path: Path, make: MakeOptimizer) -> None:
+def test_it_takes_over_from_a_plain_optimizer(tmp_path: Path, make: MakeOptimizer, carrier: str) -> None:
     plain = mlp()
     optimizer = make(plain)
     run_alone(plain, optimizer, range(HALF))
@@ -92,7 +93,7 @@ def test_it_takes_over_from_a_plain_optimizer(tmp_path: Path, make: MakeOptimize
         run_steps(model, distributed, worker.rank, range(HALF, 2 * HALF))
         return parameters(model)
 
-    for found in run_job(tmp_path, work, workers=NUM_WORKERS, servers=3):
+    for found in run_job(tmp_path, work, workers=NUM_WORKERS, servers=3, carrier=carrier):
         assert torch.equal(found, parameters(plain))
 
 

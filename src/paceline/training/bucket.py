@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -34,15 +34,16 @@ class Bucket:
     table: Table
     weights: Weights
     gradients: Gradients
-    _reserved: PushBuffer = field(init=False)
+    _reserved: PushBuffer | None = None  # the memory of the next push, until it is made
     # The push of the step under way, once it is made, with what it was made from.
     _sent: _Sent | None = None
     _asked: Asked | None = None
 
     def reserve(self) -> None:
         """Have memory for the next gradients; blocks as long as there is none."""
-        self._reserved = self.table.node.reserve(self.table.name)
-        self.gradients.attach(self._reserved.gradient)
+        if self._reserved is None:
+            self._reserved = self.table.node.reserve(self.table.name)
+            self.gradients.attach(self._reserved.gradient)
 
     def push(self, samples: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
         """Send the gradients of this step, unless that was done while backward ran; return how the push will end.
@@ -66,7 +67,9 @@ class Bucket:
             )
         self.arrive()  # for a module that did not run; others have waited in their forward
         absent = self.gradients.collect()
+        assert self._reserved is not None, "reserved when the table was opened, and whenever values arrive"
         future = self.table.push_reserved(self._reserved, samples=samples, absent=absent, hyper=hyper)
+        self._reserved = None
         self._sent = _Sent(future, samples, hyper, _versions(self.flat))
 
     def ask(self, *, refresh: bool) -> None:
