@@ -19,10 +19,9 @@ def main() -> None:
     gradients = [torch.from_numpy(gradient) for gradient in work.gradients(rank, num_parameters)]
 
     def prepare(index: int) -> None:
-        """Put a gradient where backward would."""
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(gradients[index])
+        """Let backward leave a gradient, as in a training loop."""
+        optimizer.zero_grad()
+        (parameter * gradients[index]).sum().backward()
 
     play(
         stage,

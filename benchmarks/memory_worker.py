@@ -7,20 +7,24 @@ from turns import play
 
 import paceline
 
+NUM_TENSORS = 200  # what backward needs for one of them is small beside the whole
+ALIGNMENT = 16  # elements: parameters can be views where each begins at a multiple of 64 bytes
+
 
 def main() -> None:
     """Step when asked."""
     stage, num_parameters = sys.argv[1], int(sys.argv[2])
     rank = paceline.init().rank
-    parameter = torch.nn.Parameter(torch.randn(num_parameters))
-    plain = torch.optim.SGD([parameter], lr=0.01, momentum=0.9, fused=True)
+    size = num_parameters // NUM_TENSORS // ALIGNMENT * ALIGNMENT
+    parameters = [torch.nn.Parameter(torch.randn(size)) for _ in range(NUM_TENSORS)]
+    plain = torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True)
     optimizer = paceline.distributed(plain)
 
     def step(num_steps: int) -> None:
         for _ in range(num_steps):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            parameter.grad.normal_()
+            optimizer.zero_grad()
+            for parameter in parameters:
+                (parameter * parameter).sum().backward()
             optimizer.step()
 
     play(stage, rank, {"step": step})
