@@ -83,6 +83,7 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
         ("run -n two train.py", 'unable to convert "two" into int'),
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),
+        ("run --server-threads 0 train.py", "--server-threads must be at least 1, got 0"),
         ("run --transport pigeon train.py", 'Choose from: "shm", "tcp", "memory"'),
         ("run --wrokers 2 train.py", "Did you mean --workers?"),
         ("run /nowhere/train.py", "there is no script /nowhere/train.py (looked from"),
