@@ -13,9 +13,10 @@ from torch import Tensor
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.node.layout import torch_dtype
+from paceline.node.reads import ReadOutcome
 from paceline.node.requests import AwaitValues, Initialise
 from paceline.node.server import ServerNode
-from paceline.node.worker import ReadOutcome, WorkerNode, WorkerOptions
+from paceline.node.worker import WorkerNode, WorkerOptions
 from paceline.observe.trace import Trace
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import Scale, Segment, TableSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.node.meter import Meter
-from paceline.node.worker import ReadOutcome
+from paceline.node.reads import ReadOutcome
 from paceline.observe.runs import read_run
 from paceline.observe.trace import Trace, trace_path
 

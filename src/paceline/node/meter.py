@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from paceline.node.worker import ReadOutcome
+from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 

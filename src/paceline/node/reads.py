@@ -12,6 +12,16 @@ from paceline.node.outgoing import promise
 from paceline.node.wire import PullFrame
 
 
+@dataclass(frozen=True, slots=True)
+class ReadOutcome:
+    """How a read ended: the clock of the reader and of the values, where they came from, how long it waited."""
+
+    clock: int
+    value_clock: int
+    source: str
+    waited_s: float
+
+
 @dataclass(slots=True)
 class Reads:
     """Open reads by request. A newer read of a table takes the place of an older one, so both end together."""

@@ -24,7 +24,7 @@ from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
 from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, allocate, objection, settled
 from paceline.node.pushes import Pushes
-from paceline.node.reads import Reads
+from paceline.node.reads import ReadOutcome, Reads
 from paceline.node.requests import Declare
 from paceline.node.waiting import Waiting
 from paceline.node.wire import Hello, encode
@@ -41,16 +41,6 @@ class WorkerOptions:
 
     wait_timeout_s: float = 600.0
     reconnect_timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOutcome:
-    """How a read ended: the clock of the reader and of the values, where they came from, how long it waited."""
-
-    clock: int
-    value_clock: int
-    source: str
-    waited_s: float
 
 
 @dataclass(slots=True)
