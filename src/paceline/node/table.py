@@ -178,7 +178,7 @@ class Table:
                 result.set_exception(error)
                 return
             values = self._new()
-            self.node.copy_values(self.name, values.view(-1))
+            self.node.look(self.name, lambda mirror: mirror.read_into(values.view(-1)))
             result.set_result(values)
 
         self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)

@@ -233,10 +233,10 @@ class WorkerNode:
             take(mirror)
         return ReadOutcome(clock, done.clock, done.source, waited_s)
 
-    def copy_values(self, table: str, out: Tensor) -> None:
-        """Copy the values read last, with own updates that they lack, into `out`. Does not block."""
+    def look(self, table: str, call: Callable[[Mirror], None]) -> None:
+        """Have `call` called with the copy of a table as it is, under the lock. Does not wait."""
         with self._changed:
-            self._mirrors[table].read_into(out)
+            call(self._mirror(table))
 
     def settle(self) -> None:
         """Block until every push made so far is applied or refused by every server.

@@ -77,6 +77,11 @@ class Bucket:
         self.arrive()
         self._asked = self.table.ask(refresh=refresh)
 
+    def look(self) -> None:
+        """Do what can be done while values are under way, if nothing but waiting for them comes next."""
+        if self._asked is not None:
+            self.weights.look()
+
     def arrive(self) -> None:
         """Wait for the values that were asked for, if any, and set the parameters to them."""
         asked, self._asked = self._asked, None

@@ -187,6 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def arrive(self) -> None:
         """Wait until the parameters have the values that the last step asked for: with `overlap` some may not yet."""
         for bucket in self._buckets:
+            bucket.look()
             bucket.arrive()
 
     @contextmanager

@@ -31,6 +31,8 @@ class Weights:
     # Those that were made views, by index, with the address of each: a script may have given it other memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
+    # Whether a script has written to views since the last fetch, where `look` has seen to that.
+    _written: bool | None = None
 
     def __del__(self) -> None:
         """Let tensors that are used longer than this no longer change."""
@@ -39,6 +41,14 @@ class Weights:
     def fetch(self, *, refresh: bool) -> None:
         """Set the tensors to the values of the table; blocks until these are fresh enough."""
         self.table.read(self.take, refresh=refresh)
+
+    def look(self) -> None:
+        """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
+
+        def see(mirror: Mirror) -> None:
+            self._written = mirror.was_written()
+
+        self.table.node.look(self.table.name, see)
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -86,8 +96,9 @@ class Weights:
 
     def take(self, mirror: Mirror) -> None:
         """Set the tensors to the values in a copy of their table."""
-        if mirror.was_written():
+        if self._written or (self._written is None and mirror.was_written()):
             mirror.reread()
+        self._written = None
         values = mirror.readable()
         if values.places != self._places:
             self._viewing.clear()
