@@ -16,7 +16,7 @@ from paceline.tensors.kernels import Kernel
 from paceline.tensors.pieces import Piece
 from paceline.tensors.plan import BLOCK, Age, Chunk, cut_into_chunks, make_chunk
 from paceline.tensors.rules import Hyper
-from paceline.tensors.summing import CHUNK, combine_stretch
+from paceline.tensors.summing import CHUNK, combine_stretch, divisor_of
 from paceline.tensors.table import NonFinite, Scale
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class Chunked:
         self._begin()
         chunks = self._planned(contributions)
         steps: list[float] = self._steps.tolist()
-        return self._crew.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread))
+        divisor = self._left_to_kernel(contributions)
+        return self._crew.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread, divisor))
 
     def state(self) -> dict[str, Tensor]:
         """Return the live state of every piece; see `UpdateRule.state`."""
@@ -106,18 +107,34 @@ class Chunked:
                 self._hold(int(index), (name,))
                 self._pieces[int(index)].view(self._state[name]).copy_(value)
 
-    def _do(self, chunk: Chunk, contributions: Sequence[Contribution], steps: Sequence[float], thread: int) -> int:
+    def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
+        """Return what the kernel has to divide sums by: 1 where they are divided before, as their dtype rounds then."""
+        divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
+        exact = divisor == torch.tensor(divisor).item()  # torch hands it on as a float32
+        plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
+        return divisor if exact and plain and self._numbers else 1.0
+
+    def _do(
+        self,
+        chunk: Chunk,
+        contributions: Sequence[Contribution],
+        steps: Sequence[float],
+        thread: int,
+        divisor: float,
+    ) -> int:
         """Take one chunk from gradients to values; return how many elements of its gradients were zeroed."""
-        scratch, num_zeroed = self._scratch[thread], 0
+        scratch, num_zeroed, divide = self._scratch[thread], 0, divisor == 1.0
         if len(contributions) == 1 and self._policy[1] != "zero":
             gradient = contributions[0].gradient[chunk.start : chunk.stop]
         else:
             gradient = scratch[2]
             for (start, stop), having in chunk.sums:
                 out = gradient[start - chunk.start : stop - chunk.start]
-                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy)
+                num_zeroed += combine_stretch(
+                    out, (start, stop), having, contributions, self._policy, divide=divisor == 1.0
+                )
         for call in chunk.calls:
-            call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group])
+            call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group], divisor)
         return num_zeroed
 
     def _listen(self, hyper: tuple[Hyper, ...]) -> None:

@@ -39,6 +39,8 @@ class Operands:
         step: which step of theirs this is, counted from 1.
         fresh: whether their state has never been written.
         spare: (2, elements of the longest tensor), to scribble on.
+        divisor: what gradients have yet to be divided by, on the way; not 1 only if the kernel `divides`, and then they
+            may be written to.
     """
 
     values: Sequence[Tensor]
@@ -47,6 +49,7 @@ class Operands:
     step: float
     fresh: bool
     spare: Tensor
+    divisor: float = 1.0
 
     def one_by_one(self) -> list[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
         """Return value, gradient and state of each tensor."""
@@ -58,6 +61,10 @@ class Operands:
     def steps(self) -> list[Tensor]:
         """Return the step as torch's fused operations want it."""
         return [torch.tensor(self.step)] * len(self.values)
+
+    def scaling(self) -> dict[str, Tensor]:
+        """Return the divisor as torch's fused operations want it."""
+        return {} if self.divisor == 1.0 else {"grad_scale": torch.tensor(self.divisor)}
 
     def gradient_of(self, value: Tensor, gradient: Tensor, numbers: Numbers, decay: float) -> Tensor:
         """Return the gradient in the right direction and with weight decay; in the first spare row if it changes."""
@@ -88,6 +95,10 @@ class Kernel(ABC):
         """Return the states that every element has before its first step, with their value; others start at 0."""
         del numbers
         return {}
+
+    def divides(self, numbers: Numbers) -> bool:
+        """Return whether a step divides gradients itself: torch's fused operations do, at no cost."""
+        return bool(numbers.get("fused"))
 
     @abstractmethod
     def step(self, at: Operands, numbers: Numbers) -> None:
@@ -126,6 +137,7 @@ class SGDKernel(Kernel):
             at.state.get("momentum_buffer", []),
             **{key: numbers[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
             is_first_step=at.fresh and bool(numbers["momentum"]),
+            **at.scaling(),
         )
 
     def _step(
@@ -172,6 +184,7 @@ class AdamKernel(Kernel):
             beta1=numbers["betas"][0],
             beta2=numbers["betas"][1],
             **{key: numbers[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
+            **at.scaling(),
         )
 
     def _step(
@@ -213,7 +226,7 @@ class AdagradKernel(Kernel):
         """Take one step."""
         if numbers.get("fused"):
             plain = {key: numbers[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-            _FUSED_ADAGRAD(at.values, at.gradients, at.state["sum"], at.steps(), **plain)
+            _FUSED_ADAGRAD(at.values, at.gradients, at.state["sum"], at.steps(), **plain, **at.scaling())
             return
         for value, pushed, state in at.one_by_one():
             gradient = at.gradient_of(value, pushed, numbers, numbers["weight_decay"])

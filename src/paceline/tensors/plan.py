@@ -76,16 +76,18 @@ class Call:
     state: dict[str, list[Tensor]]
     filling: tuple[int, int]
 
-    def run(self, kernel: Kernel, gradient: Tensor, spare: Tensor, step: float, numbers: Numbers) -> None:
-        """Take one step with the gradient of the chunk."""
+    def run(
+        self, kernel: Kernel, gradient: Tensor, spare: Tensor, step: float, numbers: Numbers, divisor: float
+    ) -> None:
+        """Take one step with the gradient of the chunk, which is yet to be divided by `divisor`."""
         gradients = [gradient[start:stop] for start, stop in self.spans]
         if self.filling == _WHOLE:
-            kernel.step(Operands(self.values, gradients, self.state, step, self.age.fresh, spare), numbers)
+            kernel.step(Operands(self.values, gradients, self.state, step, self.age.fresh, spare, divisor), numbers)
             return
         values = [pad(value, self.filling) for value in self.values]
         state = {name: [pad(part, self.filling) for part in parts] for name, parts in self.state.items()}
         gradients = [pad(part, self.filling) for part in gradients]
-        kernel.step(Operands(values, gradients, state, step, self.age.fresh, spare), numbers)
+        kernel.step(Operands(values, gradients, state, step, self.age.fresh, spare, divisor), numbers)
         for own, filled in ((self.values, values), *((self.state[name], state[name]) for name in state)):
             own[0].copy_(filled[0][self.filling[0] :][: own[0].numel()])
 

@@ -19,8 +19,25 @@ if TYPE_CHECKING:
 CHUNK: Final = 512 * 1024
 
 
+def divisor_of(everyone: Sequence[float], scale: Scale) -> float:
+    """Return what the sum of an update's contributions is divided by, given the samples behind each of them."""
+    if _is_weighted(everyone, scale):
+        return float(sum(everyone))
+    return 1.0 if scale == "sum" else float(len(everyone))
+
+
+def _is_weighted(everyone: Sequence[float], scale: Scale) -> bool:
+    return scale == "samples" and len(set(everyone)) > 1
+
+
 def combine(
-    out: Tensor, gradients: Sequence[Tensor], counts: Sequence[float], everyone: Sequence[float], scale: Scale
+    out: Tensor,
+    gradients: Sequence[Tensor],
+    counts: Sequence[float],
+    everyone: Sequence[float],
+    scale: Scale,
+    *,
+    divide: bool = True,
 ) -> None:
     """Write the combined gradient to `out`; the gradients are only read.
 
@@ -30,9 +47,9 @@ def combine(
         counts: samples behind each of the gradients.
         everyone: samples of every contribution to the update, those without these elements too: they count as zeros.
         scale: see `TableSpec`.
+        divide: whether to divide by `divisor_of` these, or leave that to whoever goes through the sum next.
     """
-    weighted = scale == "samples" and len(set(everyone)) > 1
-    if weighted:
+    if _is_weighted(everyone, scale):
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
     if len(gradients) == 1:
         out.copy_(gradients[0])
@@ -40,10 +57,9 @@ def combine(
         torch.add(gradients[0], gradients[1], out=out)
     for gradient in gradients[2:]:
         out.add_(gradient)
-    if weighted:
-        out.div_(sum(everyone))
-    elif scale != "sum" and len(everyone) > 1:
-        out.div_(len(everyone))
+    divisor = divisor_of(everyone, scale)
+    if divide and divisor != 1.0:
+        out.div_(divisor)
 
 
 def combine_stretch(
@@ -52,6 +68,8 @@ def combine_stretch(
     having: Sequence[int],
     contributions: Sequence[Contribution],
     policy: tuple[Scale, NonFinite],
+    *,
+    divide: bool,
 ) -> int:
     """Write the combined gradient of elements `span` of the range to `out`; return how many elements were zeroed.
 
@@ -61,6 +79,7 @@ def combine_stretch(
         having: indices of the contributions that have a gradient there, at least one.
         contributions: all of the update.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
+        divide: see `combine`.
     """
     scale, nonfinite = policy
     parts = [contributions[index].gradient[slice(*span)] for index in having]
@@ -70,7 +89,7 @@ def combine_stretch(
         num_zeroed = sum(found)
         parts = [zeroed(part) if bad else part for part, bad in zip(parts, found, strict=True)]
     counts = [contributions[index].count for index in having]
-    combine(out, parts, counts, [contribution.count for contribution in contributions], scale)
+    combine(out, parts, counts, [contribution.count for contribution in contributions], scale, divide=divide)
     return num_zeroed
 
 

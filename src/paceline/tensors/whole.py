@@ -74,7 +74,7 @@ class WholeTensors:
         def add(job: tuple[tuple[int, int], tuple[int, ...]], thread: int) -> int:
             del thread
             span, there = job
-            return combine_stretch(total[slice(*span)], span, there, contributions, self._policy)
+            return combine_stretch(total[slice(*span)], span, there, contributions, self._policy, divide=True)
 
         return total, self._crew.total(jobs, add)
 
