@@ -1,5 +1,6 @@
 """Memory of a peer, mapped here: what this process writes is noticed wherever it is, and can be forgotten."""
 
+import ctypes
 import mmap
 import os
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def descriptor() -> Iterator[int]:
 
 @pytest.fixture
 def memory(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerMemory]:
-    monkeypatch.setattr(peer_memory, "_CHUNK_PAGES", 2)  # so that a few pages are several chunks
+    monkeypatch.setattr(peer_memory, "_STRETCH_PAGES", 2)  # so that a few pages are several stretches
     with PeerMemory(descriptor, SIZE_BYTES, access=mmap.ACCESS_COPY) as mapped:
         yield mapped
 
@@ -43,12 +44,21 @@ def test_a_write_to_any_page_is_noticed_and_forgotten(memory: PeerMemory, descri
     memory[offset] = 1
     os.pwrite(descriptor, b"\2", offset)
 
-    assert memory.was_written()
+    assert memory.was_written_anywhere()
     assert memory[offset] == 1
     memory.reread()
-    assert not memory.was_written()
+    assert not memory.was_written_anywhere()
     assert memory[offset] == 2
-    assert not memory.was_written()
+    assert not memory.was_written_anywhere()
+
+
+@pytest.mark.parametrize("page", range(NUM_PAGES))
+def test_every_page_has_its_turn_and_named_ones_every_time(memory: PeerMemory, page: int) -> None:
+    memory[page * mmap.PAGESIZE] = 1
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + page * mmap.PAGESIZE
+
+    assert [memory.was_written() for _ in range(6)] == [turn % 3 == page // 2 for turn in range(6)]
+    assert all(memory.was_written([address]) for _ in range(3))
 
 
 def test_where_the_system_does_not_tell_it_may_have_been_written(

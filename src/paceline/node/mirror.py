@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -133,9 +134,13 @@ class Mirror:
             for server in own.missing:
                 self.part(out, server).add_(self.part(own.change, server))
 
-    def was_written(self) -> bool:
-        """Say whether this process may have written to the memory of a live copy."""
-        return any(memory.was_written() for memory in self._peer_memory())
+    def was_written(self, at: Sequence[int] = ()) -> bool:
+        """Say whether this process may have written to the memory of a live copy; see `PeerMemory.was_written`."""
+        return any(memory.was_written(at) for memory in self._peer_memory())
+
+    def was_written_anywhere(self) -> bool:
+        """Say so after looking at every page."""
+        return any(memory.was_written_anywhere() for memory in self._peer_memory())
 
     def reread(self) -> None:
         """Forget what this process wrote to the memory of a live copy."""

@@ -42,7 +42,7 @@ def settled(outcome: PushOutcome) -> Future[PushOutcome]:
     return future
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PushBuffer:
     """Memory in which one push of a table travels, to all servers at once; `gradient` is (elements of the table,)."""
 

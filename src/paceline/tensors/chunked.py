@@ -130,9 +130,7 @@ class Chunked:
             gradient = scratch[2]
             for (start, stop), having in chunk.sums:
                 out = gradient[start - chunk.start : stop - chunk.start]
-                num_zeroed += combine_stretch(
-                    out, (start, stop), having, contributions, self._policy, divide=divisor == 1.0
-                )
+                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy, divide=divide)
         for call in chunk.calls:
             call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group], divisor)
         return num_zeroed

@@ -43,7 +43,13 @@ class Bucket:
         """Have memory for the next gradients; blocks as long as there is none."""
         if self._reserved is None:
             self._reserved = self.table.node.reserve(self.table.name)
+            self.gradients.courier.lock(self._reserved, self._reserved.gradient)
             self.gradients.attach(self._reserved.gradient)
+
+    def fetch(self, index: int) -> None:
+        """Begin to copy a gradient from its device; it is not to change any more. Does not block."""
+        if self._reserved is not None:
+            self.gradients.fetch(index)
 
     def push(self, samples: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
         """Send the gradients of this step, unless that was done while backward ran; return how the push will end.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from paceline.errors import UsageError
+from paceline.training.courier import Courier
 from paceline.training.flat import Flat
 
 
@@ -21,10 +22,15 @@ class Gradients:
     With `in_place`, a gradient that backward has just made is moved there at once, and `grad` becomes a view of it:
     nothing is left to copy in `collect`. That is for memory that nobody reads while backward runs. A gradient that a
     script has put into `grad` stays where it is, and one that a script keeps does not change with the next.
+
+    The courier brings gradients from devices; `fetch` lets it begin while backward runs.
     """
 
     flat: Flat
     in_place: bool
+    courier: Courier = field(default_factory=Courier)
+    # Whether some are on devices, so that `collect` waits until these have computed them.
+    are_away: bool = field(init=False)
     # (elements of all,), and the view of it that belongs to each tensor, in its shape.
     _buffer: Tensor | None = None
     _parts: list[Tensor] = field(default_factory=list[Tensor])
@@ -32,14 +38,17 @@ class Gradients:
     _without: set[int] = field(default_factory=set[int])
     # The views that became `grad`, by the index of their tensor, for as long as somebody has them.
     _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
+    # Copies from devices that have been begun, by the index of their tensor.
+    _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
 
     def __post_init__(self) -> None:
         """Have autograd call around each gradient, for as long as this lives."""
+        self.are_away = any(map(self.courier.serves, self.flat.named.values()))
         if not self.in_place:
             return
         look, move = WeakMethod(self._look), WeakMethod(self._move)
         for index, tensor in enumerate(self.flat.named.values()):
-            if tensor.requires_grad and tensor.device.type == "cpu":
+            if tensor.requires_grad and tensor.device.type == "cpu" and not self.courier.serves(tensor):
                 tensor.register_hook(_before(look, index, ref(tensor)))
                 tensor.register_post_accumulate_grad_hook(_after(move, index))
 
@@ -51,6 +60,8 @@ class Gradients:
 
     def collect(self) -> tuple[int, ...]:
         """Have all gradients in the memory; return the indices of the tensors that have none (zeros there).
+
+        Blocks until devices have computed theirs, which all are on their way by then.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -64,9 +75,33 @@ class Gradients:
                 absent.append(index)
             elif gradient.layout != torch.strided:
                 raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
+            elif self.courier.serves(gradient):
+                self._begin(index, gradient)
             elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
                 self._write(index, gradient)
+        while self._coming:
+            self._coming.popitem()[1].done.synchronize()
         return tuple(absent)
+
+    def fetch(self, index: int) -> None:
+        """Begin to copy a gradient from its device, if that does not block.
+
+        `collect` copies it again if torch has noticed a change since: not one through `.data`, and not what
+        `GradScaler.unscale_` does. So this is for gradients that are to stay as backward leaves them.
+        """
+        gradient = list(self.flat.named.values())[index].grad
+        if gradient is None or gradient.layout != torch.strided or not self.courier.serves(gradient):
+            return
+        if self.courier.can_hide(self._parts[index]):
+            self._begin(index, gradient)
+
+    def _begin(self, index: int, gradient: Tensor) -> None:
+        """Begin to copy a gradient from its device, unless that copy is coming already."""
+        coming = self._coming.get(index)
+        if coming is None or not coming.is_of(gradient):
+            place, version = gradient.data_ptr(), gradient._version
+            done = self.courier.fetch(gradient.detach(), self._parts[index])
+            self._coming[index] = _Copy(gradient, place, version, done)
 
     def _look(self, index: int, tensor: Tensor) -> None:
         """Note whether a tensor has a gradient that backward is about to add to."""
@@ -99,10 +134,27 @@ class Gradients:
         part.copy_(source)
 
     def _vacate(self, index: int) -> None:
-        """Give a gradient that a script has kept memory of its own, as its place is about to be overwritten."""
+        """Prepare a place to be overwritten: what comes there has come, what a script keeps gets memory of its own."""
+        coming = self._coming.pop(index, None)
+        if coming is not None:
+            coming.done.synchronize()
         given = self._given.pop(index, _nobody)()
         if given is not None:
             given.data = given.data.clone()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A gradient as it was when it began to be copied: held, so that nothing else can be in its place, and `done`."""
+
+    gradient: Tensor
+    place: int
+    version: int
+    done: torch.cuda.Event
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Say whether this is of a gradient as it is now, as far as torch has noticed."""
+        return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
 
 
 def _nobody() -> None:

@@ -19,6 +19,7 @@ from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, hyper_of
 from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
+from paceline.training.courier import Courier
 from paceline.training.flat import Flat, segments_of
 from paceline.training.gradients import Gradients
 from paceline.training.overlap import Overlap
@@ -166,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             weight = samples if samples is not None else self._num_new_samples or 1
             self._num_samples = self._job.num_samples
             hyper = self._hyper()
-            for bucket in self._buckets:
+            for bucket in reversed(self._buckets):  # backward came to the last first, so devices have that first
                 bucket.push(weight, hyper).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
@@ -263,25 +264,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _open_buckets(self, named: dict[str, Tensor]) -> list[Bucket]:
         """Make the tables of the parameters: one, or with overlap several whose pushes need not wait for each other."""
         settings, names = self._settings, list(named)
+        courier = Courier.serving(named.values())
         runs = runs_of(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
         return [
             self._open_bucket(
                 f"{settings.name}.{number}" if settings.overlap else settings.name,
                 run,
                 Flat.over({name: named[name] for name in names[run.start : run.stop]}),
+                courier,
             )
             for number, run in enumerate(runs)
         ]
 
-    def _open_bucket(self, name: str, run: range, flat: Flat) -> Bucket:
+    def _open_bucket(self, name: str, run: range, flat: Flat, courier: Courier) -> Bucket:
         lockstep = self._settings.consistency.lockstep
         views = lockstep if self._settings.views is None else self._settings.views
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
-        table = self._open(spec, flat, live=views)
-        weights = Weights(flat, table)
-        self._job.keep(weights)
         # While backward runs the servers read nothing from a worker that waits for every push to be applied.
-        bucket = Bucket(run.start, flat, table, weights, Gradients(flat, in_place=lockstep))
+        gradients = Gradients(flat, lockstep, courier)
+        # Devices cannot view the servers' memory, and copy best from memory that is locked, as that must not be.
+        table = self._open(spec, flat, live=views and not gradients.are_away)
+        weights = Weights(flat, table, courier)
+        self._job.keep(weights)
+        bucket = Bucket(run.start, flat, table, weights, gradients)
         bucket.reserve()
         return bucket
 

@@ -62,6 +62,11 @@ class Overlap:
         if self.accumulating:
             return
         come, bucket = self._come[number], self.buckets[number]
+        if bucket.gradients.are_away:
+            # A device has yet to compute what backward has queued. Whoever waited for it here would have it run dry;
+            # so this copy is queued as well, and `step` sends the bucket, once backward has queued everything.
+            bucket.fetch(index)
+            return
         come.add(index)
         if len(come) == sum(tensor.requires_grad for tensor in bucket.flat.named.values()):
             come.clear()

@@ -31,6 +31,8 @@ class Weights:
     # Those that were made views, by index, with the address of each: a script may have given it other memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
+    # How often each view has changed, as torch counts, after the last fetch.
+    _versions: dict[int, int] = field(default_factory=dict[int, int])
     # Whether a script has written to views since the last fetch, where `look` has seen to that.
     _written: bool | None = None
 
@@ -44,11 +46,17 @@ class Weights:
 
     def look(self) -> None:
         """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
+        copies: list[Mirror] = []
+        self.table.node.look(self.table.name, copies.append)
+        self._written = self._was_written(
+            copies[0]
+        )  # without the lock, so that the servers' answers are heard meanwhile
 
-        def see(mirror: Mirror) -> None:
-            self._written = mirror.was_written()
-
-        self.table.node.look(self.table.name, see)
+    def _was_written(self, mirror: Mirror) -> bool:
+        """Say whether a script has written to views: torch knows of most changes, the kernel of the rest."""
+        tensors = list(self.flat.named.values())
+        changed = any(tensors[index]._version != version for index, version in self._versions.items())
+        return changed or mirror.was_written(list(self._viewing.values()))
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -62,7 +70,7 @@ class Weights:
         written: dict[int, Tensor] = {}
 
         def take(mirror: Mirror) -> None:
-            if mirror.was_written():
+            if mirror.was_written_anywhere():
                 written.update({index: tensors[index].data.clone() for index in self._views()})
                 mirror.reread()
             values = mirror.readable()
@@ -96,7 +104,7 @@ class Weights:
 
     def take(self, mirror: Mirror) -> None:
         """Set the tensors to the values in a copy of their table."""
-        if self._written or (self._written is None and mirror.was_written()):
+        if self._written or (self._written is None and self._was_written(mirror)):
             mirror.reread()
         self._written = None
         values = mirror.readable()
@@ -126,6 +134,7 @@ class Weights:
         tensors = list(self.flat.named.values())
         if self._viewing:
             increment_version([tensors[index] for index in self._viewing])
+        self._versions = {index: tensors[index]._version for index in self._viewing}
 
 
 def _can_view(tensor: Tensor, values: Tensor) -> bool:
