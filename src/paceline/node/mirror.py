@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,7 +54,19 @@ class Readable:
         return tuple(values.data_ptr() for _, values in self.parts)
 
 
-@dataclass(slots=True)
+class Reading(Protocol):
+    """Somebody who reads values while this process goes on: a device."""
+
+    def query(self) -> bool:
+        """Say whether it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        ...
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Mirror:
     """The cached copy of one table. Used under the lock of the worker node.
 
@@ -74,6 +86,9 @@ class Mirror:
     _memory: memoryview = EMPTY  # of the flat tensor
     _lockstep: bool = field(init=False)
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
+    _readings: list[Reading] = field(
+        default_factory=list[Reading]
+    )  # of the flat tensor: those under way, and some that are done
 
     def __post_init__(self) -> None:
         """Start with zeros; nothing is read before the first values have come."""
@@ -100,6 +115,7 @@ class Mirror:
         """
         if self.live or not self._lockstep or size_bytes != self._parts[server].nbytes:
             return None
+        self._finish_readings()
         span, item = self.spans[server], self._parts[server].itemsize
         return self._memory[span.start * item : span.stop * item]
 
@@ -109,12 +125,27 @@ class Mirror:
         if self.live:
             self._parts[server], self._bodies[server] = values, body
         elif values.data_ptr() != self._parts[server].data_ptr():
+            self._finish_readings()
             self._parts[server].copy_(values)
         for seq, own in list(self._own.items()):
             if seq < settled or seq in includes:
                 own.missing.discard(server)
             if not own.missing:
                 del self._own[seq]
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The memory of this process that values are copied to; None where they are live."""
+        return self._flat
+
+    def note_reading(self, reading: Reading) -> None:
+        """Have the values in `memory` stay until this is done; whoever brings new ones waits for it."""
+        self._readings = [*(other for other in self._readings if not other.query()), reading]
+
+    def _finish_readings(self) -> None:
+        """Wait for all; the threads of several servers may at once, and each has to."""
+        for reading in self._readings:
+            reading.synchronize()
 
     def note_own(self, seq: int, gradient: Tensor, absent: tuple[int, ...], hyper: tuple[Hyper, ...]) -> None:
         """Remember an own update until the values contain it."""

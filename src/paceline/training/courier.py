@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import PAGESIZE
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class Courier:
         # Pages are locked, not bytes. What does not begin with one is small and lies beside other things.
         if not self.sides or self._refused or memory.data_ptr() % PAGESIZE or memory.is_pinned():
             return
-        code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+        code = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
         if code == 0:
             # What a finalizer is called with lives until then: the memory goes after it is unlocked. At exit the
             # driver may be gone before, and sees to it itself.
@@ -112,7 +113,7 @@ def _unlock(memory: Tensor, devices: tuple[torch.device, ...]) -> None:
     """Let memory be moved again, once no device can still be copying it."""
     for device in devices:
         torch.cuda.synchronize(device)
-    if int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())) != 0:
+    if int(cast("Any", torch.cuda.cudart()).cudaHostUnregister(memory.data_ptr())) != 0:
         _clear_error(devices[0])
 
 

@@ -15,6 +15,20 @@ from paceline.training.courier import Courier
 from paceline.training.flat import Flat
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A gradient as it was when it began to be copied: held, so that nothing else can be in its place, and `done`."""
+
+    gradient: Tensor
+    place: int
+    version: int
+    done: torch.cuda.Event
+
+    def is_of(self, gradient: Tensor) -> bool:
+        """Say whether this is of a gradient as it is now, as far as torch has noticed."""
+        return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
+
+
 @dataclass(slots=True, weakref_slot=True)
 class Gradients:
     """Collects the gradients of the tensors of a flat vector into the memory in which they travel.
@@ -141,20 +155,6 @@ class Gradients:
         given = self._given.pop(index, _nobody)()
         if given is not None:
             given.data = given.data.clone()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
-    """A gradient as it was when it began to be copied: held, so that nothing else can be in its place, and `done`."""
-
-    gradient: Tensor
-    place: int
-    version: int
-    done: torch.cuda.Event
-
-    def is_of(self, gradient: Tensor) -> bool:
-        """Say whether this is of a gradient as it is now, as far as torch has noticed."""
-        return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
 
 
 def _nobody() -> None:

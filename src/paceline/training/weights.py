@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from paceline.node.mirror import Mirror
 from paceline.node.table import Table
+from paceline.training.courier import Courier
 from paceline.training.flat import Flat
 
 _ALIGNMENT_BYTES = 64  # where torch puts tensors of its own: elsewhere kernels are slower, and may round differently
@@ -28,6 +29,7 @@ class Weights:
 
     flat: Flat
     table: Table
+    courier: Courier = field(default_factory=Courier)
     # Those that were made views, by index, with the address of each: a script may have given it other memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
@@ -107,6 +109,8 @@ class Weights:
         if self._written or (self._written is None and self._was_written(mirror)):
             mirror.reread()
         self._written = None
+        if mirror.memory is not None:
+            self.courier.lock(mirror, mirror.memory)
         values = mirror.readable()
         if values.places != self._places:
             self._viewing.clear()
@@ -120,12 +124,16 @@ class Weights:
                     live = mirror.live and values.lie_together(start, stop)
                     self._fill(index, tensor, values.slice(start, stop), live=live)
         self._tell_autograd()
+        for reading in self.courier.queued():
+            mirror.note_reading(reading)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
         if live and _can_view(tensor, values):
             tensor.data = _alone(values).view(tensor.shape)
             self._viewing[index] = values.data_ptr()
+        elif self.courier.serves(tensor):
+            self.courier.deliver(values.view(tensor.shape), tensor)
         else:
             tensor.copy_(values.view(tensor.shape))
 
