@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -212,13 +213,15 @@ class Reader:
     source: Tensor
     before: Tensor
     done: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def query(self) -> bool:
         return self.done
 
     def synchronize(self) -> None:
-        assert torch.equal(self.source, self.before), "values changed while a device read them"
-        self.done = True
+        with self.lock:  # the threads of several servers may wait
+            assert self.done or torch.equal(self.source, self.before), "values changed while a device read them"
+            self.done = True
 
 
 @dataclass

@@ -86,9 +86,8 @@ class Mirror:
     _memory: memoryview = EMPTY  # of the flat tensor
     _lockstep: bool = field(init=False)
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
-    _readings: list[Reading] = field(
-        default_factory=list[Reading]
-    )  # of the flat tensor: those under way, and some that are done
+    # Who reads the flat tensor beside this process, or has done so.
+    _readings: list[Reading] = field(default_factory=list[Reading])
 
     def __post_init__(self) -> None:
         """Start with zeros; nothing is read before the first values have come."""
