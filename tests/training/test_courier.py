@@ -16,6 +16,7 @@ import torch
 from tests.jobs import run_job
 from tests.training.recipes import Recipe, adam, loss_of, micro_batch, mlp, one_batch, parameters, sgd, train_alone
 from torch import Tensor, nn
+from torch.nn import functional
 
 import paceline
 from paceline.core.partition import Range
@@ -432,6 +433,33 @@ def test_a_gradient_that_leaves_its_device_does_not_meet_its_older_copy() -> Non
     weight.grad = torch.full((4,), 2.0)
     assert gradients.collect() == ()
     assert (buffer.tolist(), away.queue) == ([2.0] * 4, [])
+
+
+def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    away: Any = LateCourier(everything)
+    gradients = Gradients(Flat.over({"w": weight}), in_place=False, courier=away)
+    gradients.attach(torch.empty(4))
+    weight.grad = torch.ones(4)
+    gradients.fetch(0)
+    weight.grad = weight.grad.data.mul_(2).data
+    gradients.collect()
+    assert away.num_begun == 2
+
+
+def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: Couriers) -> None:
+    """As when a parameter is used by another module than its own, so that nobody has waited for its values."""
+
+    def work(worker: Session) -> list[int]:
+        model = mlp()
+        optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
+        one_batch(model, worker.rank, 0)
+        optimizer.step()
+        before = couriers.made[0].num_begun
+        functional.linear(torch.ones(9), model[0].weight).sum().backward()
+        return [couriers.made[0].num_begun - before]
+
+    assert run_job(tmp_path, work) == [[0]]
 
 
 def test_new_values_wait_for_who_reads_the_old() -> None:
