@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.__main__ import HERE, benchmarks, rows
 
 
@@ -26,3 +28,11 @@ def test_a_benchmark_takes_json(script: Path) -> None:
 def test_a_result_is_laid_out_in_rows() -> None:
     result: dict[str, object] = {"name": "x", "ms": 1.5, "spread": [1, 2], "wire": {"shm": {"ms": 3}}}
     assert list(rows(result)) == [("ms", "1.5"), ("spread", "1 to 2"), ("wire.shm.ms", "3")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure for minutes")
+def test_without_a_device_the_benchmark_of_devices_says_so() -> None:
+    command = [sys.executable, str(HERE / "gpu.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == {"name": "gpu", "skipped": "no CUDA device"}
+    assert "no CUDA device here" in done.stderr
