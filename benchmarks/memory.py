@@ -24,7 +24,7 @@ from turns import BENCHMARKS, PlayFailed, Side, Stage
 
 BASE_PARAMETERS: Final = 6400
 NUM_STEPS: Final = 6
-# glibc keeps freed memory below a limit that grows by itself: with this one, what is freed goes back and is not counted.
+# glibc keeps freed memory below a limit that grows by itself. With this one it goes back, and is not counted.
 GIVE_BACK: Final = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 SAMPLE_S: Final = 0.005
 FIELDS: Final = {"pss": "Pss:", "private": "Private_Dirty:"}

@@ -21,13 +21,13 @@ MOMENTUM: Final = 0.9
 NUM_BATCHES: Final = 4  # of each worker, used in turn
 
 MLP_SIZES: Final = (784, 2048, 2048, 10)
-MLP_BATCH: Final = 256
+MLP_BATCH: Final = 1024
 VOCABULARY: Final = 256
 WIDTH: Final = 256
 NUM_LAYERS: Final = 4
 NUM_HEADS: Final = 4
 LENGTH: Final = 128
-TRANSFORMER_BATCH: Final = 8
+TRANSFORMER_BATCH: Final = 16
 
 Batch = tuple[Tensor, Tensor]
 

@@ -126,7 +126,7 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
         assert [len(server._loans._loans) for server in servers.servers] == [num_loans] * 2
         for server in servers.servers:
             server._shelf.shards["w"].values.add_(1.0)
-        node.copy_values("w", out)
+        node.look("w", lambda mirror: mirror.read_into(out))
         assert out.tolist() == [2.0 if mirror.live else 1.0] * 200
         node.leave()
 

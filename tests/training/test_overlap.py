@@ -20,6 +20,7 @@ from tests.training.recipes import (
     train_alone,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 import paceline
 from paceline.errors import UsageError
@@ -99,30 +100,29 @@ class _Watch(torch.autograd.Function):
         return gradient, None
 
 
-class _Layers(nn.Module):
-    """Two layers, and what is to be called between them, in forward and in backward."""
+class _Between(nn.Module):
+    """Calls something between two layers, in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(9, 17), nn.Linear(17, 3)
         self.in_forward: Callable[[], None] = lambda: None
         self.in_backward: Callable[[], None] = lambda: None
 
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.first(batch)
+    def forward(self, hidden: Tensor) -> Tensor:
         self.in_forward()
-        return self.second(_Watch.apply(hidden, self.in_backward))
+        return _Watch.apply(hidden, self.in_backward)
 
 
 def test_gradients_leave_before_backward_ends_and_values_are_waited_for_where_they_are_used(tmp_path: Path) -> None:
     def work(ps: Session) -> tuple[set[str], set[str]]:
-        model = seeded(_Layers)
+        model = seeded(lambda: nn.Sequential(nn.Linear(9, 17), _Between(), nn.Linear(17, 3)))
+        between = model[1]
+        assert isinstance(between, _Between)
         optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
         sent: set[str] = set()
         awaited: set[str] = set()
-        assert isinstance(model, _Layers)
-        model.in_backward = lambda: sent.update(b.table.name for b in optimizer._buckets if b._sent)
-        model.in_forward = lambda: awaited.update(b.table.name for b in optimizer._buckets if b._asked)
+        between.in_backward = lambda: sent.update(b.table.name for b in optimizer._buckets if b._sent)
+        between.in_forward = lambda: awaited.update(b.table.name for b in optimizer._buckets if b._asked)
         for step in range(2):
             optimizer.zero_grad()
             one_batch(model, ps.rank, step)
@@ -132,6 +132,41 @@ def test_gradients_leave_before_backward_ends_and_values_are_waited_for_where_th
     for sent, awaited in run_job(tmp_path, work, workers=2, carrier="tcp"):
         assert sent == {"model.2"}, "the second layer's gradients (its bias joined its weight) are sent by then"
         assert awaited == {"model.2"}
+
+
+class _Borrowing(nn.Module):
+    """Uses the parameters of its children without running these, as attention does with its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 17), nn.Linear(17, 3)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = functional.linear(batch, self.first.weight, self.first.bias)
+        return functional.linear(hidden.tanh(), self.second.weight, self.second.bias)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_parameters_that_others_than_their_module_use_are_up_to_date(tmp_path: Path, carrier: str) -> None:
+    recipe = Recipe(model=lambda: seeded(lambda: nn.Sequential(_Borrowing(), nn.Tanh())))
+    expected = train_alone(recipe, 2)[0]
+    for found in run_job(tmp_path, lambda ps: train(ps, recipe), workers=2, carrier=carrier):
+        assert torch.equal(found, expected)
+
+
+def test_a_bucket_waits_for_all_its_gradients_in_every_step(tmp_path: Path) -> None:
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        assert isinstance(model, nn.Sequential)
+        hidden = micro_batch(rank, step)
+        if step % 2:
+            hidden = model[0](hidden)
+        model[1](hidden).square().mean().backward()
+
+    layers = lambda: seeded(lambda: nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 3), nn.Linear(3, 99)))  # noqa: E731
+    recipe = Recipe(model=layers, backward=backward)
+    expected = train_alone(recipe, 2)[0]
+    for found in run_job(tmp_path, lambda ps: train(ps, recipe), workers=2):
+        assert torch.equal(found, expected)
 
 
 def test_gradients_that_are_accumulated_are_sent_once(tmp_path: Path) -> None:

@@ -171,6 +171,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket.push(weight, hyper).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
+            if self._overlap is not None:
+                self._overlap.begin_step()
             self._job.clock()
             self.follow()
         return loss

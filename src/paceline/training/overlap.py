@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakMethod
@@ -16,8 +16,9 @@ from paceline.training.bucket import Bucket
 class Overlap:
     """Sends each bucket once backward has come to all of its parameters, and lets modules wait for their own values.
 
-    Zhang et al., "Poseidon" (2017), call the first wait-free backpropagation. The second needs the model: a module
-    waits, when its forward begins, for the buckets of the parameters that it holds itself.
+    Zhang et al., "Poseidon" (2017), call the first wait-free backpropagation. The second needs the model: what runs as
+    a whole waits, when its forward begins, for the buckets of all parameters inside. A `Sequential` runs its children
+    one after the other, so each of them is a whole; what another module does with its children only its code knows.
 
     Args:
         send: sends a bucket that is complete.
@@ -42,6 +43,11 @@ class Overlap:
                     tensor.register_post_accumulate_grad_hook(_calling(arrived, number, index))
         if self.model is not None:
             self._wait_in_forward(self.model)
+
+    def begin_step(self) -> None:
+        """Expect every gradient anew: a backward pass need not have come to all."""
+        for come in self._come:
+            come.clear()
 
     def arrive(self) -> None:
         """Wait for the values of those parameters that no module of the model waits for."""
@@ -73,14 +79,13 @@ class Overlap:
             self.send(bucket)
 
     def _wait_in_forward(self, model: nn.Module) -> None:
-        """Let each module wait for the buckets of its own parameters, and whoever saves the model for all."""
+        """Let each whole wait for the buckets of its parameters, and whoever saves the model for all."""
         arrive = WeakMethod(self._arrive)
-        modules = list(model.modules())
-        owned = {id(tensor) for module in modules for tensor in module.parameters(recurse=False)}
-        lazy = [b for b in self.buckets if owned.issuperset(map(id, b.flat.named.values()))]
+        inside = set(map(id, model.parameters()))
+        lazy = [b for b in self.buckets if inside.issuperset(map(id, b.flat.named.values()))]
         self._awaited = {bucket.first for bucket in lazy}
-        for module in modules:
-            own = {id(tensor) for tensor in module.parameters(recurse=False)}
+        for module in _wholes(model):
+            own = set(map(id, module.parameters()))
             held = [b.first for b in lazy if not own.isdisjoint(map(id, b.flat.named.values()))]
             if held:
                 module.register_forward_pre_hook(_arriving(arrive, held))
@@ -90,6 +95,15 @@ class Overlap:
         for bucket in self.buckets:
             if bucket.first in firsts:
                 bucket.arrive()
+
+
+def _wholes(module: nn.Module) -> Iterator[nn.Module]:
+    """Return the modules that a model runs one after the other, as far as their types tell."""
+    if type(module) is nn.Sequential:
+        for child in module:
+            yield from _wholes(child)
+    else:
+        yield module
 
 
 def _calling(act: WeakMethod[Callable[[int, int], None]], number: int, index: int) -> Callable[[Tensor], None]:
