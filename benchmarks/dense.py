@@ -16,7 +16,7 @@ from cyclopts import App, Parameter
 from measuring import NUM_CORES, Copier, Sample, machine, print_json, progress
 from turns import BENCHMARKS, PlayFailed, Side, Stage
 
-Peer = Literal["ddp", "rpc", "ray", "tf", "torchft"]
+Peer = Literal["ddp", "rpc", "ray", "ray-arrays", "tf", "torchft"]
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 NUM_WARM_UP: Final = 3
@@ -29,15 +29,17 @@ class PeerProgram:
 
     title: str
     script: str
-    own_environment: bool = True
+    environment: str | None  # of its own, by name
+    options: tuple[str, ...] = ()
 
 
 PEERS: Final[dict[str, PeerProgram]] = {
-    "ddp": PeerProgram("DDP over Gloo", "ddp_gloo.py", own_environment=False),
-    "rpc": PeerProgram("torch.distributed.rpc parameter server", "rpc_server.py", own_environment=False),
-    "ray": PeerProgram("Ray actor parameter server", "ray_actors.py"),
-    "tf": PeerProgram("TensorFlow ParameterServerStrategy", "tf_strategy.py"),
-    "torchft": PeerProgram("torchft ParameterServer", "torchft_server.py"),
+    "ddp": PeerProgram("DDP over Gloo", "ddp_gloo.py", None),
+    "rpc": PeerProgram("torch.distributed.rpc parameter server", "rpc_server.py", None),
+    "ray": PeerProgram("Ray actor parameter server", "ray_actors.py", "ray"),
+    "ray-arrays": PeerProgram("Ray actors, arrays both ways", "ray_actors.py", "ray", ("arrays",)),
+    "tf": PeerProgram("TensorFlow ParameterServerStrategy", "tf_strategy.py", "tf"),
+    "torchft": PeerProgram("torchft ParameterServer", "torchft_server.py", "torchft"),
 }
 
 app = App(name="dense.py", help="Measure the dense step side by side with a peer.", help_format="plaintext")
@@ -90,7 +92,10 @@ def dense(
     """
     python = peer_python(peer)
     if python is None:
-        print(f"{peer} is not installed here: run python benchmarks/peers/setup.py {peer}", file=sys.stderr)
+        print(
+            f"{peer} is not installed here: run python benchmarks/peers/setup.py {PEERS[peer].environment}",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     try:
         with Stage() as stage:
@@ -192,20 +197,23 @@ def our_command(num_workers: int, num_parameters: int, transport: str, nonfinite
 
 def peer_command(peer: str, python: str, num_workers: int, num_parameters: int) -> list[str]:
     """Return how the peer's side is started."""
-    return [python, str(BENCHMARKS / "peers" / PEERS[peer].script), "{stage}", str(num_workers), str(num_parameters)]
+    program = PEERS[peer]
+    script = str(BENCHMARKS / "peers" / program.script)
+    return [python, script, "{stage}", str(num_workers), str(num_parameters), *program.options]
 
 
 def peer_python(peer: str) -> str | None:
     """Return the interpreter that can run a peer, or None when its environment was not made."""
-    if not PEERS[peer].own_environment:
+    name = PEERS[peer].environment
+    if name is None:
         return sys.executable
-    environment = BENCHMARKS.parent / ".venv-peers" / peer
+    environment = BENCHMARKS.parent / ".venv-peers" / name
     return str(environment / "bin" / "python") if (environment / "complete").exists() else None
 
 
 def num_players(peer: str, num_workers: int) -> int:
     """Return how many processes of a peer take turns: one where a coordinator speaks for its workers."""
-    return 1 if peer in ("ray", "tf") else num_workers
+    return 1 if PEERS[peer].environment in ("ray", "tf") else num_workers
 
 
 def _ms(seconds: list[float]) -> Sample:

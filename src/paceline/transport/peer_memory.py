@@ -8,7 +8,7 @@ from typing import Final, final
 
 _PAGEMAP: Final = "/proc/self/pagemap"
 _ENTRY_BYTES: Final = 8
-_STRETCH_PAGES: Final = 4096
+_STRETCH_PAGES: Final = 1024
 # The highest byte of an entry says: the page is in memory, or in the swap, and if so whether it is one of a file.
 _HERE: Final = 0x80 | 0x40
 _FROM_FILE: Final = 0x20
