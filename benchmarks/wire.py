@@ -152,10 +152,11 @@ def summary(results: dict[int, list[Wire]], line: Line) -> dict[str, object]:
 def _prepare(folder: Path) -> list[Kind]:
     """Make the secrets of both processes; return the kinds that can be measured with them."""
     write_token(folder)
-    if not shutil.which("openssl"):
-        progress("Leaving out tls, since the openssl command is not here to make certificates")
+    try:
+        Authority(folder).issue(MEMBER)
+    except ModuleNotFoundError:
+        progress("Leaving out tls, since trustme, which makes certificates, is not here: pip install trustme")
         return [kind for kind in KINDS if kind != "tls"]
-    Authority(folder).issue(MEMBER)
     return list(KINDS)
 
 

@@ -1,12 +1,10 @@
-"""Certificates for trials, made by the `openssl` command."""
+"""Certificates for trials, made by the library trustme."""
 
-import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 from paceline.transport.tls import TlsSettings
-
-_NEW_KEY: Final = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 def settings_in(folder: Path, name: str, authority: str = "authority") -> TlsSettings:
@@ -16,21 +14,28 @@ def settings_in(folder: Path, name: str, authority: str = "authority") -> TlsSet
 
 @final
 class Authority:
-    """Signs certificates; its own, all others and their keys are files in one folder."""
+    """Signs certificates; its own, all others and their keys are files in one folder.
+
+    Raises ModuleNotFoundError where trustme is not installed.
+    """
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
+        import trustme
+
         self._folder = folder
         self._name = name
-        self._openssl(
-            "req", "-x509", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem"
-        )
+        self._authority = trustme.CA()
+        self._authority.cert_pem.write_to_path(folder / f"{name}.pem")
 
     def issue(self, name: str, num_days: int = 1) -> TlsSettings:
         """Sign a certificate that holds for some days; for a negative number, it has expired."""
-        self._openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        signing = ("-CA", f"{self._name}.pem", "-CAkey", f"{self._name}.key", "-CAcreateserial")
-        self._openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-days", str(num_days), "-out", f"{name}.pem")
+        now = datetime.now(UTC)
+        issued = self._authority.issue_cert(
+            "member.example",
+            common_name=name,
+            not_before=now - timedelta(days=100),
+            not_after=now + timedelta(days=num_days),
+        )
+        issued.private_key_pem.write_to_path(self._folder / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(self._folder / f"{name}.pem")
         return settings_in(self._folder, name, self._name)
-
-    def _openssl(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, cwd=self._folder, capture_output=True, timeout=60)
