@@ -155,14 +155,17 @@ def test_parameters_that_others_than_their_module_use_are_up_to_date(tmp_path: P
 
 
 def test_a_bucket_waits_for_all_its_gradients_in_every_step(tmp_path: Path) -> None:
+    def layers() -> nn.Module:  # the first two weights share a bucket
+        return seeded(lambda: nn.Sequential(nn.Linear(9, 1, bias=False), nn.Linear(9, 3), nn.Linear(3, 99)))
+
     def backward(model: nn.Module, rank: int, step: int) -> None:
         assert isinstance(model, nn.Sequential)
-        hidden = micro_batch(rank, step)
-        if step % 2:
-            hidden = model[0](hidden)
-        model[1](hidden).square().mean().backward()
+        batch = micro_batch(rank, step)
+        if step % 2 == 0:  # backward comes to the first weight only
+            model[0](batch).square().mean().backward()
+        else:  # it comes to the second one first
+            model[1](batch + model[0](batch)).square().mean().backward()
 
-    layers = lambda: seeded(lambda: nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 3), nn.Linear(3, 99)))  # noqa: E731
     recipe = Recipe(model=layers, backward=backward)
     expected = train_alone(recipe, 2)[0]
     for found in run_job(tmp_path, lambda ps: train(ps, recipe), workers=2):
