@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.faults.running import LEFT_WITHIN_S, SCRIPTS, Run, running
-from tests.launch.launching import wait_gone
+from tests.launch.launching import wait_gone, wait_stopped
 
 LEDGER = SCRIPTS / "ledger.py"
-ENDLESS = ("ssp:2", "100000", "0.01")
+ENDLESS = ("ssp:2", "100000")
 FAILS_WITHIN_S = 30.0  # twice the grace of workers and servers, and as much again: machines are busy
 
 
@@ -79,10 +79,9 @@ def spec_of(run: Run) -> str:
 
 
 def test_a_worker_that_is_stopped_and_woken_goes_on(tmp_path: Path) -> None:
-    with running(tmp_path / "run", LEDGER, "ssp:2", "40", "0.01", options=("-n", "2", "-m", "2")) as run:
+    with running(tmp_path / "run", LEDGER, "ssp:2", "40", "0:asleep", options=("-n", "2", "-m", "2")) as run:
         sleeper = int(run.wait_for("[worker 0] begin")[0].split()[-1])
-        os.kill(sleeper, signal.SIGSTOP)
-        run.wait_for("[worker 1] begin")
+        wait_stopped(sleeper)
         with pytest.raises(subprocess.TimeoutExpired):  # the bound holds the other worker back
             run.process.wait(1.0)
         os.kill(sleeper, signal.SIGCONT)

@@ -38,7 +38,7 @@ def kill_at(steps: tuple[str, ...], consistency: str, run_dir: Path) -> None:
     plan = [f"{rank}:{step}" for rank, step in enumerate(steps)]
     options = ("-n", str(num_workers), "-m", "2")
 
-    code, run = run_to_end(run_dir, LEDGER, consistency, str(NUM_CLOCKS), "0", *plan, options=options)
+    code, run = run_to_end(run_dir, LEDGER, consistency, str(NUM_CLOCKS), *plan, options=options)
 
     assert code == 0, run.output
     assert "Traceback" not in run.output
@@ -76,7 +76,7 @@ def test_killed_at_each_step_alone(step: str, consistency: str, tmp_path: Path) 
 
 def test_a_killed_worker_started_again_takes_part_as_a_new_life(tmp_path: Path) -> None:
     options = ("-n", "2", "-m", "2", "--on-crash", "restart")
-    code, run = run_to_end(tmp_path / "run", LEDGER, "bsp", str(NUM_CLOCKS), "0", "0:between-parts", options=options)
+    code, run = run_to_end(tmp_path / "run", LEDGER, "bsp", str(NUM_CLOCKS), "0:between-parts", options=options)
 
     assert code == 0, run.output
     assert run.told() == ["paceline: worker 0 was killed by SIGKILL; started again as incarnation 1"]

@@ -5,11 +5,14 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 DRIVER = Path(__file__).with_name("driver.py")
 TIMEOUT_S = 30.0
@@ -86,6 +89,17 @@ def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
             alive.add(pid)
         os.close(descriptor)
     return alive
+
+
+def wait_stopped(pid: int, timeout_s: float = 30.0) -> None:
+    """Wait until a process has been stopped by a signal; nobody but its parent is told, so look again and again."""
+    descriptor = os.pidfd_open(pid)
+    deadline_s = time.monotonic() + timeout_s
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        ended = select.select([descriptor], [], [], 0.01)[0]
+        assert not ended, f"process {pid} ended instead of being stopped"
+        assert time.monotonic() < deadline_s, f"process {pid} was not stopped in {timeout_s:g} s"
+    os.close(descriptor)
 
 
 def _read(path: Path) -> bytes:

@@ -1,14 +1,13 @@
 """A worker's script for the fault tests: pushes 1 into a slot of its own at every clock, and may kill itself.
 
-`ledger.py CONSISTENCY NUM_CLOCKS PAUSE_S [RANK:STEP ...]`: the worker of that rank kills itself by SIGKILL when it
-comes to the step, in its first incarnation. Those that are left meet at the end and print the ledger. A clock takes at
-least `PAUSE_S` seconds.
+`ledger.py CONSISTENCY NUM_CLOCKS [RANK:STEP ...]`: the worker of that rank kills itself by SIGKILL when it comes to the
+step, in its first incarnation; at the step "asleep" it stops itself by SIGSTOP instead, until somebody wakes it. Those
+that are left meet at the end and print the ledger.
 """
 
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -21,8 +20,8 @@ from paceline.node.requests import Initialise, Meet
 from paceline.node.worker import WorkerNode
 from paceline.transport.shm import ShmTransport
 
-CONSISTENCY, NUM_CLOCKS, PAUSE_S = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-STEPS = dict(plan.split(":") for plan in sys.argv[4:])
+CONSISTENCY, NUM_CLOCKS = sys.argv[1], int(sys.argv[2])
+STEPS = dict(plan.split(":") for plan in sys.argv[3:])
 RANK, INCARNATION = int(os.environ["PACELINE_RANK"]), int(os.environ["PACELINE_INCARNATION"])
 STEP = STEPS.get(str(RANK), "") if INCARNATION == 0 else ""
 KILL_CLOCK = NUM_CLOCKS // 2
@@ -35,6 +34,11 @@ def die() -> None:
 def die_at(step: str) -> None:
     if step == STEP:
         die()
+
+
+def sleep_at(step: str) -> None:
+    if step == STEP:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def die_at_nth(owner: Any, method: str, nth: int, kind: type, *, position: int, after: bool = False) -> None:
@@ -96,6 +100,7 @@ with paceline.connect() as ps:
         gradient = torch.zeros(shape)
         gradient[:, row, clock] = 1.0
         if clock == KILL_CLOCK:
+            sleep_at("asleep")
             die_at("before-push")
         acks.append(ledger.push(gradient))
         if clock == KILL_CLOCK:
@@ -105,7 +110,6 @@ with paceline.connect() as ps:
             die_at("after-tick")
         values = ledger.pull()
         assert ((values == 0) | (values == 1)).all(), values
-        time.sleep(PAUSE_S)
     ps.barrier()
     applied = sum(ack.result(timeout=30).applied for ack in acks)
     values = ledger.pull(exact=CONSISTENCY != "asynchronous")
