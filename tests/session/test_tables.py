@@ -304,6 +304,19 @@ def test_a_view_shows_each_update_without_a_copy(tmp_path: Path) -> None:
     assert run_job(tmp_path, work, workers=2, carrier="shm") == [[6.0] * 6] * 2
 
 
+def test_what_is_written_to_a_view_stays_here_and_is_gone_with_the_next_read(tmp_path: Path) -> None:
+    def work(ps: Session) -> None:
+        w = ps.table("w", shape=(3000,), update=ADD, init=1.0, view=True)  # three pages
+        for read in (w.view, w.pull):
+            values = w.view()
+            values[2999] = 7.0
+            ps.barrier()
+            assert read().tolist() == [1.0] * 3000
+            assert values[2999] == 1.0
+
+    run_job(tmp_path, work, workers=2, carrier="shm")
+
+
 @pytest.mark.parametrize(
     ("carrier", "servers", "settings", "where"),
     [

@@ -109,7 +109,12 @@ class Table:
         with self.meter.communicating():
             values = self._new() if out is None else self._checked(out)
             flat = values.view(-1)
-            self.read(lambda mirror: mirror.read_into(flat), refresh=refresh, exact=exact)
+
+            def take(mirror: Mirror) -> None:
+                mirror.forget_writes()
+                mirror.read_into(flat)
+
+            self.read(take, refresh=refresh, exact=exact)
         return values
 
     def view(self, *, refresh: bool = True) -> Tensor:
@@ -117,7 +122,7 @@ class Table:
 
         For tables opened with view=True. Under bsp the values stay until this worker has finished its clock; elsewhere
         updates of others show as they happen, also half done: values are never too old, but not of one moment. Treat
-        it as read-only: what you write stays in this process, and the page that it is on never changes again.
+        it as read-only: what you write stays in this process, and is gone with the next `view` or `pull`.
 
         Raises:
             UsageError: the values are not mapped here (view=True was not given, or the carrier is not shm), or lie on
@@ -128,6 +133,7 @@ class Table:
         found: list[Tensor] = []
 
         def take(mirror: Mirror) -> None:
+            mirror.forget_writes()
             values = mirror.readable()
             if not mirror.live or not values.lie_together(0, self.spec.numel):
                 where = "on several servers" if mirror.live else "not mapped in this process"
