@@ -14,9 +14,8 @@ from paceline.node.table import Asked, Table
 from paceline.tensors.table import Hyper
 from paceline.training.flat import Flat
 from paceline.training.gradients import Gradients
+from paceline.training.state import StateOf
 from paceline.training.weights import Weights
-
-StateOf = dict[str, Tensor]
 
 BUCKET_BYTES = 4 << 20  # what is sent while backward runs on: large beside a message, small beside a model
 
@@ -95,7 +94,7 @@ class Bucket:
             self.table.take(asked, self.weights.take)
             self.reserve()
 
-    def own(self, state: dict[int, StateOf]) -> dict[int, StateOf]:
+    def own(self, state: StateOf) -> StateOf:
         """Return what of an optimizer's state is of these parameters, counted from the first of them."""
         indices = range(self.first, self.first + len(self.flat.named))
         return {index - self.first: state[index] for index in indices if index in state}

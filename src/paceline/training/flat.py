@@ -54,6 +54,11 @@ class Flat:
         return Flat(named, _DTYPES[first_of.popitem()[0]])
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in order."""
+        return list(self.named.values())
+
+    @property
     def numel(self) -> int:
         """Number of elements of all tensors."""
         return sum(tensor.numel() for tensor in self.named.values())

@@ -23,7 +23,7 @@ from paceline.training.courier import Courier
 from paceline.training.flat import Flat, segments_of
 from paceline.training.gradients import Gradients
 from paceline.training.overlap import Overlap
-from paceline.training.state import check_state, fetch_state, send_state
+from paceline.training.state import StateOf, check_state, fetch_state, send_state
 from paceline.training.weights import Weights
 
 
@@ -230,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A plain `torch.optim` optimizer can load it, and the other way round. Blocks; take it at a barrier, where no
         pushes are under way, so that all its parts are of one state.
         """
-        state: dict[int, dict[str, Tensor]] = {}
+        state: StateOf = {}
         for bucket in self._buckets:
             found = fetch_state(bucket.table)
             state.update({bucket.first + index: values for index, values in found.items()})

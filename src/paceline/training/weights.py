@@ -50,13 +50,11 @@ class Weights:
         """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
         copies: list[Mirror] = []
         self.table.node.look(self.table.name, copies.append)
-        self._written = self._was_written(
-            copies[0]
-        )  # without the lock, so that the servers' answers are heard meanwhile
+        self._written = self._was_written(copies[0])  # not under the lock: the servers' answers are heard meanwhile
 
     def _was_written(self, mirror: Mirror) -> bool:
         """Say whether a script has written to views: torch knows of most changes, the kernel of the rest."""
-        tensors = list(self.flat.named.values())
+        tensors = self.flat.tensors
         changed = any(tensors[index]._version != version for index, version in self._versions.items())
         return changed or mirror.was_written(list(self._viewing.values()))
 
@@ -67,7 +65,7 @@ class Weights:
         The values contain every update of all clocks below the worker's own, or where nothing bounds reads, all that
         have arrived. Blocks until they are there.
         """
-        tensors = list(self.flat.named.values())
+        tensors = self.flat.tensors
         newest: list[Tensor] = []
         written: dict[int, Tensor] = {}
 
@@ -93,7 +91,7 @@ class Weights:
 
     def detach(self) -> None:
         """Give every view memory of its own: nobody else changes the tensors from now on."""
-        tensors = list(self.flat.named.values())
+        tensors = self.flat.tensors
         for index in self._views():
             tensors[index].data = tensors[index].data.clone()
         self._viewing.clear()
@@ -101,7 +99,7 @@ class Weights:
 
     def _views(self) -> list[int]:
         """Return the indices of the tensors that are views now."""
-        tensors = list(self.flat.named.values())
+        tensors = self.flat.tensors
         return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
 
     def take(self, mirror: Mirror) -> None:
@@ -117,9 +115,7 @@ class Weights:
         self._viewing = {index: self._viewing[index] for index in self._views()}
         self._places = values.places
         with torch.no_grad():
-            for index, (tensor, (start, stop)) in enumerate(
-                zip(self.flat.named.values(), self.flat.bounds, strict=True)
-            ):
+            for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
                 if index not in self._viewing:
                     live = mirror.live and values.lie_together(start, stop)
                     self._fill(index, tensor, values.slice(start, stop), live=live)
@@ -139,7 +135,7 @@ class Weights:
 
     def _tell_autograd(self) -> None:
         """Let autograd know that the views have changed."""
-        tensors = list(self.flat.named.values())
+        tensors = self.flat.tensors
         if self._viewing:
             increment_version([tensors[index] for index in self._viewing])
         self._versions = {index: tensors[index]._version for index in self._viewing}
