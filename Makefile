@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a fresh machine has to bring Python 3.11 or newer, make and nothing else.
-# The first target run fills .venv; later ones start at once, until pyproject.toml or constraints.txt changes.
+# The first target run fills .venv; later ones start at once, until a file changes that the installation depends on.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,7 +9,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard src tests benchmarks examples docs)
+SOURCES := $(wildcard src tests benchmarks examples docs hatch_build.py)
+NATIVE := src/paceline/tensors/rows/native.c
+INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 STAMPS := $(VENV)/installed
 
 # Names the packages on one line as they come in; warnings and errors of pip go to stderr untouched.
@@ -50,18 +52,18 @@ docs: $(STAMPS)/docs  ## Build the manual into docs/_build/html.
 	@echo "Open docs/_build/html/index.html"
 
 clean:  ## Remove everything that the other targets make.
-	rm -rf $(VENV) docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NATIVE).so docs/_build report dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMPS)/demo: pyproject.toml constraints.txt | $(BIN)/pip
+$(STAMPS)/demo: $(INSTALLED) | $(BIN)/pip
 	$(call install,demo,demo)
 
-$(STAMPS)/dev: pyproject.toml constraints.txt | $(BIN)/pip
+$(STAMPS)/dev: $(INSTALLED) | $(BIN)/pip
 	$(call install,dev,demo dev)
 
-$(STAMPS)/docs: pyproject.toml constraints.txt | $(BIN)/pip
+$(STAMPS)/docs: $(INSTALLED) | $(BIN)/pip
 	$(call install,docs,docs)

@@ -1,0 +1,84 @@
+"""Build the library of row operations with the package; without a compiler the package goes without it.
+
+An ordinary wheel carries the library and the tag of its platform; an editable install finds it beside its source.
+`python hatch_build.py` builds it there too.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("src/paceline/tensors/rows/native.c")
+# No option for the processor of this machine: the wheel has to run on others.
+OPTIONS = ("-std=c99", "-O3", "-fPIC", "-shared")
+TIMEOUT_S = 120.0
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Compiles the library before a wheel is put together."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the library to the wheel, or say why it stays without."""
+        source = Path(self.root) / SOURCE
+        problem = build(source)
+        if problem:
+            self.app.display_warning(notice(problem))
+        elif version != "editable":
+            library = library_of(source)
+            build_data["force_include"][str(library)] = str(library.relative_to(Path(self.root) / "src"))
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform_tag()}"
+
+
+def library_of(source: Path) -> Path:
+    """Return where the library of a source belongs."""
+    return source.with_name(f"{source.name}.so")
+
+
+def build(source: Path) -> str:
+    """Compile the library and put it beside its source; return why that failed, and leave no library then."""
+    library = library_of(source)
+    with TemporaryDirectory(dir=source.parent, prefix=".build-") as folder:
+        # Under another name at first: whoever has the old one open goes on with it unchanged.
+        made = Path(folder) / library.name
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        command = [*compiler, *OPTIONS, "-o", str(made), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            library.unlink(missing_ok=True)
+            return str(error)
+        if done.returncode:
+            library.unlink(missing_ok=True)
+            return f"{shlex.join(command)} failed:\n{done.stderr}"
+        made.replace(library)
+    return ""
+
+
+def platform_tag() -> str:
+    """Return this platform as the names of wheels have it, "linux_x86_64" for example."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def notice(problem: str) -> str:
+    """Say what it means that there is no library."""
+    return f"Paceline goes without its C library, row tables will be slower: {problem}"
+
+
+def main() -> int:
+    """Build the library beside its source; return 1 when that failed."""
+    problem = build(Path(__file__).parent / SOURCE)
+    if problem:
+        print(notice(problem), file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
