@@ -151,10 +151,12 @@ def _places_of(entries: Tensor, slots: Tensor, hashes: Tensor) -> Tensor:
     mask = entries.numel() - 1
     places = hashes & mask
     todo = torch.arange(slots.numel())
+    if slots.unique().numel() != slots.numel():
+        raise ProtocolBug("rows are taken out of an index more than once")
     while todo.numel():
         found = entries[places[todo]]
-        if (found == 0).any() or slots.unique().numel() != slots.numel():
-            raise ProtocolBug("rows are taken out of an index which are not in it, or are named twice")
+        if (found == 0).any():
+            raise ProtocolBug("rows are taken out of an index which are not in it")
         todo = todo[_slot_of(found) != slots[todo]]
         places[todo] = (places[todo] + 1) & mask
     return places
