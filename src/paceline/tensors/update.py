@@ -8,24 +8,31 @@ Example:
     'torch.optim.NAdam'
     >>> paceline.update.rule("my_package.rules:Lion", lr=1e-4).name
     'my_package.rules:Lion'
+    >>> paceline.update.FTRL(alpha=0.1, l1=1.0).name  # row tables only, as are RowwiseAdagrad and a few more
+    'ftrl'
 """
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Set as AbstractSet
 
 from paceline.errors import UsageError
 from paceline.tensors.kernels import Kernel, kernel_of
+from paceline.tensors.own_rule import build_own, missing_members, split_path
 from paceline.tensors.rules import Granularity, Number, RuleSpec, UpdateRule
 from paceline.tensors.torch_rule import PREFIX, TorchRule, from_optimizer, torch_optim
 
 __all__ = [
+    "FTRL",
     "SGD",
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdaptiveRevision",
     "Add",
+    "Proximal",
+    "RowwiseAdagrad",
     "RuleSpec",
     "UpdateRule",
     "from_optimizer",
@@ -36,6 +43,12 @@ __all__ = [
 ]
 
 _MEMBERS = ("granularity", "update", "state", "load_state")
+_ROWS_ONLY = {
+    "ftrl": "FTRL",
+    "rowwise_adagrad": "RowwiseAdagrad",
+    "adaptive_revision": "AdaptiveRevision",
+    "proximal": "Proximal",
+}
 
 
 def Add() -> RuleSpec:  # noqa: N802 - reads like the optimizers beside it
@@ -110,8 +123,92 @@ def AdamW(  # noqa: N802 - as in torch.optim
     return torch_optim("AdamW", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
+def FTRL(  # noqa: N802 - as in the paper
+    alpha: float = 0.1, beta: float = 1.0, *, l1: float = 0.0, l2: float = 0.0
+) -> RuleSpec:
+    """Return FTRL-proximal, for row tables: step sizes per number, and with `l1` weights that are exactly 0.
+
+    Args:
+        alpha: the step size; a few tenths at most suit most problems.
+        beta: keeps the first steps small.
+        l1: what |sum of gradients| has to exceed before a weight leaves 0.
+        l2: strength of the squared penalty.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> FTRL(alpha=0.05, l1=1.0).name
+        'ftrl'
+    """
+    return _rows_only("ftrl", {"alpha": alpha, "beta": beta}, {"l1": l1, "l2": l2})
+
+
+def RowwiseAdagrad(  # noqa: N802 - as the optimizers beside it
+    lr: float = 1e-2, *, initial_accumulator_value: float = 0.0, eps: float = 1e-10
+) -> RuleSpec:
+    """Return Adagrad with one accumulator a row, the mean of its squares, for row tables: one number of state a row.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> RowwiseAdagrad(lr=0.1).groups[0]["lr"]
+        0.1
+    """
+    rest = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
+    return _rows_only("rowwise_adagrad", {"lr": lr}, rest)
+
+
+def AdaptiveRevision(  # noqa: N802 - as the optimizers beside it
+    lr: float = 1e-2, *, initial_accumulator_value: float = 1.0
+) -> RuleSpec:
+    """Return Adagrad for stale gradients, for row tables: a step looks back at what came between read and push.
+
+    What a reader saw travels with the values that it reads and comes back with its gradients, so servers keep no
+    snapshots; reads and pushes are twice as large for it.
+
+    Args:
+        lr: the step size: that of a row is `lr` over the root of what its accumulator has reached.
+        initial_accumulator_value: more than 0.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> AdaptiveRevision(lr=0.1).name
+        'adaptive_revision'
+    """
+    return _rows_only("adaptive_revision", {"lr": lr, "initial_accumulator_value": initial_accumulator_value}, {})
+
+
+def Proximal(lr: float, *, l1: float) -> RuleSpec:  # noqa: N802 - as the optimizers beside it
+    """Return a gradient step followed by a soft threshold at `lr * l1`, for row tables: small weights become exactly 0.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> Proximal(lr=0.1, l1=0.01).groups
+        ({'lr': 0.1, 'l1': 0.01},)
+    """
+    return _rows_only("proximal", {"lr": lr}, {"l1": l1})
+
+
+def _rows_only(name: str, positive: dict[str, float], rest: dict[str, float]) -> RuleSpec:
+    for key, value in positive.items():
+        if not 0 < value < math.inf:
+            raise UsageError(f"{key} of {_ROWS_ONLY[name]} is {value}, expected a number above 0.")
+    for key, value in rest.items():
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{key} of {_ROWS_ONLY[name]} is {value}, expected 0 or a number above.")
+    return RuleSpec(name, ({**positive, **rest},))
+
+
 def rule(path: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
     """Return your own rule by its import path; servers import it from what is installed there or beside the script.
+
+    Dense tables take a class with the members of `UpdateRule`, row tables one with those of `RowRule`.
 
     Raises:
         UsageError: the path does not have the form "package.module:Rule".
@@ -120,7 +217,7 @@ def rule(path: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
         >>> rule("my_package.rules:Lion", lr=1e-4).groups
         ({'lr': 0.0001},)
     """
-    _split(path)
+    split_path(path)
     return RuleSpec(path, (dict(numbers),))
 
 
@@ -148,42 +245,15 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
         return kernel
     if spec.name.startswith(PREFIX):
         return TorchRule(spec.name)
-    module_name, class_name = _split(spec.name)
-    if allowed is not None and spec.name not in allowed:
+    if spec.name in _ROWS_ONLY:
         raise UsageError(
-            f"The update rule {spec.name} may not be loaded here. Allowed: {', '.join(sorted(allowed)) or 'none'}. "
-            "Start the servers with this path among their allowed rules."
+            f"The update rule {_ROWS_ONLY[spec.name]} works on row tables only, and this table is dense. "
+            "Declare it with rows=<numbers a row>, or choose SGD, Adagrad or Adam."
         )
-    return _load(module_name, class_name, spec.name)
-
-
-def _split(path: str) -> tuple[str, str]:
-    module_name, _, class_name = path.partition(":")
-    if not (all(part.isidentifier() for part in module_name.split(".")) and class_name.isidentifier()):
-        raise UsageError(
-            f"'{path}' names no update rule. Expected 'add', 'torch.optim.<class>', "
-            "or the import path of a rule of your own: 'package.module:Rule'."
-        )
-    return module_name, class_name
-
-
-def _load(module_name: str, class_name: str, path: str) -> UpdateRule:
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"The update rule {path} cannot be imported: {error}. Is it installed on the servers?"
-        ) from error
-    cls = getattr(module, class_name, None)
-    if not isinstance(cls, type):
-        raise UsageError(f"Module {module_name} has no class {class_name}, which the update rule {path} names.")
-    try:
-        made = cls()
-    except TypeError as error:
-        raise UsageError(f"The update rule {path} must be built without arguments: {error}.") from error
+    made = build_own(spec.name, allowed)
     if not isinstance(made, UpdateRule):
-        missing = ", ".join(name for name in _MEMBERS if name not in dir(made))
-        raise UsageError(f"{path} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
+        missing = missing_members(made, _MEMBERS)
+        raise UsageError(f"{spec.name} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
     if made.granularity not in ("element", "tensor"):
-        raise UsageError(f"{path}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
+        raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
     return made
