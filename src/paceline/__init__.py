@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.current import barrier, distributed, init, local_rank, rank, report, shard, size
     from paceline.session import Session, connect
-    from paceline.tensors import update
+    from paceline.tensors import filters, update
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "connect",
     "distributed",
     "essp",
+    "filters",
     "init",
     "local_rank",
     "rank",
@@ -36,14 +37,15 @@ __all__ = [
 
 _CONSISTENCY = frozenset({"Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"})
 _SESSION = frozenset({"Session", "connect"})
+_MODULES = frozenset({"filters", "update"})
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    if name == "update":
-        return import_module("paceline.tensors.update")
+    if name in _MODULES:
+        return import_module(f"paceline.tensors.{name}")
     if name in _CONSISTENCY:
         home = "paceline.core.consistency"
     else:
