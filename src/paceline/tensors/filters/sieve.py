@@ -1,0 +1,232 @@
+"""What a worker sends of its pushes to one table, and what it keeps back for later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.tensors.filters.codec import Plain, codec_of
+from paceline.tensors.filters.residual import NEVER, Kept, Residual
+from paceline.tensors.filters.stages import Skip, selection_of, skip_of, stationary_of
+from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.spec import FilterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What is sent of one push.
+
+    Args:
+        ids: int64 [m], distinct: those of the push that go, in its order, then rows that wait for too long.
+        encoded: uint8 [m, row_bytes], as they travel; may share memory with what was pushed.
+        decoded: [m, width], as the server will see them; may share memory with `encoded`.
+    """
+
+    ids: Tensor
+    encoded: Tensor
+    decoded: Tensor
+
+
+@dataclass(slots=True)
+class SieveCounts:
+    """What became of all rows so far: `given` and `late` are `sent`, `dropped`, `kept_back` and `skipped` together.
+
+    Args:
+        given: rows that were pushed.
+        late: rows that were not pushed then, but were kept back before and went on.
+        sent: rows that went out.
+        dropped: rows that were zero and would have stayed so.
+        kept_back: rows that were not worth sending yet, once for each time.
+        skipped: rows that lost a draw.
+    """
+
+    given: int = 0
+    late: int = 0
+    sent: int = 0
+    dropped: int = 0
+    kept_back: int = 0
+    skipped: int = 0
+
+
+@final
+class Sieve:
+    """The filters of one table on one worker, as they act on pushes.
+
+    What was sent, as the server sees it, and what is kept back add up to what was given; but for rows that would stay
+    zero, which are dropped, and for random skips, which are right on average.
+
+    Args:
+        filters: as `check_filters` has seen them.
+        width: numbers a row.
+        dtype: of the rows.
+        ops: what does the work.
+        worker: its rank, so that workers draw differently.
+
+    Attributes:
+        counts: what became of all rows so far.
+    """
+
+    def __init__(
+        self, filters: Sequence[FilterSpec], width: int, dtype: torch.dtype, ops: RowOps, worker: int = 0
+    ) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._codec = codec_of(filters, "push")
+        self._stationary = stationary_of(filters)
+        self._selection = selection_of(filters)
+        self._skip = skip_of(filters, worker)
+        self._residual = Residual(width, dtype, ops)
+        self._clock = 0  # of the last push, for what comes back from it
+        self.counts = SieveCounts()
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `sift` must be able to look at current values."""
+        return self._stationary is not None
+
+    @property
+    def num_kept(self) -> int:
+        """How many rows are kept back."""
+        return len(self._residual)
+
+    def must_send(self, clock: int) -> Tensor:
+        """Return the ids of rows that have waited for as long as they may, ascending; the next push has them."""
+        if not self._selection.max_age:
+            return torch.empty(0, dtype=torch.int64)
+        return self._residual.overdue(clock - self._selection.max_age)
+
+    def sift(self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None = None) -> Sifted:
+        """Return what is sent of a push, and keep back or forget the rest of it.
+
+        Args:
+            ids: int64 [n], distinct.
+            rows: [n, width] of the table's dtype; only read.
+            clock: of the push; never lower than that of the push before.
+            values: what returns the current values [k, width] of some rows, with NaN for what is not known; called for
+                tables with `KKT` alone.
+        """
+        self._clock = clock
+        self.counts.given += len(ids)
+        ids, rows = self._drop(ids, rows, clock, values)
+        if self._lets_all_pass():
+            return self._pack(ids, rows)
+        finite = rows.isfinite().all(dim=1)
+        if finite.all():
+            return self._sift_finite(ids, rows, clock)
+        sifted = self._sift_finite(ids[finite], rows[finite], clock)
+        return _joined(sifted, self._pack(ids[~finite], rows[~finite]))
+
+    def flush(self) -> Sifted:
+        """Return everything that is kept back, to be sent now; what the codec rounds off of it stays."""
+        kept = self._residual.take_all()
+        self.counts.late += len(kept.ids)
+        return self._send(kept.ids, kept.rows)
+
+    def rest(self) -> tuple[Tensor, Tensor]:
+        """Take out everything that is kept back, as it is: ids ascending, rows [n, width]."""
+        kept = self._residual.take_all()
+        return kept.ids, kept.rows
+
+    def put_back(self, ids: Tensor, rows: Tensor) -> None:
+        """Keep back rows that were sent and then refused, as `Sifted` has them decoded; not those with NaN."""
+        finite = rows.isfinite().all(dim=1)
+        kept = self._residual.take(ids[finite])
+        since = kept.since.masked_fill(kept.since == NEVER, self._clock)
+        self._residual.keep(kept.ids, self._saturate(kept.rows + rows[finite]), since)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is kept back, and where the draws are, for a checkpoint."""
+        state = self._residual.state()
+        return state if self._skip is None else state | {"draws": self._skip.state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was called, with the same filters.
+
+        Raises:
+            UsageError: the state is that of other filters or of another table.
+        """
+        expected = (*Kept._fields, *(() if self._skip is None else ("draws",)))
+        if set(state) != set(expected):
+            raise UsageError(
+                f"What filters kept back has the parts {', '.join(state)}, expected {', '.join(expected)}. "
+                "Declare the filters that the checkpoint was made with."
+            )
+        self._residual.load_state(state)
+        if self._skip is not None:
+            self._skip.load_state(state["draws"])
+
+    def _lets_all_pass(self) -> bool:
+        lossless = isinstance(self._codec, Plain) and self._selection.takes_all
+        return lossless and self._skip is None and not len(self._residual)
+
+    def _drop(
+        self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Leave out the rows that are zero and would stay so."""
+        if self._stationary is None or self._stationary.resets(clock):
+            return ids, rows
+        if values is None:
+            raise ProtocolBug("A table with the filter KKT was pushed to without a way to look at its values.")
+        wanted = ~self._stationary.holds(values(ids), rows)
+        left = ids[wanted]
+        self.counts.dropped += len(ids) - len(left)
+        return left, rows[wanted]
+
+    def _sift_finite(self, ids: Tensor, rows: Tensor, clock: int) -> Sifted:
+        late = self.must_send(clock)
+        kept = self._residual.take(torch.cat((ids, late[~torch.isin(late, ids)])))
+        self.counts.late += len(kept.ids) - len(ids)
+        kept.rows[: len(ids)] += rows
+        self._saturate(kept.rows)
+        forced = torch.isin(kept.ids, late)
+        chosen = self._selection.mask(kept.rows)
+        self._keep_back(kept, ~(chosen | forced), clock)
+        if self._skip is None:
+            chosen |= forced
+        else:
+            chosen = self._draw(self._skip, kept.rows, chosen & ~forced) | forced
+        return self._send(kept.ids[chosen], kept.rows[chosen])
+
+    def _keep_back(self, kept: Kept, waits: Tensor, clock: int) -> None:
+        since = kept.since[waits]
+        self._residual.keep(kept.ids[waits], kept.rows[waits], since.masked_fill(since == NEVER, clock))
+        self.counts.kept_back += len(since)
+
+    def _draw(self, skip: Skip, rows: Tensor, candidates: Tensor) -> Tensor:
+        """Return which candidates won, and scale their rows in place."""
+        places = candidates.nonzero().squeeze(1)
+        won = places[skip.draw(len(places))]
+        rows[won] = self._saturate(rows[won] / skip.keep)
+        self.counts.skipped += len(places) - len(won)
+        winners = torch.zeros_like(candidates)
+        winners[won] = True
+        return winners
+
+    def _send(self, ids: Tensor, rows: Tensor) -> Sifted:
+        sifted = self._pack(ids, rows)
+        if not isinstance(self._codec, Plain):
+            self._residual.keep(ids, rows - sifted.decoded, torch.full_like(ids, NEVER))
+        return sifted
+
+    def _saturate(self, rows: Tensor) -> Tensor:
+        """Let no sum or quotient of finite numbers become infinite, in place: it would be refused for good."""
+        most = torch.finfo(self._dtype).max
+        return rows.clamp_(-most, most)
+
+    def _pack(self, ids: Tensor, rows: Tensor) -> Sifted:
+        encoded = self._codec.encode(rows)
+        self.counts.sent += len(ids)
+        return Sifted(ids, encoded, self._codec.decode(encoded, self._width, self._dtype))
+
+
+def _joined(first: Sifted, second: Sifted) -> Sifted:
+    return Sifted(
+        torch.cat((first.ids, second.ids)),
+        torch.cat((first.encoded, second.encoded)),
+        torch.cat((first.decoded, second.decoded)),
+    )
