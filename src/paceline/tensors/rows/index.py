@@ -127,12 +127,10 @@ class RowIndex:
         needed = len(self) + self._ops.unique(missing)[0].numel()
         if needed > MAX_ROWS:
             raise UsageError(f"A server would have {needed} rows of one table, it can have {MAX_ROWS}. Add servers.")
-        num_entries = self._entries.numel()
-        while num_entries // 4 * 3 < needed:
-            num_entries *= 2
-        if num_entries > self._entries.numel():
-            self._entries = self._entries[:0]  # the old ones go before the new ones come
-            self._entries = torch.zeros(num_entries, dtype=torch.int64)
+        wanted = num_entries(needed)
+        if wanted > self._entries.numel():
+            self._entries = torch.empty(0)  # the old ones go before the new ones come
+            self._entries = torch.zeros(wanted, dtype=torch.int64)
             self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots)
 
     def _live(self) -> Tensor | None:
@@ -142,3 +140,12 @@ class RowIndex:
         live = torch.ones(self._num_slots, dtype=torch.bool)
         live[self._free[: self._num_free]] = False
         return live
+
+
+def num_entries(num_ids: int) -> int:
+    """Return how many entries an index of so many ids has: the least power of two that they fill to 3/4 at most.
+
+    >>> [num_entries(num_ids) for num_ids in (0, 3, 4, 6, 7)]
+    [4, 4, 8, 8, 16]
+    """
+    return max(4, 1 << ((4 * num_ids + 2) // 3 - 1).bit_length())

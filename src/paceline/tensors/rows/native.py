@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.errors import ProtocolBug
 from paceline.tensors.rows.fallback import TorchOps
+from paceline.tensors.rows.index import num_entries
 
 # Two suffixes: with one, Python would take it for a module written in C.
 LIBRARY: Final = Path(__file__).with_name("native.c.so")
@@ -123,15 +124,6 @@ class NativeOps:
         self._library.paceline_split(*_vector(keys), num_servers, order.data_ptr(), ends.data_ptr())
         counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return order, counts
-
-
-def num_entries(num_ids: int) -> int:
-    """Return how many entries an index of so many ids has: the least power of two that they fill to 3/4 at most.
-
-    >>> [num_entries(num_ids) for num_ids in (0, 3, 4, 6, 7)]
-    [4, 4, 8, 8, 16]
-    """
-    return max(4, 1 << ((4 * num_ids + 2) // 3 - 1).bit_length())
 
 
 def _index(entries: Tensor, ids: Tensor) -> tuple[int, int, int]:
