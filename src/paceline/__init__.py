@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from paceline.current import barrier, distributed, init, local_rank, rank, report, shard, size
     from paceline.session import Session, connect
     from paceline.tensors import filters, update
+    from paceline.tensors.rows import first
+    from paceline.tensors.rows.spec import Lifecycle
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Consistency",
+    "Lifecycle",
     "Session",
     "asynchronous",
     "backup",
@@ -25,6 +28,7 @@ __all__ = [
     "distributed",
     "essp",
     "filters",
+    "first",
     "init",
     "local_rank",
     "rank",
@@ -37,7 +41,11 @@ __all__ = [
 
 _CONSISTENCY = frozenset({"Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"})
 _SESSION = frozenset({"Session", "connect"})
-_MODULES = frozenset({"filters", "update"})
+_MODULES = {
+    "filters": "paceline.tensors.filters",
+    "first": "paceline.tensors.rows.first",
+    "update": "paceline.tensors.update",
+}
 
 
 def __getattr__(name: str) -> object:
@@ -45,9 +53,11 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     if name in _MODULES:
-        return import_module(f"paceline.tensors.{name}")
+        return import_module(_MODULES[name])
     if name in _CONSISTENCY:
         home = "paceline.core.consistency"
+    elif name == "Lifecycle":
+        home = "paceline.tensors.rows.spec"
     else:
         home = "paceline.session" if name in _SESSION else "paceline.current"
     return getattr(import_module(home), name)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, overload
 from weakref import WeakSet
 
 import torch
@@ -20,20 +20,25 @@ from paceline.core.consistency import Consistency, bsp
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.data.sharding import Sharding
-from paceline.errors import Refused, UsageError
+from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.environment import Place, find_place
 from paceline.launch.spec import ClusterSpec, wait_spec
-from paceline.node.layout import torch_dtype
+from paceline.node.declaration import Declaration
 from paceline.node.meter import Meter
-from paceline.node.requests import AwaitValues, Initialise, Meet
+from paceline.node.opening import Opening, first_values
+from paceline.node.requests import Meet
+from paceline.node.rows.opened import CacheOptions
+from paceline.node.rows.table import RowTable
 from paceline.node.server import ServerNode
 from paceline.node.table import Table
-from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.node.waiting import WorkerOptions
+from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace, trace_path
+from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
-from paceline.tensors.table import DType, NonFinite, Scale, Segment, TableSpec
+from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
 from paceline.training.optimizer import DistributedOptimizer, Settings
 from paceline.training.weights import Weights
 from paceline.transport.base import Transport
@@ -77,8 +82,12 @@ class Session:
     # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
     _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
-    _tables: dict[str, Table] = field(default_factory=dict[str, Table])
+    tables: Opening = field(init=False)
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Start without tables."""
+        self.tables = Opening(self.rank, self.node, self.meter)
 
     def __enter__(self) -> Self:
         """Return this session."""
@@ -90,6 +99,7 @@ class Session:
 
     # -- tables and clocks -------------------------------------------------------------------------------------------
 
+    @overload
     def table(
         self,
         name: str,
@@ -103,24 +113,71 @@ class Session:
         nonfinite: NonFinite = "reject",
         read_my_writes: bool = True,
         view: bool = False,
-    ) -> Table:
-        """Open a dense table, and make it if it is new. Every worker must call this with the same settings.
+    ) -> Table: ...
 
-        Blocks until worker 0 has given the first values.
+    @overload
+    def table(
+        self,
+        name: str,
+        *,
+        rows: int,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | First = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = ...,
+        filters: Sequence[FilterSpec] = (),
+    ) -> RowTable: ...
+
+    def table(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int] | None = None,
+        rows: int | None = None,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | Tensor | First = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+        view: bool = False,
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+    ) -> Table | RowTable:
+        """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
+
+        Every worker must call this with the same settings. Blocks until all servers have agreed and, for a shape, until
+        worker 0 has given the first values.
 
         Args:
             name: unique in the job.
             shape: of the values.
+            rows: numbers a row, for a table whose ids nobody lists in advance; a row comes with its first push.
             update: how pushes become values: `paceline.update.SGD(lr=0.1)`, for example.
             consistency: when reads wait and what they see; by default what the launcher was told, else bsp.
             scale: what one update applies of several pushes: their "sum", "mean", or the mean weighted by "samples"
                 (the default). Where updates show on arrival each push is applied on its own, in full.
-            init: first values, a number or a tensor of the shape. That of worker 0 counts.
+            init: first values: a number, a tensor of the shape (that of worker 0 counts), or for rows what
+                `paceline.first` gives, `paceline.first.normal(0.01)` for example.
             dtype: of the values.
             nonfinite: what happens to pushes with NaN or infinity: "reject", "zero", "halt", or "ignore" them.
-            view: also map the servers' memory, where that is on this machine (shm), so that `view` and `pull` read from
-                there; then cached reads do not add own pushes that the servers have yet to apply.
-            read_my_writes: let cached reads contain this worker's own pushes, where the rule allows it.
+            read_my_writes: let reads that are served here contain this worker's own pushes, where the rule allows it.
+            view: of a shape: also map the servers' memory, where that is on this machine (shm), so that `view` and
+                `pull` read from there; then cached reads do not add own pushes that the servers have yet to apply.
+            cache: of rows: keep those that were pulled, and ask for them again only when the consistency demands it. By
+                default so under essp, where servers send what changes.
+            cache_rows: keep at most so many, least recently used go first; 0 means no limit.
+            life: of rows: when they come, go, and where they lie; see `paceline.Lifecycle`.
+            filters: of rows: what is left out or made smaller on the way; see `paceline.filters`.
 
         Raises:
             Refused: another worker declared the table differently; the message lists the first differences.
@@ -130,19 +187,22 @@ class Session:
             raise UsageError(
                 f"table '{name}': update is {update!r}, expected one of paceline.update, SGD(lr=0.1) for example."
             )
-        policy = self.policy(consistency)
-        spec = TableSpec(
-            name,
-            (Segment(name, tuple(shape)),),
-            dtype,
-            update,
-            str(policy),
-            scale or self.scale or "samples",
-            nonfinite,
+        declared = Declaration(
+            name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
-        spec.validate()
-        first = _first_values(init, spec, tuple(shape))
-        return self.open_table(
+        if rows is not None and shape is None and not view:
+            options = CacheOptions(cache, cache_rows, read_my_writes)
+            return self.tables.rows(declared.rows(rows, init, life, tuple(filters)), options)
+        if shape is None or rows is not None or cache is not None or cache_rows or filters or life != Lifecycle():
+            raise UsageError(
+                f"table '{name}': give either shape=..., or rows=... (then without view, and with cache, cache_rows, "
+                "life and filters as you like)."
+            )
+        if isinstance(init, First):
+            raise UsageError(f"table '{name}': init is {init}, which is for rows; give a number or a tensor.")
+        spec = declared.dense(tuple(shape))
+        first = first_values(init, spec, tuple(shape))
+        return self.tables.dense(
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
 
@@ -155,47 +215,12 @@ class Session:
         read_my_writes: bool,
         live: bool = False,
     ) -> Table:
-        """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part.
-
-        That worker has `write_first` write them to a flat tensor.
-        """
-        if spec.name in self._tables:
-            raise UsageError(
-                f"worker {self.rank} has already opened table '{spec.name}': use what that call returned, or give "
-                "this one a name of its own (name=...)."
-            )
-        spec.validate()
-        self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
-        if self.rank == 0:
-            self._give_values(spec.name, write_first)
-        try:
-            self._await_values(spec.name)
-        except Refused:  # worker 0 is gone, and this worker is the first of those that are left
-            self._give_values(spec.name, write_first)
-            self._await_values(spec.name)
-        table = Table(spec, shape, self.node, self.meter)
-        self._tables[spec.name] = table
-        self.meter.begin()
-        return table
+        """Open a table of several parameters, laid out flat; see `Opening.dense`."""
+        return self.tables.dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live)
 
     def keep(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.add(weights)
-
-    def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
-        buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
-        write(buffer.gradient)
-        self.node.ask_all(
-            lambda number: Initialise(number, table),
-            f"servers to take the first values of table '{table}'",
-            self.node.parts(table, buffer),
-        )
-        self.node.give_back(table, buffer)
-
-    def _await_values(self, table: str) -> None:
-        self.node.ask_all(
-            lambda number: AwaitValues(number, table), f"worker 0 to give the first values of table '{table}'"
-        )
 
     def clock(self) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
@@ -223,7 +248,7 @@ class Session:
         """Block until every worker that still takes part has called this, and all its pushes are settled."""
         with self.communicating():
             self.node.settle()
-            self.node.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
+            self.node.calls.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
         self.meter.begin()
 
     def close(self, *, politely: bool = True) -> None:
@@ -355,15 +380,6 @@ def _embed() -> Session:
     session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, server=_Embedded(server, thread))
     atexit.register(session.close)
     return session
-
-
-def _first_values(init: float | Tensor, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
-    """Return the first values as a flat tensor."""
-    given = torch.as_tensor(init)
-    try:
-        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given.detach()).view(-1)
-    except RuntimeError as error:
-        raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error
 
 
 def _notice(text: str) -> None:

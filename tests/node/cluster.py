@@ -16,7 +16,8 @@ from paceline.node.layout import torch_dtype
 from paceline.node.reads import ReadOutcome
 from paceline.node.requests import AwaitValues, Initialise
 from paceline.node.server import ServerNode
-from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.node.waiting import WorkerOptions
+from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import Scale, Segment, TableSpec
@@ -167,8 +168,8 @@ def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -
     if node.settings.sender.worker == 0:
         values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
         parts = [memoryview(mirror.part(values, span.server).numpy()).cast("B") for span in mirror.spans]
-        node.ask_all(lambda number: Initialise(number, spec.name), "initialise", parts)
-    node.ask_all(lambda number: AwaitValues(number, spec.name), "first values")
+        node.calls.ask_all(lambda number: Initialise(number, spec.name), "initialise", parts)
+    node.calls.ask_all(lambda number: AwaitValues(number, spec.name), "first values")
 
 
 def read_values(node: WorkerNode, name: str, out: Tensor, *, refresh: bool = True) -> ReadOutcome:

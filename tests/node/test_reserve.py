@@ -115,7 +115,7 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
     with cluster(kind, tmp_path, num_workers=1, num_servers=2) as servers, servers.joined(0) as node:
         open_table(node, table("w", 200, "bsp"))
         mirror = node.open_table(table("w", 200, "bsp"), live=live)
-        node.ask_all(lambda number: AwaitValues(number, "w"), "first values")
+        node.calls.ask_all(lambda number: AwaitValues(number, "w"), "first values")
         push_one(node)
         node.tick()
         read_values(node, "w", out := torch.empty(200))

@@ -10,7 +10,8 @@ from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, read_va
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
-from paceline.node.worker import WorkerNode, WorkerOptions
+from paceline.node.waiting import WorkerOptions
+from paceline.node.worker import WorkerNode
 from paceline.transport import Credentials, FaultPlan, TcpTransport
 
 
@@ -53,7 +54,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         node.tick,
         node.leave,
         lambda: read_values(node, "w", torch.empty(4)),
-        lambda: node.ask(0, lambda number: None, "nothing"),
+        lambda: node.calls.ask(0, lambda number: None, "nothing"),
     ):
         with pytest.raises(PeerError, match=r"worker 0 \(clock 1\): the connection to .* is lost"):
             call()

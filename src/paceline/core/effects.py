@@ -101,6 +101,26 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
+class InstallRows:
+    """Take in the rows that came with the message at hand: the answer to `request`, or (-1) rows that changed."""
+
+    server: int
+    table: str
+    request: int
+    clock: int
+    settled: int
+    includes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop the rows of a table that this server has sent: it may have been in vain that it sent newer ones."""
+
+    server: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """This server has answered this push for good: the part of the tensor meant for it may be reused."""
 
@@ -138,4 +158,4 @@ class Fail:
     reason: str
 
 
-WorkerEffect = Send | Install | Release | JoinDone | ReadDone | LeaveDone | Fail
+WorkerEffect = Send | Install | InstallRows | Forget | Release | JoinDone | ReadDone | LeaveDone | Fail

@@ -12,10 +12,14 @@ from paceline.core.messages import Push
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A table exists from now on; declaring it again with the same consistency changes nothing."""
+    """A table exists from now on; declaring it again with the same consistency changes nothing.
+
+    `keyed`: it is a table of rows, and a pull asks for some of them.
+    """
 
     table: str
     consistency: Consistency
+    keyed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,12 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The user works with a table; `servers` hold a part of it."""
+    """The user works with a table; `servers` hold a part of it. `keyed`: it is a table of rows."""
 
     table: str
     consistency: Consistency
     servers: tuple[int, ...]
+    keyed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +87,10 @@ class WantJoin:
 
 @dataclass(frozen=True, slots=True)
 class WantPush:
-    """The user pushes an update of this table."""
+    """The user pushes an update of this table, to all servers that hold a part or to those named."""
 
     table: str
+    servers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,19 @@ class WantRead:
     table: str
     refresh: bool = True
     exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WantRows:
+    """The user wants rows that contain every update below `needs`.
+
+    `fetch` are the servers that have to be asked, `deliver` those whose deliveries bring the rows: none is in both.
+    """
+
+    table: str
+    needs: int
+    fetch: tuple[int, ...]
+    deliver: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

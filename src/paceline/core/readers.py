@@ -15,30 +15,37 @@ class _Subscriber:
 
 @dataclass(slots=True)
 class Readers:
-    """Pulls that wait for the clock, and subscribers that get new values when it advances."""
+    """Pulls that wait for the clock, and subscribers that get new values when it advances.
+
+    A pull of a whole table takes the place of an older one of the same worker. Where a pull asks for some rows
+    (`keyed`), each is a read of its own, and an answer says nothing of what the subscriber has yet to be sent.
+    """
 
     subscribing: bool
-    _waiting: dict[int, Pull] = field(default_factory=dict[int, Pull])
+    keyed: bool = False
+    # By worker, and by request where each counts.
+    _waiting: dict[tuple[int, int], Pull] = field(default_factory=dict[tuple[int, int], Pull])
     _last_request: dict[int, int] = field(default_factory=dict[int, int])
     _subscribers: dict[int, _Subscriber] = field(default_factory=dict[int, _Subscriber])
 
     def ask(self, pull: Pull, clock: int) -> bool:
         """Take in a pull and say whether it is answered now; else it waits. An overtaken copy is ignored."""
         worker = pull.sender.worker
-        if pull.request < self._last_request.get(worker, 0):
+        if not self.keyed and pull.request < self._last_request.get(worker, 0):
             return False
         self._last_request[worker] = pull.request
         if pull.needs > clock:
-            self._waiting[worker] = pull
+            self._waiting[self._place(pull)] = pull
             return False
         self.answered(pull, clock)
         return True
 
     def answered(self, pull: Pull, clock: int) -> None:
         """Note that values of this clock are on their way to the reader, who is a subscriber from then on."""
-        self._waiting.pop(pull.sender.worker, None)
-        if self.subscribing:
-            self._subscribers[pull.sender.worker] = _Subscriber(sent=clock, busy=False)
+        worker = pull.sender.worker
+        self._waiting.pop(self._place(pull), None)
+        if self.subscribing and not (self.keyed and worker in self._subscribers):
+            self._subscribers[worker] = _Subscriber(sent=clock, busy=False)
 
     def ready(self, clock: int) -> list[Pull]:
         """Return the waiting pulls that this clock satisfies, lowest rank first (it may have jumped)."""
@@ -62,8 +69,17 @@ class Readers:
         if reader and reader.sent == clock:
             reader.busy = False
 
+    def reconnected(self, worker: int) -> None:
+        """Note that a delivery under way to a worker may be lost: it relies on none from before."""
+        reader = self._subscribers.get(worker)
+        if reader:
+            reader.busy = False
+
     def forget(self, worker: int) -> None:
         """Drop all that a worker waits for or subscribes to."""
-        self._waiting.pop(worker, None)
+        self._waiting = {place: pull for place, pull in self._waiting.items() if place[0] != worker}
         self._last_request.pop(worker, None)
         self._subscribers.pop(worker, None)
+
+    def _place(self, pull: Pull) -> tuple[int, int]:
+        return pull.sender.worker, pull.request if self.keyed else 0

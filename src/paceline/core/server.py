@@ -287,7 +287,7 @@ class ServerCore:
                 )
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
-        table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest))
+        table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest), event.keyed)
         self._tables[event.table] = table
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
@@ -299,6 +299,8 @@ class ServerCore:
         life = self._lives.current(sender.worker)
         if life and life.incarnation == sender.incarnation and life.joined_at is not None:
             life.lease_until = None
+            for table in self._tables.values():
+                table.readers.reconnected(sender.worker)
             effects.append(Reply(sender.worker, sender.incarnation, Joined(life.joined_at)))
             return
         stale = sender.generation != self.settings.generation or self._lives.has_ended(sender)

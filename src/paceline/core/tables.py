@@ -18,6 +18,7 @@ class ServedTable:
     name: str
     consistency: Consistency
     closing: Closing
+    keyed: bool = False  # a table of rows
     readers: Readers = field(init=False)
     # Counts the updates applied here; a reader uses it to tell a newer value from an older one.
     version: int = 0
@@ -25,7 +26,7 @@ class ServedTable:
 
     def __post_init__(self) -> None:
         """Send new values to readers where the policy says so."""
-        self.readers = Readers(subscribing=self.consistency.deliver == "on_clock")
+        self.readers = Readers(self.consistency.deliver == "on_clock", self.keyed)
 
     @property
     def closes_clocks(self) -> bool:

@@ -23,6 +23,7 @@ from paceline.core.events import (
     WantLeave,
     WantPush,
     WantRead,
+    WantRows,
 )
 from paceline.core.messages import (
     Applied,
@@ -45,10 +46,11 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.outbox import Key, Outbox
+from paceline.core.row_reads import RowReads
 from paceline.core.settings import WorkerSettings
 from paceline.errors import ProtocolBug
 
-WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead
+WorkerEvent = Arrived | Connected | Opened | Timeout | WantClock | WantJoin | WantLeave | WantPush | WantRead | WantRows
 
 
 @dataclass(slots=True)
@@ -97,10 +99,12 @@ class WorkerCore:
     _leaving: bool = False
     _left: set[int] = field(default_factory=set[int])
     _outbox: Outbox = field(init=False)
+    rows: RowReads = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with nothing said."""
         self._outbox = Outbox(self.settings.retry_s)
+        self.rows = RowReads(self.settings.sender, self._outbox)
 
     # -- driving -----------------------------------------------------------------------------------------------------
 
@@ -111,16 +115,20 @@ class WorkerCore:
             case Arrived():
                 self._on_arrived(event, now, effects)
             case WantPush():
-                self._on_push(event.table, now, effects)
+                self._on_push(event, now, effects)
             case WantClock():
                 self.clock += 1
                 self._tick(now, effects)
             case WantRead():
                 self._on_read(event, now, effects)
+            case WantRows():
+                self.rows.want(event, self._take_request(), self.clock, now, effects)
             case Timeout():
                 self._on_timeout(now, effects)
             case Opened():
                 self._tables.setdefault(event.table, _Table(event.consistency, event.servers))
+                if event.keyed:
+                    self.rows.open(event.table, event.consistency)
             case WantJoin():
                 self._say_to_all("join", Join(self.settings.sender), now, effects)
             case WantLeave():
@@ -150,13 +158,14 @@ class WorkerCore:
 
     # -- pushes and clocks -------------------------------------------------------------------------------------------
 
-    def _on_push(self, name: str, now: float, effects: list[WorkerEffect]) -> None:
-        sender, table = self.settings.sender, self._tables[name]
+    def _on_push(self, want: WantPush, now: float, effects: list[WorkerEffect]) -> None:
+        sender = self.settings.sender
+        servers = self._tables[want.table].servers if want.servers is None else want.servers
         push_id = PushId(sender.generation, sender.worker, sender.incarnation, self.next_seq)
-        push = Push(push_id, name, self.clock, self.settled)
+        push = Push(push_id, want.table, self.clock, self.settled)
         self.next_seq += 1
-        self._pushed[push_id.seq] = _Pushed(push, set(table.servers), set(table.servers))
-        for server in table.servers:
+        self._pushed[push_id.seq] = _Pushed(push, set(servers), set(servers))
+        for server in servers:
             self._say((server, "push", push_id.seq), push, now, effects)
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
@@ -196,8 +205,7 @@ class WorkerCore:
         table = self._tables[want.table]
         needs = self.clock if want.exact else table.consistency.needs(self.clock)
         awaited = {s for s in table.servers if want.refresh or not table.fresh(s, needs)}
-        reading = _Reading(self.next_request, needs, want.refresh, awaited)
-        self.next_request += 1
+        reading = _Reading(self._take_request(), needs, want.refresh, awaited)
         table.reading = reading
         if not awaited:
             reading.source = "delivery" if table.consistency.deliver == "on_clock" else "cache"
@@ -205,6 +213,10 @@ class WorkerCore:
             pull = Pull(self.settings.sender, reading.request, want.table, self.clock, needs)
             self._say((server, "pull", want.table), pull, now, effects)
         self._finish_read(want.table, table, now, effects)
+
+    def _take_request(self) -> int:
+        self.next_request += 1
+        return self.next_request - 1
 
     def _on_values(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[message.table]
@@ -248,8 +260,19 @@ class WorkerCore:
             self._outbox.answered((server, "pull", name))
         oldest = min(clock for clock, _ in table.have.values())
         effects.append(ReadDone(reading.request, name, oldest, reading.source))
-        if table.consistency.backups and oldest > self.clock:
-            # The others went on without this worker: what it computes from here belongs to the clock it has read.
+        self._follow(table.consistency, oldest, now, effects)
+
+    def _on_rows(self, server: int, message: Fetched | Delivered, now: float, effects: list[WorkerEffect]) -> None:
+        if isinstance(message, Fetched):
+            self.rows.on_fetched(server, message, effects)
+        else:
+            self.rows.on_delivered(server, message, effects)
+        for done in [effect for effect in effects if isinstance(effect, ReadDone)]:
+            self._follow(self.rows.consistency(message.table), done.clock, now, effects)
+
+    def _follow(self, consistency: Consistency, oldest: int, now: float, effects: list[WorkerEffect]) -> None:
+        """Go on at the clock that was read, if the others went on without this worker: what it computes is of that."""
+        if consistency.backups and oldest > self.clock:
             self.clock = oldest
             self._tick(now, effects)
 
@@ -292,6 +315,8 @@ class WorkerCore:
         match message:
             case Held() | Applied() | PushRefused():
                 self._on_push_answer(server, message, now, effects)
+            case Fetched() | Delivered() if message.table in self.rows:
+                self._on_rows(server, message, now, effects)
             case Fetched() | Delivered():
                 self._on_values(server, message, now, effects)
             case Ticked():
@@ -323,6 +348,7 @@ class WorkerCore:
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
         if server in self._joined:  # also while others have yet to answer: its lease runs
             self._outbox.add((server, "join", 0), Join(self.settings.sender), now)
+        self.rows.on_connected(server, effects)
         effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:

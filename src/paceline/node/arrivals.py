@@ -13,8 +13,9 @@ from paceline.node.calls import Calls
 from paceline.node.mirror import Mirror
 from paceline.node.reads import Reads
 from paceline.node.requests import Done, Failed
+from paceline.node.rows.client import RowClient
 from paceline.node.waiting import Waiting
-from paceline.node.wire import decode
+from paceline.node.wire import KeysWanted, decode
 from paceline.transport.base import EMPTY, Frame
 
 
@@ -27,6 +28,7 @@ class Arrivals:
     core: WorkerCore
     calls: Calls
     reads: Reads
+    rows: RowClient
     mirrors: dict[str, Mirror]
     handle: Callable[[WorkerEvent, memoryview], None]
 
@@ -38,6 +40,8 @@ class Arrivals:
                 self.calls.answered(message.number, frame.body)
             elif isinstance(message, Failed):
                 self.calls.failed(message.number, Refused(f"server {self.server} refused: {message.reason}"))
+            elif isinstance(message, KeysWanted):
+                self.rows.on_keys_wanted(self.server, message)
             elif not self.waiting.failure:
                 self.handle(Arrived(self.server, message), frame.body)
             if isinstance(message, Fetched):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError
+from paceline.node.waiting import Waiting
+from paceline.transport.base import EMPTY
 
 
 @dataclass(slots=True)
@@ -21,14 +23,37 @@ class _Call:
 
 @dataclass(slots=True)
 class Calls:
-    """Unanswered requests by number. Not thread-safe: used under the lock of the worker node."""
+    """Unanswered requests by number. What does not block is used under the lock of the worker node."""
 
     send: Callable[[int, object, memoryview], None]
+    waiting: Waiting
+    num_servers: int
     retry_s: float
     _open: dict[int, _Call] = field(default_factory=dict[int, _Call])
     _next_number: int = 1
 
-    def ask(self, server: int, make: Callable[[int], object], body: memoryview) -> Future[memoryview]:
+    def ask_all(
+        self, make: Callable[[int], object], what: str, bodies: Sequence[memoryview] | None = None
+    ) -> list[memoryview]:
+        """Send a request to every server and return what each sent back; blocks until all have."""
+        with self.waiting.changed:
+            self.waiting.check()
+            asked = [self._ask(server, make, bodies[server] if bodies else EMPTY) for server in range(self.num_servers)]
+        return [self._answer(future, what) for future in asked]
+
+    def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
+        """Send a request to one server and return what it sent back; blocks until it has."""
+        with self.waiting.changed:
+            self.waiting.check()
+            future = self._ask(server, make, EMPTY)
+        return self._answer(future, what)
+
+    def _answer(self, future: Future[memoryview], what: str) -> memoryview:
+        with self.waiting.changed:
+            self.waiting.wait(future.done, what)
+        return future.result(timeout=0)
+
+    def _ask(self, server: int, make: Callable[[int], object], body: memoryview) -> Future[memoryview]:
         """Send the request that `make` builds around its number; the future ends with what comes back."""
         number, self._next_number = self._next_number, self._next_number + 1
         call = _Call(server, make(number), body, due=time.monotonic() + self.retry_s)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from paceline.core.events import Declared
 from paceline.errors import PacelineError
 from paceline.node.requests import (
     AwaitValues,
     Declare,
+    DeclareRows,
     Done,
     Failed,
     Initialise,
@@ -20,8 +22,8 @@ from paceline.node.requests import (
     Request,
     SaveState,
 )
+from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
-from paceline.tensors.table import TableSpec
 from paceline.transport.base import EMPTY
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
@@ -36,6 +38,7 @@ class Desk:
     """
 
     shelf: Shelf
+    rows: RowShelf
     send: Send
     # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
@@ -44,8 +47,8 @@ class Desk:
     # The last meeting that each life was released from: a copy of its request is not another meeting.
     _met: dict[Life, int] = field(default_factory=dict[Life, int])
 
-    def handle(self, life: Life, request: Request, body: memoryview) -> TableSpec | None:
-        """Answer a request; return the table that it declares, if it does."""
+    def handle(self, life: Life, request: Request, body: memoryview) -> Declared | None:
+        """Answer a request; return that there is a table, if it declares one."""
         try:
             return self._carry_out(life, request, body)
         except (PacelineError, SafetensorError) as error:
@@ -79,12 +82,18 @@ class Desk:
             self._answer(life, Failed(number, reason))
         self._awaiting = {table: waiting for table, waiting in self._awaiting.items() if waiting}
 
-    def _carry_out(self, life: Life, request: Request, body: memoryview) -> TableSpec | None:
+    def _carry_out(self, life: Life, request: Request, body: memoryview) -> Declared | None:
         match request:
             case Declare():
-                self.shelf.declare(request.spec)
+                self._refuse_second(request.spec.name, self.rows.tables, "rows")
+                consistency = self.shelf.declare(request.spec)
                 self._answer(life, Done(request.number))
-                return request.spec
+                return Declared(request.spec.name, consistency)
+            case DeclareRows():
+                self._refuse_second(request.spec.name, self.shelf.shards, "a shape")
+                consistency = self.rows.declare(request.spec)
+                self._answer(life, Done(request.number))
+                return Declared(request.spec.name, consistency, keyed=True)
             case Meet():
                 if request.number <= self._met.get(life, 0):
                     self._answer(life, Done(request.number))
@@ -105,6 +114,11 @@ class Desk:
 
     def _answer(self, life: Life, answer: Done | Failed) -> None:
         self.send(*life, answer, EMPTY)
+
+    def _refuse_second(self, table: str, others: Container[str], kind: str) -> None:
+        """Refuse to declare a table under the name of one of the other kind."""
+        if table in others:
+            raise PacelineError(f"table '{table}' exists on server {self.shelf.server} with {kind}; use another name")
 
     def _has_values(self, table: str) -> bool:
         shard = self.shelf.shards.get(table)

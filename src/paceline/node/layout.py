@@ -6,6 +6,7 @@ import torch
 
 from paceline.core.partition import Range, partition
 from paceline.errors import UsageError
+from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import TableSpec
 from paceline.tensors.update import granularity
 
@@ -23,7 +24,7 @@ def spans(spec: TableSpec, num_servers: int) -> tuple[Range, ...]:
         raise UsageError(f"table '{spec.name}': {error}") from None
 
 
-def torch_dtype(spec: TableSpec) -> torch.dtype:
+def torch_dtype(spec: TableSpec | RowTableSpec) -> torch.dtype:
     """Return the element type of a table."""
     return {
         "float32": torch.float32,

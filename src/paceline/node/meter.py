@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
@@ -63,6 +65,13 @@ class Meter:
             self.now(), self.worker, table, outcome.clock, outcome.value_clock, outcome.waited_s, source
         )
         self.trace.record(read)
+
+    def note_row_read(self, table: str, clock: int, value_clocks: Tensor, waited_s: float) -> None:
+        """Record a read of rows, each with the clock below which it contains every update; count what it waited."""
+        self.wait_s += waited_s
+        found, counts = value_clocks.unique(return_counts=True)
+        num_rows = dict(zip(found.tolist(), counts.tolist(), strict=True))
+        self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
 
     def finish_clock(self, clock: int) -> None:
         """Record the clock that ends now, before anybody is told of it, and start the next.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import TableSpec
 
 
@@ -20,6 +21,14 @@ class Declare:
     number: int
     spec: TableSpec
     live: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareRows:
+    """This is a row table as I see it; make it if there is none, or tell me how yours differs."""
+
+    number: int
+    spec: RowTableSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +86,4 @@ class Failed:
     reason: str
 
 
-Request = Declare | Initialise | AwaitValues | SaveState | LoadState | Meet
+Request = Declare | DeclareRows | Initialise | AwaitValues | SaveState | LoadState | Meet

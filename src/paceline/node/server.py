@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
+from paceline.core.events import Died, Disconnected, Spoiled, Timeout
 from paceline.core.messages import (
     Clock,
     Closed,
@@ -36,10 +36,12 @@ from paceline.node.landing import Landing
 from paceline.node.loans import Loans
 from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request
+from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
-from paceline.node.wire import Hello, PullFrame, PushFrame, decode
+from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
+from paceline.tensors.rows.ops import row_ops
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
 
@@ -75,6 +77,7 @@ class ServerNode:
     _loans: Loans = field(init=False)
     _landing: Landing = field(default_factory=Landing)
     _shelf: Shelf = field(init=False)
+    _rows: RowShelf = field(init=False)
     _desk: Desk = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
@@ -96,7 +99,8 @@ class ServerNode:
             self.num_threads,
             self.allowed_rules,
         )
-        self._desk = Desk(self._shelf, self._peers.send_worker)
+        self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_rules)
+        self._desk = Desk(self._shelf, self._rows, self._peers.send_worker)
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
@@ -117,6 +121,7 @@ class ServerNode:
             self._inbox.close()
             self._loans.clear()
             self._shelf.clear()
+            self._rows.clear()
             self._landing.clear()
             self.trace.close()
 
@@ -161,6 +166,16 @@ class ServerNode:
             _check_speaker(hello, message.pull.sender)
             self._loans.give_back(connection, message.pull.table, "read", message.taken)
             self._handle(message.pull)
+        elif isinstance(message, RowPushFrame):
+            _check_speaker(hello, message.push.id)
+            self._on_row_push(message, body)
+        elif isinstance(message, RowPullFrame):
+            _check_speaker(hello, message.pull.sender)
+            wanted = self._rows.ask(message, body)
+            self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
+        elif isinstance(message, Unsubscribe):
+            _check_speaker(hello, message.sender)
+            self._rows.unsubscribe((hello.rank, hello.incarnation), message.table, body)
         elif isinstance(message, _FROM_WORKERS):
             _check_speaker(hello, message.sender)
             self._on_said(hello, connection, message)
@@ -182,7 +197,7 @@ class ServerNode:
             self._live.add((hello.rank, hello.incarnation, message.spec.name))
         declared = self._desk.handle((hello.rank, hello.incarnation), message, body)
         if declared is not None:
-            self._handle(Declared(declared.name, self._shelf.declare(declared)))
+            self._handle(declared)
         self._desk.release(self._core.members)
 
     def _on_push(self, frame: PushFrame, body: memoryview) -> None:
@@ -196,6 +211,20 @@ class ServerNode:
         if not kept:
             self._shelf.discard(push_id)
             self._landing.give_back(body)
+
+    def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
+        push = frame.push
+        if self._rows.has(push.table, push.id):  # a copy of a push that is held: the core knows what to say
+            self._handle(push)
+            return
+        problem = self._rows.accept(frame, body)
+        if isinstance(problem, KeysWanted):
+            self._want_keys(Sender(push.id.generation, push.id.worker, push.id.incarnation), problem)
+        elif not self._handle(Spoiled(push, problem) if problem else push):
+            self._rows.discard(push.id)
+
+    def _want_keys(self, sender: Sender, wanted: KeysWanted) -> None:
+        self._peers.send_worker(sender.worker, sender.incarnation, wanted)
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)
@@ -219,12 +248,11 @@ class ServerNode:
     def _perform(self, effect: ServerEffect) -> None:
         match effect:
             case Apply():
-                self._shelf.apply(effect.table, effect.ids)
-                self._record_applied(effect)
+                self._apply(effect)
             case Hold():
                 pass  # its tensor is on the shelf already
             case Discard():
-                self._shelf.discard(effect.id)
+                self._discard(effect.id)
             case Reply():
                 self._reply(effect)
             case Serve():
@@ -232,10 +260,28 @@ class ServerNode:
             case Tell():
                 self._peers.send_server(effect.server, effect.message)
             case Advanced():
-                now, rank = time.monotonic(), self.settings.server
-                self.trace.record(records.MinClock(now, rank, effect.table, effect.clock))
+                self._advance(effect)
             case Membership():
                 self._on_membership(effect)
+
+    def _apply(self, effect: Apply) -> None:
+        if effect.table in self._rows:
+            problem = self._rows.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
+            if problem:
+                now, rank = time.monotonic(), self.settings.server
+                self.trace.record(records.Refusal(now, rank, effect.ids[0].worker, effect.table, problem))
+        else:
+            self._shelf.apply(effect.table, effect.ids)
+        self._record_applied(effect)
+
+    def _discard(self, push_id: PushId) -> None:
+        self._shelf.discard(push_id)
+        self._rows.discard(push_id)
+
+    def _advance(self, effect: Advanced) -> None:
+        self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
+        if effect.table in self._rows:
+            self._rows.advance(effect.table, effect.clock)
 
     def _reply(self, effect: Reply) -> None:
         message = effect.message
@@ -243,7 +289,7 @@ class ServerNode:
             now, rank = time.monotonic(), self.settings.server
             self.trace.record(records.Refusal(now, rank, effect.worker, "", message.reason))
         if isinstance(message, PushRefused):
-            self._shelf.discard(message.id)
+            self._discard(message.id)
         self._peers.send_worker(effect.worker, effect.incarnation, message)
 
     def _serve(self, effect: Serve) -> None:
@@ -251,11 +297,23 @@ class ServerNode:
         if connection is None:
             return
         message = effect.message
+        if message.table in self._rows:
+            self._serve_rows(effect, message)
+            return
         body = self._shelf.memories[message.table]
         live = (effect.worker, effect.incarnation, message.table) in self._live
         if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
             body = self._lend(connection, message)
         self._peers.send_worker(effect.worker, effect.incarnation, message, body)
+
+    def _serve_rows(self, effect: Serve, message: Fetched | Delivered) -> None:
+        life = effect.worker, effect.incarnation
+        if isinstance(message, Delivered):
+            body = self._rows.delivery(life, message)
+        else:
+            body = self._rows.answer(life, message)
+        if body is not None:
+            self._peers.send_worker(*life, message, body)
 
     def _lend(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
         """Return a copy of a table's values in memory that is shared with a worker."""
@@ -274,6 +332,7 @@ class ServerNode:
         if change != "joined":
             life = effect.worker, effect.incarnation
             self._desk.forget(life)
+            self._rows.forget(life)
             self._live = {entry for entry in self._live if entry[:2] != life}
         self._desk.release(self._core.members)
 

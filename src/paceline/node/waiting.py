@@ -10,6 +10,14 @@ from dataclasses import dataclass, field
 from paceline.errors import DeadlineExceeded, PeerError
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How patient a worker is, in seconds: with a silent job (`wait_timeout_s`), with a broken connection."""
+
+    wait_timeout_s: float = 600.0
+    reconnect_timeout_s: float = 5.0
+
+
 @dataclass(slots=True)
 class Waiting:
     """The lock of a worker, and waiting under it.

@@ -55,6 +55,53 @@ class PullFrame:
     taken: int
 
 
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The ids of a frame about rows: how many, and whether they lead its body.
+
+    `digest` names the whole list where the server keeps lists; empty where it does not.
+    """
+
+    num: int
+    digest: bytes
+    sent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowPushFrame:
+    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids."""
+
+    push: messages.Push
+    count: float
+    hyper: tuple[Hyper, ...]
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class RowPullFrame:
+    """A pull of rows; the answer has them in the order of the ids."""
+
+    pull: messages.Pull
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class KeysWanted:
+    """A server to a worker: I do not have the list that this push (or, where `seq` is -1, this pull) names: send it."""
+
+    table: str
+    seq: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """A worker to a server: I keep these rows no longer (their ids are the body), so do not send me what changes."""
+
+    sender: messages.Sender
+    table: str
+
+
 # The position is the kind byte: append, never reorder.
 _KINDS: tuple[type, ...] = (
     Hello,
@@ -84,6 +131,11 @@ _KINDS: tuple[type, ...] = (
     requests.Meet,
     requests.Done,
     requests.Failed,
+    RowPushFrame,
+    RowPullFrame,
+    KeysWanted,
+    Unsubscribe,
+    requests.DeclareRows,
 )
 _NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -11,12 +11,23 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.effects import (
+    Fail,
+    Forget,
+    Install,
+    InstallRows,
+    JoinDone,
+    LeaveDone,
+    ReadDone,
+    Release,
+    Send,
+    WorkerEffect,
+)
 from paceline.core.events import Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
 from paceline.core.messages import Pull, Push
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import UsageError
+from paceline.errors import ProtocolBug, UsageError
 from paceline.node.arrivals import Arrivals
 from paceline.node.calls import Calls
 from paceline.node.layout import spans
@@ -25,22 +36,19 @@ from paceline.node.mirror import Mirror, can_replay
 from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, allocate, objection, settled
 from paceline.node.pushes import Pushes
 from paceline.node.reads import ReadOutcome, Reads
-from paceline.node.requests import Declare
-from paceline.node.waiting import Waiting
+from paceline.node.requests import Declare, DeclareRows
+from paceline.node.rows.client import RowClient
+from paceline.node.rows.opened import CacheOptions, OpenedRows
+from paceline.node.timekeeper import Timekeeper
+from paceline.node.waiting import Waiting, WorkerOptions
 from paceline.node.wire import Hello, encode
+from paceline.tensors.rows.ops import row_ops
+from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper, TableSpec
 from paceline.transport.base import EMPTY, Transport
 
 _SLOTS = 2  # pushes of one table under way
 _CONNECT_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """How patient a worker is, in seconds: with a silent job (`wait_timeout_s`), with a broken connection."""
-
-    wait_timeout_s: float = 600.0
-    reconnect_timeout_s: float = 5.0
 
 
 @dataclass(slots=True)
@@ -56,7 +64,7 @@ class WorkerNode:
     addresses: Sequence[str]
     options: WorkerOptions = field(default_factory=WorkerOptions)
     _core: WorkerCore = field(init=False)
-    _calls: Calls = field(init=False)
+    calls: Calls = field(init=False)
     _links: list[Link] = field(default_factory=list[Link])
     _waiting: Waiting = field(init=False)
     # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
@@ -64,18 +72,22 @@ class WorkerNode:
     _mirrors: dict[str, Mirror] = field(default_factory=dict[str, Mirror])
     _pushes: Pushes = field(default_factory=Pushes)
     _reads: Reads = field(default_factory=Reads)
+    rows: RowClient = field(init=False)
     _joined: bool = False
     _left: bool = False
-    _closing: threading.Event = field(default_factory=threading.Event)
-    _timekeeper: threading.Thread = field(init=False)
+    _timekeeper: Timekeeper = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the core; nothing is connected yet."""
         self._core = WorkerCore(self.settings)
         self._waiting = Waiting(self.settings.sender.worker, self.options.wait_timeout_s, lambda: self._core.clock)
         self._changed = self._waiting.changed
-        self._calls = Calls(self._send_request, self.settings.retry_s)
-        self._timekeeper = threading.Thread(target=self._keep_time, name="paceline-time", daemon=True)
+        self.calls = Calls(self._send_request, self._waiting, len(self.addresses), self.settings.retry_s)
+        self.rows = RowClient(
+            self._core, self._waiting, row_ops(), len(self.addresses), self._send_request, self._handle
+        )
+        # A quarter of the first pause is fine enough for pauses that double.
+        self._timekeeper = Timekeeper(self.settings.retry_s / 4, self._repeat_due)
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
@@ -95,7 +107,7 @@ class WorkerNode:
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             arrivals = Arrivals(
-                server, self._waiting, self._core, self._calls, self._reads, self._mirrors, self._handle
+                server, self._waiting, self._core, self.calls, self._reads, self.rows, self._mirrors, self._handle
             )
             link = Link(
                 address,
@@ -125,7 +137,7 @@ class WorkerNode:
         """
         layout = spans(spec, len(self.addresses))
         live = live and self.transport.maps_memory
-        self.ask_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
+        self.calls.ask_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
         consistency = Consistency.parse(spec.consistency)
         with self._changed:
             mirror = Mirror(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
@@ -134,6 +146,11 @@ class WorkerNode:
             self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec)))
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
+
+    def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
+        """Declare a row table to all servers and work with it from now on; raises as `open_table` does."""
+        self.calls.ask_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
+        return self.rows.open(spec, options)
 
     def reserve(self, table: str) -> PushBuffer:
         """Return memory for the next push of a table, to be given to `push_reserved`.
@@ -245,13 +262,15 @@ class WorkerNode:
             UsageError: a push waits for this worker's own `tick`.
         """
         with self._changed:
-            table = self._pushes.held_at(self._core.clock)
+            table = self._pushes.held_at(self._core.clock) or self.rows.held_at(self._core.clock)
             if table:
                 raise UsageError(
                     f"worker {self.settings.sender.worker} has pushed to table '{table}' during clock "
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
-            self._waiting.wait(lambda: not self._pushes, "servers to settle this worker's pushes")
+            self._waiting.wait(
+                lambda: not self._pushes and not self.rows.num_under_way(), "servers to settle this worker's pushes"
+            )
 
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
@@ -261,38 +280,14 @@ class WorkerNode:
 
     def close(self) -> None:
         """End all connections and threads and let go of all memory; what is not settled stays as it is."""
-        self._closing.set()
+        self._timekeeper.stop()
         self._fail("this worker has closed its connections")
         for link in self._links:
             link.close()
-        if self._timekeeper.is_alive():
-            self._timekeeper.join(timeout=5.0)
+        self._timekeeper.join()
         self._mirrors.clear()
+        self.rows.close()
         self._pushes = Pushes()
-
-    def ask_all(
-        self, make: Callable[[int], object], what: str, bodies: Sequence[memoryview] | None = None
-    ) -> list[memoryview]:
-        """Send a request to every server and return what each sent back; blocks until all have."""
-        with self._changed:
-            self._waiting.check()
-            asked = [
-                self._calls.ask(server, make, bodies[server] if bodies else EMPTY)
-                for server in range(len(self.addresses))
-            ]
-        return [self._answer(future, what) for future in asked]
-
-    def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
-        """Send a request to one server and return what it sent back; blocks until it has."""
-        with self._changed:
-            self._waiting.check()
-            future = self._calls.ask(server, make, EMPTY)
-        return self._answer(future, what)
-
-    def _answer(self, future: Future[memoryview], what: str) -> memoryview:
-        with self._changed:
-            self._waiting.wait(future.done, what)
-        return future.result(timeout=0)
 
     def _fail(self, reason: str) -> None:
         """Give up, for the first reason: whoever waits for anything is told."""
@@ -303,7 +298,8 @@ class WorkerNode:
             error = self._waiting.error()
             self._pushes.abandon(error)
             self._reads.abandon(error)
-            self._calls.abandon(error)
+            self.rows.abandon(error)
+            self.calls.abandon(error)
             self._changed.notify_all()
 
     def _mirror(self, table: str) -> Mirror:
@@ -341,18 +337,20 @@ class WorkerNode:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def _keep_time(self) -> None:
-        """Repeat what is due; a quarter of the first pause is fine enough for pauses that double."""
-        while not self._closing.wait(self.settings.retry_s / 4) and not self._waiting.failure:
-            with self._changed:
-                deadline = self._core.next_deadline()
-                if deadline is not None and deadline <= time.monotonic():
-                    self._handle(Timeout())
-                self._calls.repeat_due()
+    def _repeat_due(self) -> bool:
+        """Repeat what is due; say whether there is more to come."""
+        with self._changed:
+            deadline = self._core.next_deadline()
+            if deadline is not None and deadline <= time.monotonic():
+                self._handle(Timeout())
+            self.calls.repeat_due()
+            return not self._waiting.failure
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
         for effect in self._core.handle(event, time.monotonic()):
-            self._perform(effect, body)
+            if not self.rows.perform(effect, body):
+                self._perform(effect, body)
+            self._changed.notify_all()
 
     def _perform(self, effect: WorkerEffect, body: memoryview) -> None:
         match effect:
@@ -370,7 +368,8 @@ class WorkerNode:
                 self._left = True
             case Fail():
                 self._fail(effect.reason)
-        self._changed.notify_all()
+            case InstallRows() | Forget():
+                raise ProtocolBug(f"no row table of worker {self.settings.sender.worker} has a use for {effect}")
 
     def _send(self, effect: Send) -> None:
         message = effect.message

@@ -42,6 +42,20 @@ class Read(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
         return self.clock - self.value_clock
 
 
+class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
+    """A worker at `clock` got rows of a table: how many are complete up to which value clock.
+
+    Own pushes do not count: a row may contain later ones of the reader's own.
+    """
+
+    t: float
+    worker: int
+    table: str
+    clock: int
+    num_rows: dict[int, int]
+    waited_s: float
+
+
 class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A worker finished `clock`.
 
@@ -118,7 +132,7 @@ class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     effects: list[dict[str, object]]
 
 
-Record = Read | Step | Evaluated | MinClock | Applied | Refusal | Membership | Handled
+Record = Read | RowRead | Step | Evaluated | MinClock | Applied | Refusal | Membership | Handled
 
 
 def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:

@@ -24,7 +24,7 @@ StateOf = dict[int, dict[str, Tensor]]
 def fetch_state(table: Table) -> StateOf:
     """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
     layout = spans(table.spec, table.node.num_servers)
-    bodies = table.node.ask_all(
+    bodies = table.node.calls.ask_all(
         lambda number: SaveState(number, table.name), f"the servers' state of table '{table.name}'"
     )
     parts = [(span, load(bytes(body))) for span, body in zip(layout, bodies, strict=True)]
@@ -39,7 +39,9 @@ def send_state(table: Table, state: StateOf, flat: Flat) -> None:
     for span in spans(table.spec, table.node.num_servers):
         part = split_optimizer(table.spec, {"state": state, "param_groups": []}, span)
         bodies.append(memoryview(save({**part, "values": values[span.start : span.stop].clone()})))
-    table.node.ask_all(lambda number: LoadState(number, table.name), f"servers to load table '{table.name}'", bodies)
+    table.node.calls.ask_all(
+        lambda number: LoadState(number, table.name), f"servers to load table '{table.name}'", bodies
+    )
 
 
 def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:

@@ -1,6 +1,11 @@
 """The values that rows have before their first update: the same on every server, in every process, at any time.
 
 Random numbers come from integers alone, by exact operations, so no library's logarithm or order of work shows in them.
+
+Example:
+    >>> import paceline
+    >>> paceline.first.normal(0.01, seed=1).kind
+    'normal'
 """
 
 from __future__ import annotations
@@ -10,15 +15,45 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.tensors.rows.spec import First
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from paceline.tensors.rows.spec import First
 
 _BLOCK = 1 << 15  # numbers at once, so that all steps of the hash find them in the cache
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # A number of 64 fair bits has 32 of them set, with variance 64 / 4; two uniform numbers in [0, 1) add 2 / 12.
 _DEVIATION = math.sqrt(64 / 4 + 2 / 12)
+
+
+def constant(value: float) -> First:
+    """Return first values that are `value` everywhere.
+
+    Example:
+        >>> constant(0.5)
+        First(kind='constant', scale=0.5, seed=0)
+    """
+    return First("constant", value)
+
+
+def uniform(bound: float, *, seed: int = 0) -> First:
+    """Return first values that are drawn evenly from [-bound, bound).
+
+    Example:
+        >>> uniform(0.05, seed=3)
+        First(kind='uniform', scale=0.05, seed=3)
+    """
+    return First("uniform", bound, seed)
+
+
+def normal(deviation: float, *, seed: int = 0) -> First:
+    """Return first values that are drawn from a normal distribution around 0.
+
+    Example:
+        >>> normal(0.01)
+        First(kind='normal', scale=0.01, seed=0)
+    """
+    return First("normal", deviation, seed)
 
 
 def first_rows(first: First, ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -43,6 +43,16 @@ class Lifecycle:
         evict: which ones.
         memory_bytes: what the table may take of main memory; the rest spills to a file in `spill`.
         spill: a directory on a fast disk.
+
+    Example:
+        >>> import paceline
+        >>> life = paceline.Lifecycle(admit_after=3, expire_after=1000, floor=10_000)
+        >>> with paceline.connect() as ps:
+        ...     users = ps.table("users", rows=2, update=paceline.update.Add(), life=life)
+        ...     _ = users.push([7], [[1.0, 1.0]])  # the first of three pushes that a row needs to be kept
+        ...     _ = ps.clock()
+        ...     users.pull([7])
+        tensor([[0., 0.]])
     """
 
     admit_after: int = 1

@@ -1,0 +1,142 @@
+"""A worker's reads of row tables: each of some rows, several at a time.
+
+Which rows a read lacks is the driver's to find (they are many, and the core counts servers, not rows): a row is fresh
+when it was fetched at a clock that the reader may use, or when deliveries of its server have reached one. Rules here:
+1. A read ends when every server that it waits for has answered it, or has delivered a clock that it may use.
+2. A read that waits for a delivery asks for its rows itself if none comes: deliveries may be lost with a connection.
+3. After a connection is made again nothing that this server delivered before is relied on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.consistency import Consistency
+from paceline.core.effects import Fail, Forget, InstallRows, ReadDone, Send, WorkerEffect
+from paceline.core.events import WantRows
+from paceline.core.messages import Delivered, Fetched, Pull, Sender, Taken
+from paceline.core.outbox import Key, Outbox
+
+
+@dataclass(slots=True)
+class _RowTable:
+    consistency: Consistency
+    # The clock that the deliveries of each server have reached. Invariant: all rows of it that are kept here contain
+    # every update below.
+    delivered: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(slots=True)
+class _RowReading:
+    table: str
+    needs: int
+    fetching: set[int]  # servers that have yet to answer this read
+    delivering: set[int]  # servers whose deliveries have yet to reach `needs`
+    oldest: int | None = None  # the oldest clock among what has come
+    source: str = "cache"
+
+    def came(self, server: int, clock: int, source: str) -> None:
+        self.fetching.discard(server)
+        self.delivering.discard(server)
+        self.oldest = clock if self.oldest is None else min(clock, self.oldest)
+        self.source = source
+
+
+@dataclass(slots=True)
+class RowReads:
+    """The row tables that a worker has opened, and its reads of them that are under way."""
+
+    sender: Sender
+    outbox: Outbox
+    _tables: dict[str, _RowTable] = field(default_factory=dict[str, _RowTable])
+    _open: dict[int, _RowReading] = field(default_factory=dict[int, _RowReading])
+
+    def __contains__(self, table: str) -> bool:
+        """Say whether this is an open row table."""
+        return table in self._tables
+
+    def open(self, table: str, consistency: Consistency) -> None:
+        """Work with a row table."""
+        self._tables.setdefault(table, _RowTable(consistency))
+
+    def consistency(self, table: str) -> Consistency:
+        """Return the policy of a table."""
+        return self._tables[table].consistency
+
+    def delivered(self, table: str, server: int) -> int:
+        """Return the clock that a server's deliveries have reached, -1 before the first."""
+        return self._tables[table].delivered.get(server, -1)
+
+    def asked(self, server: int, request: int) -> Pull | None:
+        """Return the pull that a server has yet to answer for a read, if there is one."""
+        message = self.outbox.message(_key(server, request))
+        return message if isinstance(message, Pull) else None
+
+    def want(self, event: WantRows, request: int, clock: int, now: float, effects: list[WorkerEffect]) -> None:
+        """Begin a read."""
+        needs = event.needs
+        reading = _RowReading(event.table, needs, set(event.fetch), set(event.deliver))
+        self._open[request] = reading
+        for server in (*event.fetch, *event.deliver):
+            pull = Pull(self.sender, request, event.table, clock, needs)
+            self.outbox.add(_key(server, request), pull, now)
+            if server in reading.fetching:
+                effects.append(Send(server, pull))
+        self._finish(request, effects)
+
+    def on_fetched(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
+        """Take in the answer to a read; one that nobody waits for any more changes nothing."""
+        asked, reading = self.asked(server, message.request), self._open.get(message.request)
+        if asked is None or reading is None:
+            return
+        if message.clock < asked.needs:
+            effects.append(Fail(_broken(server, message, asked)))
+            return
+        self.outbox.answered(_key(server, message.request))
+        effects.append(
+            InstallRows(server, message.table, message.request, message.clock, message.settled, message.includes)
+        )
+        reading.came(server, message.clock, "fetch")
+        self._finish(message.request, effects)
+
+    def on_delivered(self, server: int, message: Delivered, effects: list[WorkerEffect]) -> None:
+        """Take in rows that changed; only then may reads rely on the clock that they bring."""
+        table = self._tables[message.table]
+        effects.append(InstallRows(server, message.table, -1, message.clock, message.settled, message.includes))
+        effects.append(Send(server, Taken(self.sender, message.table, message.clock)))
+        table.delivered[server] = max(message.clock, table.delivered.get(server, -1))
+        for request, reading in list(self._open.items()):
+            if reading.table == message.table and server in reading.delivering and message.clock >= reading.needs:
+                self.outbox.answered(_key(server, request))
+                reading.came(server, message.clock, "delivery")
+                self._finish(request, effects)
+
+    def on_connected(self, server: int, effects: list[WorkerEffect]) -> None:
+        """Rely on nothing that was delivered over the connection before; reads under way are asked again anyway."""
+        for name, table in self._tables.items():
+            if table.consistency.deliver == "on_clock":
+                table.delivered.pop(server, None)
+                effects.append(Forget(server, name))
+        for reading in self._open.values():
+            if server in reading.delivering:
+                reading.delivering.discard(server)
+                reading.fetching.add(server)
+
+    def _finish(self, request: int, effects: list[WorkerEffect]) -> None:
+        reading = self._open[request]
+        if not reading.fetching and not reading.delivering:
+            del self._open[request]
+            clock = reading.needs if reading.oldest is None else reading.oldest
+            effects.append(ReadDone(request, reading.table, clock, reading.source))
+
+
+def _key(server: int, request: int) -> Key:
+    return server, "rows", request
+
+
+def _broken(server: int, message: Fetched, asked: Pull) -> str:
+    return (
+        f"server {server} answered a pull of rows of table '{message.table}' with values of clock {message.clock}, "
+        f"but worker {asked.sender.worker} at clock {asked.clock} needs {asked.needs}; "
+        "the server breaks the staleness bound"
+    )

@@ -1,0 +1,155 @@
+"""The rows of one table that a worker keeps: values, the clock at which each was fetched, and own pushes on top."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.tensors.rows.column import Column
+from paceline.tensors.rows.index import RowIndex
+from paceline.tensors.rows.ops import RowOps
+
+UNKNOWN = -1  # the clock of a row that is not kept
+
+
+@dataclass(slots=True)
+class _OwnRows:
+    """One own push: its ids in ascending order, and what it adds to the values of each."""
+
+    ids: Tensor
+    change: Tensor
+
+    def add_to(self, ids: Tensor, rows: Tensor) -> None:
+        """Add the change to those of the rows that it changes."""
+        if not len(self.ids):
+            return
+        at = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+        changed = self.ids[at] == ids
+        rows[changed, : self.change.shape[1]] += self.change[at[changed]]
+
+
+@dataclass(slots=True)
+class RowCache:
+    """Rows by id. Used under the lock of the worker node.
+
+    Own pushes that the servers have not applied yet are on top of every row (`note_own` adds them to the rows that are
+    here, `install` to those that come), so that a read contains them: read-my-writes.
+
+    Args:
+        width: numbers a row, echo included.
+        max_rows: above so many rows the least recently used go when the next read begins; 0 means no limit.
+    """
+
+    ops: RowOps
+    width: int
+    dtype: torch.dtype
+    max_rows: int = 0
+    _index: RowIndex = field(init=False)
+    _rows: Column = field(init=False)
+    _clocks: Column = field(init=False)  # of each row: it contains every update below
+    _used: Column = field(init=False)  # of each row: the number of the read that used it last
+    _num_reads: int = 0
+    # By sequence number. Invariant: exactly the own pushes that some server has not answered.
+    _own: dict[int, _OwnRows] = field(default_factory=dict[int, _OwnRows])
+
+    def __post_init__(self) -> None:
+        """Start without rows."""
+        self._start()
+
+    def __len__(self) -> int:
+        """Count the rows kept."""
+        return len(self._index)
+
+    def clocks(self, ids: Tensor) -> Tensor:
+        """Return the clock of each row, UNKNOWN for those that are not kept."""
+        clocks = torch.full((len(ids), 1), UNKNOWN, dtype=torch.int64)
+        self.ops.gather(self._clocks.tensor, self._index.find(ids), clocks)
+        return clocks.view(-1)
+
+    def install(self, ids: Tensor, rows: Tensor, clock: int, settled: int, includes: tuple[int, ...]) -> None:
+        """Take in rows that contain every update below `clock` and, of the own pushes, those that are named."""
+        rows = rows.clone()
+        for seq, own in self._own.items():
+            if seq >= settled and seq not in includes:
+                own.add_to(ids, rows)
+        slots, _ = self._index.add(ids)
+        for column in (self._rows, self._clocks, self._used):
+            column.grow(self._index.num_slots)
+        self.ops.scatter(self._rows.tensor, slots, rows)
+        self._mark(self._clocks, slots, clock)
+        self._mark(self._used, slots, self._num_reads)
+
+    def known(self, ids: Tensor) -> Tensor:
+        """Return for each id whether its row is kept."""
+        return self._index.find(ids) >= 0
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rows, whether each is kept); rows that are not are zeros."""
+        slots = self._index.find(ids)
+        rows = torch.zeros((len(ids), self.width), dtype=self.dtype)
+        self.ops.gather(self._rows.tensor, slots, rows)
+        return rows, slots >= 0
+
+    def use(self, ids: Tensor) -> Tensor:
+        """Note that a read of these ids begins; return the ids whose rows go for that."""
+        self._num_reads += 1
+        slots = self._index.find(ids)
+        self._mark(self._used, slots[slots >= 0], self._num_reads)
+        return self._evict() if self.max_rows and len(self) > self.max_rows else ids[:0]
+
+    def note_own(self, seq: int, ids: Tensor, change: Tensor) -> None:
+        """Add an own push to the rows here, and to those that come without it. Each id is there once."""
+        order = torch.argsort(ids)
+        own = _OwnRows(ids[order], change[order])
+        self._own[seq] = own
+        slots = self._index.find(ids)
+        here = slots >= 0
+        rows = torch.zeros((int(here.sum()), self.width), dtype=self.dtype)
+        self.ops.gather(self._rows.tensor, slots[here], rows)
+        rows[:, : change.shape[1]] += change[here]
+        self.ops.scatter(self._rows.tensor, slots[here], rows)
+
+    def answered_own(self, seq: int, *, refused: bool) -> None:
+        """Note that all servers have answered an own push; if it was refused the rows with it are dropped."""
+        own = self._own.pop(seq, None)
+        if own is not None and refused:
+            self.drop(own.ids)
+
+    def drop(self, ids: Tensor) -> None:
+        """Keep these rows no longer."""
+        slots = self._index.find(ids)
+        self._index.remove(slots[slots >= 0])
+
+    def clear(self) -> None:
+        """Keep no row; own pushes under way still count for those that come."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self._index.close()
+        for column in (self._rows, self._clocks, self._used):
+            column.close()
+
+    def _start(self) -> None:
+        self._index = RowIndex(self.ops, Column(1, torch.int64))
+        self._rows = Column(self.width, self.dtype)
+        self._clocks = Column(1, torch.int64)
+        self._used = Column(1, torch.int64)
+
+    def _mark(self, column: Column, slots: Tensor, number: int) -> None:
+        self.ops.scatter(column.tensor, slots, torch.full((len(slots), 1), number, dtype=torch.int64))
+
+    def _evict(self) -> Tensor:
+        live = self._index.live_slots()
+        used = torch.empty((len(live), 1), dtype=torch.int64)
+        self.ops.gather(self._used.tensor, live, used)
+        used = used.view(-1)
+        # Never what the read at hand uses: it may be more than fits.
+        gone = live[torch.argsort(used, stable=True)[: len(self) - self.max_rows]]
+        gone = gone[self._used.tensor.view(-1)[gone] < self._num_reads]
+        ids = self._index.ids_of(gone)
+        self._index.remove(gone)
+        return ids

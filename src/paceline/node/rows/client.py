@@ -1,0 +1,312 @@
+"""The row tables of a worker: which rows are asked for and pushed, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.effects import Forget, InstallRows, ReadDone, Release, Send, WorkerEffect
+from paceline.core.events import Opened, WantPush
+from paceline.core.messages import Pull, Push
+from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.errors import PacelineError, UsageError
+from paceline.node.outgoing import PushOutcome
+from paceline.node.rows.opened import CacheOptions, OpenedRows
+from paceline.node.rows.parcels import ID_BYTES, ids_body
+from paceline.node.rows.pushing import Part, RowPush, RowPushes, Say
+from paceline.node.rows.readings import Readings, RowReading
+from paceline.node.waiting import Waiting
+from paceline.node.wire import KeysWanted, RowPullFrame, Unsubscribe
+from paceline.tensors.filters.sieve import Sifted
+from paceline.tensors.filters.traffic import Bytes, Traffic
+from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.table import Hyper
+from paceline.transport.base import EMPTY
+
+MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
+MAX_HELD = 1000  # pushes of all tables in one clock, where servers keep them until it is complete
+
+
+@dataclass(slots=True)
+class RowClient:
+    """Reads and pushes of rows by one worker. The user's calls take the lock of its node, the others are under it."""
+
+    core: WorkerCore
+    waiting: Waiting
+    ops: RowOps
+    num_servers: int
+    say: Say
+    handle: Callable[[WorkerEvent], None]
+    _tables: dict[str, OpenedRows] = field(default_factory=dict[str, OpenedRows])
+    _readings: Readings = field(init=False)
+    _pushes: RowPushes = field(default_factory=RowPushes)
+
+    def __post_init__(self) -> None:
+        """Start without tables."""
+        self._readings = Readings(self.ops, self.num_servers)
+
+    # -- the user's calls --------------------------------------------------------------------------------------------
+
+    def open(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
+        """Work with a table that all servers have agreed on."""
+        with self.waiting.changed:
+            opened = OpenedRows.make(spec, options, self.ops, self.core.settings.sender.worker)
+            self._tables[spec.name] = opened
+            self.handle(Opened(spec.name, opened.consistency, tuple(range(self.num_servers)), keyed=True))
+        return opened
+
+    def begin(self, table: str, ids: Tensor, needs: int, *, refresh: bool) -> RowReading:
+        """Begin a read of distinct ids that contains every update below the clock `needs`. Does not block."""
+        with self.waiting.changed:
+            opened = self._opened(table)
+            if opened.cache is not None:
+                self._unsubscribe(opened, opened.cache.use(ids))
+            delivered = [self.core.rows.delivered(table, server) for server in range(self.num_servers)]
+            reading, want = self._readings.plan(opened, ids, needs, delivered, refresh=refresh)
+            self._readings.begin(self.core.next_request, reading)
+            self.handle(want)
+        return reading
+
+    def take(self, reading: RowReading) -> tuple[Tensor, Tensor]:
+        """Return (rows with their echoes, clock of each) of a read; blocks until they are there.
+
+        A row goes from the cache between its read and this call when the connection to its server was made again; then
+        it is asked for once more.
+        """
+        with self.waiting.changed:
+            opened = self._opened(reading.table)
+            self._wait(reading)
+            if opened.cache is None:
+                assert reading.rows is not None
+                return reading.rows, reading.clocks
+            while True:
+                rows, here = opened.cache.read(reading.ids)
+                if here.all():
+                    return rows, torch.maximum(opened.cache.clocks(reading.ids), self._delivered(opened, reading.ids))
+                self._wait(self.begin(reading.table, reading.ids[~here], reading.needs, refresh=False))
+
+    def push(
+        self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...]
+    ) -> Future[PushOutcome]:
+        """Send an update of distinct ids; blocks while too many earlier ones are under way."""
+        with self.waiting.changed:
+            opened = self._opened(table)
+            self._wait_for_room(opened)
+            sifted = opened.sieve.sift(ids, rows, self.core.clock, self._values(opened))
+            self._note_pushed(opened, len(ids))
+            return self._send(opened, sifted, count, hyper)
+
+    def flush(self, table: str) -> Future[PushOutcome]:
+        """Send all that filters have kept back."""
+        with self.waiting.changed:
+            opened = self._opened(table)
+            self._wait_for_room(opened)
+            return self._send(opened, opened.sieve.flush(), 1.0, ())
+
+    def num_under_way(self, table: str = "") -> int:
+        """Count the pushes of a table, or of all, that some server has yet to answer."""
+        return self._pushes.count(table)
+
+    def held_at(self, clock: int) -> str:
+        """Return a table that has pushes which are applied when this clock is finished, or nothing."""
+        return next(iter(self._pushes.held_at(clock)), "")
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def perform(self, effect: WorkerEffect, body: memoryview) -> bool:
+        """Do what the core asks for, if it is about a row table; say whether it was."""
+        match effect:
+            case Send(message=Push() as push) if push.table in self._tables:
+                self._say_push(effect.server, push, bare=effect.bare)
+            case Send(message=Pull() as pull) if pull.table in self._tables:
+                self._say_pull(effect.server, pull)
+            case InstallRows():
+                self._install(effect, body)
+            case Forget():
+                self._forget(self._tables[effect.table])
+            case Release() if effect.id in self._pushes:
+                self._release(effect)
+            case ReadDone():
+                return self._readings.finish(effect)
+            case _:
+                return False
+        return True
+
+    def on_keys_wanted(self, server: int, message: KeysWanted) -> None:
+        """Send again, with the ids, what a server could not read without them."""
+        if message.seq >= 0:
+            self._pushes.say_with_ids(server, message.seq, self.say)
+            return
+        asked = self.core.rows.asked(server, message.request)
+        if asked is not None:
+            self._say_pull(server, asked, with_ids=True)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all that is under way with an error."""
+        self._readings.abandon(error)
+        self._pushes.abandon(error)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for opened in self._tables.values():
+            opened.close()
+        self._tables.clear()
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def _wait(self, reading: RowReading) -> None:
+        self.waiting.wait(reading.future.done, f"rows of table '{reading.table}' of clock {reading.needs}")
+        reading.future.result(timeout=0)
+
+    def _say_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
+        reading = self._readings.get(pull.request)
+        if reading is None:
+            return
+        ids, opened = reading.ids_for(server), self._tables[pull.table]
+        keys = opened.keys(server, ids, sent=with_ids)
+        body = ids_body(ids) if keys.sent else EMPTY
+        plain = opened.spec.width * opened.down.dtype.itemsize
+        asked = Bytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
+        opened.traffic += Traffic(pulled=asked)
+        self.say(server, RowPullFrame(pull, keys), body)
+
+    def _install(self, effect: InstallRows, body: memoryview) -> None:
+        opened = self._tables[effect.table]
+        if effect.request < 0:
+            self._install_delivered(opened, effect, body)
+            return
+        reading = self._readings.get(effect.request)
+        if reading is None:
+            return
+        parcel = opened.down.unpack(body, len(reading.asked[effect.server]), with_ids=False)
+        opened.traffic += Traffic(pulled=Bytes(value_bytes=len(body)))
+        ids = self._readings.install(effect, parcel)
+        if opened.cache is not None:
+            opened.cache.install(ids, parcel.together, effect.clock, effect.settled, effect.includes)
+
+    def _install_delivered(self, opened: OpenedRows, effect: InstallRows, body: memoryview) -> None:
+        """Take in rows that changed; those that went from the cache meanwhile stay away."""
+        num = opened.down.num_rows(len(body))
+        parcel = opened.down.unpack(body, num, with_ids=True)
+        plain = opened.spec.width * opened.down.dtype.itemsize
+        brought = Bytes(1, ID_BYTES * num, 0, opened.down.row_bytes * num, ID_BYTES * num, plain * num)
+        opened.traffic += Traffic(delivered=brought)
+        cache = opened.cache
+        if cache is None or parcel.ids is None:
+            return
+        known = cache.known(parcel.ids)
+        cache.install(parcel.ids[known], parcel.together[known], effect.clock, effect.settled, effect.includes)
+
+    def _forget(self, opened: OpenedRows) -> None:
+        if opened.cache is not None:
+            opened.cache.clear()
+
+    def _delivered(self, opened: OpenedRows, ids: Tensor) -> Tensor:
+        """Return for each id the clock that the deliveries of its server have reached."""
+        clocks = torch.full((len(ids),), -1)
+        if opened.is_delivered:
+            order, counts = self.ops.split(ids, self.num_servers)
+            for server, places in enumerate(order.split(counts)):
+                clocks[places] = self.core.rows.delivered(opened.spec.name, server)
+        return clocks
+
+    def _unsubscribe(self, opened: OpenedRows, ids: Tensor) -> None:
+        """Tell the servers that rows are kept no longer; if that is lost they send in vain what changes."""
+        if not opened.is_delivered or not len(ids):
+            return
+        order, counts = self.ops.split(ids, self.num_servers)
+        for server, places in enumerate(order.split(counts)):
+            if len(places):
+                self.say(server, Unsubscribe(self.core.settings.sender, opened.spec.name), ids_body(ids[places]))
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def _values(self, opened: OpenedRows) -> Callable[[Tensor], Tensor] | None:
+        """Return what looks up rows as this worker has read them, NaN for others; None where nothing is kept."""
+        cache, width = opened.cache, opened.spec.width
+        if cache is None or not opened.sieve.needs_values:
+            return None
+
+        def look_up(ids: Tensor) -> Tensor:
+            rows, here = cache.read(ids)
+            rows[~here] = torch.nan
+            return rows[:, :width]
+
+        return look_up
+
+    def _send(self, opened: OpenedRows, sifted: Sifted, count: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
+        parts = self._parts(opened, sifted)
+        push = RowPush(opened, parts, count, hyper)
+        if not parts:
+            push.future.set_result(PushOutcome(applied=True))
+            return push.future
+        if opened.cache is not None and opened.replays:
+            opened.cache.note_own(self.core.next_seq, sifted.ids, opened.change(sifted.decoded))
+        self._pushes.prepare(push)
+        self.handle(WantPush(opened.spec.name, tuple(sorted(parts))))
+        return push.future
+
+    def _parts(self, opened: OpenedRows, sifted: Sifted) -> dict[int, Part]:
+        """Cut a push by server, of those that get some of it."""
+        echo = self._echo(opened, sifted.ids)
+        if self.num_servers == 1:
+            return {0: Part(sifted.ids, sifted.encoded, echo)} if len(sifted.ids) else {}
+        order, counts = self.ops.split(sifted.ids, self.num_servers)
+        return {
+            server: Part(sifted.ids[at], sifted.encoded[at], None if echo is None else echo[at])
+            for server, at in enumerate(order.split(counts))
+            if len(at)
+        }
+
+    def _echo(self, opened: OpenedRows, ids: Tensor) -> Tensor | None:
+        """Return what was read beside the values of these rows, NaN for rows that were not read."""
+        if opened.cache is None or not opened.up.echo_width:
+            return None
+        rows, here = opened.cache.read(ids)
+        echo = rows[:, opened.spec.width :].contiguous()
+        echo[~here] = torch.nan
+        return echo
+
+    def _note_pushed(self, opened: OpenedRows, num_given: int) -> None:
+        """Count what a push would have taken without filters."""
+        item = opened.spec.width * opened.up.dtype.itemsize
+        plain = Bytes(plain_key_bytes=ID_BYTES * num_given, plain_value_bytes=item * num_given)
+        opened.traffic += Traffic(pushed=plain)
+
+    def _say_push(self, server: int, push: Push, *, bare: bool) -> None:
+        self._pushes.say(server, push, self.say, bare=bare)
+
+    def _release(self, effect: Release) -> None:
+        ended = self._pushes.release(effect)
+        if ended is None:
+            return
+        if ended.opened.cache is not None:
+            ended.opened.cache.answered_own(effect.id.seq, refused=bool(ended.refused))
+        ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
+
+    def _wait_for_room(self, opened: OpenedRows) -> None:
+        """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
+        name, clock = opened.spec.name, self.core.clock
+        held = self._pushes.held_at(clock)
+        if len(held) >= MAX_HELD:
+            raise UsageError(
+                f"worker {self.core.settings.sender.worker} has made {len(held)} pushes in clock {clock}, which "
+                "servers keep until it is complete: push more rows at a time, or finish clocks more often."
+            )
+        self.waiting.wait(
+            lambda: self._pushes.count(name) - held.count(name) < MAX_UNDER_WAY,
+            f"servers to apply earlier pushes of table '{name}'",
+        )
+
+    def _opened(self, table: str) -> OpenedRows:
+        self.waiting.check()
+        opened = self._tables.get(table)
+        if opened is None:
+            names = ", ".join(sorted(self._tables)) or "none"
+            raise UsageError(f"row table '{table}' is not open here; open are: {names}")
+        return opened

@@ -1,0 +1,125 @@
+"""A row table that a worker has opened: what is fixed about it, and what the worker keeps for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.errors import UsageError
+from paceline.node.layout import torch_dtype
+from paceline.node.rows.cache import RowCache
+from paceline.node.rows.parcels import Layout
+from paceline.node.wire import Keys
+from paceline.tensors.filters.codec import codec_of
+from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
+from paceline.tensors.filters.sieve import Sieve
+from paceline.tensors.filters.traffic import Traffic
+from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.rule import RowRule
+from paceline.tensors.rows.rules import row_rule
+from paceline.tensors.rows.spec import RowTableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What a worker keeps of a row table.
+
+    Args:
+        keep: whether rows that were pulled are kept; by default where servers send what changes (essp), and where the
+            rule or a filter has to know what was read.
+        max_rows: how many at most; 0 means no limit.
+        reads_own_writes: whether reads contain own pushes that the servers have yet to apply.
+    """
+
+    keep: bool | None = None
+    max_rows: int = 0
+    reads_own_writes: bool = True
+
+
+@dataclass(slots=True)
+class OpenedRows:
+    """One row table on one worker. Used under the lock of the worker node."""
+
+    spec: RowTableSpec
+    consistency: Consistency
+    up: Layout  # of pushes
+    down: Layout  # of values
+    cache: RowCache | None
+    sieve: Sieve
+    replays: bool  # own pushes are added to rows that do not contain them yet
+    is_lazy: bool  # reads make do with kept rows that are fresh enough, unless told otherwise
+    traffic: Traffic = field(default_factory=Traffic)
+    # By server: the lists of ids that it keeps, as far as this worker knows.
+    _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
+
+    @staticmethod
+    def make(spec: RowTableSpec, options: CacheOptions, ops: RowOps, worker: int) -> OpenedRows:
+        """Work with a table from now on."""
+        consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
+        up, down = layouts(spec, rule)
+        sieve = Sieve(spec.filters, spec.width, dtype, ops, worker)
+        needed = consistency.deliver == "on_clock" or bool(rule.echo) or sieve.needs_values
+        if options.keep is False and needed:
+            raise UsageError(
+                f"table '{spec.name}' cannot do without a cache: its consistency ({spec.consistency}), its rule "
+                f"({spec.rule.name}) or a filter needs the rows that were read. Leave out cache=False."
+            )
+        keep = needed if options.keep is None else options.keep
+        cache = RowCache(ops, down.full_width, dtype, options.max_rows) if keep else None
+        replays = keep and options.reads_own_writes and can_replay(spec, consistency)
+        is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
+        return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy)
+
+    @property
+    def is_held(self) -> bool:
+        """Say whether servers keep pushes until their clock is complete."""
+        return self.consistency.visible == "on_clock"
+
+    @property
+    def is_delivered(self) -> bool:
+        """Say whether servers send what changes, unasked."""
+        return self.consistency.deliver == "on_clock"
+
+    def keys(self, server: int, ids: Tensor, *, sent: bool = False) -> Keys:
+        """Say how ids travel: by their digest alone where the server keeps the list, unless they must be `sent`."""
+        lists = self._lists.get(server) or key_lists_of(self.spec.filters)
+        if lists is None:
+            return Keys(len(ids), b"", sent=True)
+        self._lists[server] = lists
+        name = digest(self.spec.name, server, ids)
+        if not sent and lists.get(name) is not None:
+            return Keys(len(ids), name, sent=False)
+        lists.put(name, ids)
+        return Keys(len(ids), name, sent=True)
+
+    def change(self, rows: Tensor) -> Tensor:
+        """Return what a push of these rows adds to the values, for a rule that the worker can compute itself."""
+        if self.spec.rule.name == "add":
+            return rows
+        lr = self.spec.rule.groups[0]["lr"]
+        assert isinstance(lr, float | int)
+        return rows * -lr
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        if self.cache is not None:
+            self.cache.close()
+
+
+def layouts(spec: RowTableSpec, rule: RowRule) -> tuple[Layout, Layout]:
+    """Return the form of a table's rows in pushes and in what servers send."""
+    dtype = torch_dtype(spec)
+    widths = {column.name: column.width or spec.width for column in rule.columns}
+    echo_width = widths[rule.echo] if rule.echo else 0
+    up = Layout(codec_of(spec.filters, "push"), spec.width, dtype, echo_width)
+    down = Layout(codec_of(spec.filters, "pull"), spec.width, dtype, echo_width)
+    return up, down
+
+
+def can_replay(spec: RowTableSpec, consistency: Consistency) -> bool:
+    """Say whether a worker can compute the effect of its own pushes: adding, and SGD without more."""
+    more = ("momentum", "weight_decay", "nesterov")
+    is_sgd = spec.rule.name == "torch.optim.SGD" and not any(spec.rule.groups[0].get(key) for key in more)
+    return consistency.visible == "on_arrival" and (spec.rule.name == "add" or is_sgd)

@@ -1,0 +1,113 @@
+"""Pushes of rows that are under way on a worker, and what has to be said again until every server has answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.effects import Release
+from paceline.core.messages import Push, PushId
+from paceline.errors import PacelineError
+from paceline.node.outgoing import PushOutcome, promise
+from paceline.node.rows.opened import OpenedRows
+from paceline.node.rows.parcels import ID_BYTES
+from paceline.node.wire import Keys, RowPushFrame
+from paceline.tensors.filters.traffic import Bytes, Traffic
+from paceline.tensors.table import Hyper
+from paceline.transport.base import EMPTY
+
+Say = Callable[[int, object, memoryview], None]  # to a server: a message, and its body
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one server gets of a push: ids (n,), encoded rows uint8 (n, bytes a row), echoes (n, echo width)."""
+
+    ids: Tensor
+    encoded: Tensor
+    echo: Tensor | None
+
+
+@dataclass(slots=True)
+class RowPush:
+    """One push between the user's call and the last server's answer."""
+
+    opened: OpenedRows
+    parts: dict[int, Part]  # by server. Invariant: exactly those that have not answered
+    count: float
+    hyper: tuple[Hyper, ...]
+    push: Push | None = None  # its identity, as soon as it has one
+    future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
+    refused: str = ""
+
+    def say(self, server: int, say: Say, *, bare: bool, with_ids: bool = False) -> None:
+        """Send a server its part; `bare` without rows, as it has them; `with_ids` even if it keeps the list."""
+        assert self.push is not None
+        part = self.parts[server]
+        if bare:
+            say(server, RowPushFrame(self.push, self.count, self.hyper, Keys(len(part.ids), b"", sent=False)), EMPTY)
+            return
+        keys = self.opened.keys(server, part.ids, sent=with_ids)
+        body = self.opened.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
+        key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
+        self.opened.traffic += Traffic(pushed=Bytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
+        say(server, RowPushFrame(self.push, self.count, self.hyper, keys), body)
+
+
+@dataclass(slots=True)
+class RowPushes:
+    """All pushes of rows under way. Used under the lock of the worker node."""
+
+    _under_way: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])
+    _next: RowPush | None = None
+
+    def __contains__(self, push_id: PushId) -> bool:
+        """Say whether this push is one of these."""
+        return push_id in self._under_way
+
+    def count(self, table: str = "") -> int:
+        """Count the pushes under way, of one table or of all."""
+        return sum(table in ("", push.opened.spec.name) for push in self._under_way.values())
+
+    def held_at(self, clock: int) -> list[str]:
+        """Return the tables of the pushes that servers keep until this clock is complete, one for each push."""
+        made = [(push.opened, push.push) for push in self._under_way.values()]
+        return [
+            opened.spec.name for opened, push in made if opened.is_held and push is not None and push.clock == clock
+        ]
+
+    def prepare(self, push: RowPush) -> None:
+        """Have a push ready that is given its identity when the core first sends it."""
+        self._next = push
+
+    def say(self, server: int, push: Push, say: Say, *, bare: bool) -> None:
+        """Send a server its part of a push; nothing if that is answered already."""
+        if self._next is not None:
+            self._next.push, self._under_way[push.id], self._next = push, self._next, None
+        found = self._under_way.get(push.id)
+        if found is not None and server in found.parts:
+            found.say(server, say, bare=bare)
+
+    def say_with_ids(self, server: int, seq: int, say: Say) -> None:
+        """Send a server its part again with its ids: it does not keep the list any more."""
+        for push_id, push in self._under_way.items():
+            if push_id.seq == seq and server in push.parts:
+                push.say(server, say, bare=False, with_ids=True)
+
+    def release(self, effect: Release) -> RowPush | None:
+        """Note that a server has answered; return the push when all have."""
+        push = self._under_way[effect.id]
+        push.parts.pop(effect.server, None)
+        push.refused = push.refused or effect.refused
+        if push.parts:
+            return None
+        return self._under_way.pop(effect.id)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all pushes with an error: whether they were applied will not be known."""
+        while self._under_way:
+            _, push = self._under_way.popitem()
+            push.future.set_exception(error)

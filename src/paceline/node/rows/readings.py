@@ -1,0 +1,114 @@
+"""Reads of rows that are under way on a worker: which rows each asked which server for, and what has come."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.effects import InstallRows, ReadDone
+from paceline.core.events import WantRows
+from paceline.errors import PacelineError
+from paceline.node.outgoing import promise
+from paceline.node.rows.cache import UNKNOWN
+from paceline.node.rows.opened import OpenedRows
+from paceline.node.rows.parcels import Parcel
+from paceline.tensors.rows.ops import RowOps
+
+
+@dataclass(slots=True)
+class RowReading:
+    """One read.
+
+    Attributes:
+        table: which one.
+        needs: rows must contain every update below this clock.
+        ids: (n,) distinct.
+        asked: by server, the positions in `ids` of the rows that it is asked for (or that its deliveries bring).
+        rows: (n, width), filled as answers come; None where rows go into the cache.
+        clocks: (n,) of each row that came with an answer: it contains every update below.
+        future: ends when everything has come.
+    """
+
+    table: str
+    needs: int
+    ids: Tensor
+    rows: Tensor | None
+    clocks: Tensor
+    asked: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    future: Future[ReadDone] = field(default_factory=lambda: promise(ReadDone))
+
+    def ids_for(self, server: int) -> Tensor:
+        """Return the ids that a server is asked for."""
+        return self.ids[self.asked[server]]
+
+
+@dataclass(slots=True)
+class Readings:
+    """Reads by request. Used under the lock of the worker node."""
+
+    ops: RowOps
+    num_servers: int
+    _open: dict[int, RowReading] = field(default_factory=dict[int, RowReading])
+
+    def plan(
+        self, opened: OpenedRows, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
+    ) -> tuple[RowReading, WantRows]:
+        """Return a read of distinct ids, and what to ask for it: the rows that are not kept, or not fresh enough.
+
+        Args:
+            opened: the table.
+            ids: (n,) distinct.
+            needs: as of `RowReading`.
+            delivered: by server, the clock that its deliveries have reached.
+            refresh: ask for every row.
+        """
+        cache = opened.cache
+        rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype) if cache is None else None
+        reading = RowReading(opened.spec.name, needs, ids, rows, torch.full((len(ids),), UNKNOWN))
+        order, counts = self.ops.split(ids, self.num_servers)
+        fetch: list[int] = []
+        deliver: list[int] = []
+        for server, places in enumerate(order.split(counts)):
+            brought = False
+            if cache is not None and not refresh:
+                clocks = cache.clocks(ids[places])
+                lacking = clocks < (needs if delivered[server] < needs else 0)
+                places = places[lacking]
+                brought = opened.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
+            if len(places):
+                reading.asked[server] = places
+                (deliver if brought else fetch).append(server)
+        return reading, WantRows(opened.spec.name, needs, tuple(fetch), tuple(deliver))
+
+    def begin(self, request: int, reading: RowReading) -> None:
+        """Note a read that begins."""
+        self._open[request] = reading
+
+    def get(self, request: int) -> RowReading | None:
+        """Return a read that is under way."""
+        return self._open.get(request)
+
+    def install(self, effect: InstallRows, parcel: Parcel) -> Tensor:
+        """Take in the answer to a read; return the ids that it brings."""
+        reading = self._open[effect.request]
+        places = reading.asked[effect.server]
+        reading.clocks[places] = effect.clock
+        if reading.rows is not None:
+            self.ops.scatter(reading.rows, places, parcel.together)
+        return reading.ids[places]
+
+    def finish(self, done: ReadDone) -> bool:
+        """End a read; say whether it is one of these."""
+        reading = self._open.pop(done.request, None)
+        if reading is not None:
+            reading.future.set_result(done)
+        return reading is not None
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all reads with an error: nothing will come any more."""
+        while self._open:
+            _, reading = self._open.popitem()
+            reading.future.set_exception(error)

@@ -1,0 +1,251 @@
+"""The row tables of one server: their stores, pushes that wait to be applied, and what readers have asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite, isnan
+
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.node.rows.opened import layouts
+from paceline.node.rows.parcels import Layout, ids_of
+from paceline.node.rows.subscriptions import Subscription
+from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame
+from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
+from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.rules import row_rule
+from paceline.tensors.rows.spec import RowTableSpec, row_differences
+from paceline.tensors.rows.store import RowContribution, RowStore
+
+Life = tuple[int, int]  # (rank, incarnation) of a worker
+
+# Of one worker, more reads of one table than this may not wait: a misbehaving peer.
+MAX_READS = 1024
+
+
+@dataclass(slots=True)
+class ServedRows:
+    """One row table on this server."""
+
+    spec: RowTableSpec
+    consistency: Consistency
+    store: RowStore
+    up: Layout
+    down: Layout
+    subscriptions: dict[Life, Subscription] = field(default_factory=dict[Life, Subscription])
+    # What readers that have yet to be answered asked for, by life and request.
+    asked: dict[tuple[Life, int], Tensor] = field(default_factory=dict[tuple[Life, int], Tensor])
+    # Lists of ids that a digest may stand for, by who sent them.
+    lists: dict[Life, KeyLists] = field(default_factory=dict[Life, KeyLists])
+    # Pushes that have arrived and are neither applied nor discarded.
+    waiting: dict[PushId, RowContribution] = field(default_factory=dict[PushId, RowContribution])
+    # Why this table takes no more pushes: an update of it could not be made.
+    broken: str = ""
+
+
+@dataclass(slots=True)
+class RowShelf:
+    """What one server holds of row tables.
+
+    Args:
+        server: its rank.
+        ops: what moves rows.
+        allowed_rules: limits which rules may be imported by path; None allows all.
+    """
+
+    server: int
+    ops: RowOps
+    allowed_rules: frozenset[str] | None = None
+    tables: dict[str, ServedRows] = field(default_factory=dict[str, ServedRows])
+
+    def __contains__(self, table: str) -> bool:
+        """Say whether there is a row table of this name."""
+        return table in self.tables
+
+    def declare(self, spec: RowTableSpec) -> Consistency:
+        """Make a table, or check that it is the one that exists; return its consistency.
+
+        Raises:
+            UsageError: the table exists and differs, or its rule or its memory cannot be had.
+        """
+        known = self.tables.get(spec.name)
+        if known is not None and known.spec != spec:
+            lines = " ".join(row_differences(spec, known.spec))
+            raise UsageError(
+                f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
+                f"{lines} Every worker must declare it alike."
+            )
+        consistency = Consistency.parse(spec.consistency)
+        if known is None:
+            spec.validate()
+            rule = row_rule(spec.rule, self.allowed_rules)
+            up, down = layouts(spec, rule)
+            self.tables[spec.name] = ServedRows(spec, consistency, RowStore(spec, rule, self.ops), up, down)
+        return consistency
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def accept(self, frame: RowPushFrame, body: memoryview) -> str | KeysWanted:
+        """Keep what a push brings; return why it may not be applied, or nothing, or that its ids are wanted."""
+        served = self.tables.get(frame.push.table)
+        if served is None:
+            return ""
+        problem = served.broken or _objection(served.spec, frame)
+        if not problem and not body and frame.keys.num:
+            problem = "its rows did not come with it"
+        if problem:
+            return problem
+        try:
+            parcel = served.up.unpack(body, frame.keys.num, with_ids=frame.keys.sent)
+        except PeerError as error:
+            return str(error)
+        life = frame.push.id.worker, frame.push.id.incarnation
+        ids = self._ids(served, life, frame.keys, parcel.ids)
+        if ids is None:
+            return KeysWanted(frame.push.table, frame.push.id.seq, -1)
+        contribution = RowContribution(ids, parcel.rows, frame.count, frame.hyper, parcel.echo)
+        try:
+            served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
+        except UsageError as error:
+            return str(error)
+        served.waiting[frame.push.id] = contribution
+        return ""
+
+    def has(self, table: str, push_id: PushId) -> bool:
+        """Say whether what this push brought waits here."""
+        return table in self.tables and push_id in self.tables[table].waiting
+
+    def apply(self, table: str, push_ids: Sequence[PushId], clock: int) -> str:
+        """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
+
+        What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up, a disk
+        that breaks), the table keeps its values, takes no more pushes, and says why; others go on.
+        """
+        served = self.tables[table]
+        contributions = [served.waiting.pop(push_id) for push_id in push_ids]
+        if served.broken:
+            return served.broken
+        try:
+            changed = served.store.apply(contributions, clock)
+        except (PacelineError, OSError, RuntimeError) as error:
+            served.broken = f"table '{table}' takes no more pushes on server {self.server}: {error}"
+            return served.broken
+        for subscription in served.subscriptions.values():
+            subscription.note(changed)
+        return ""
+
+    def discard(self, push_id: PushId) -> None:
+        """Forget what a push brought."""
+        for served in self.tables.values():
+            served.waiting.pop(push_id, None)
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def ask(self, frame: RowPullFrame, body: memoryview) -> KeysWanted | None:
+        """Note which rows a pull asks for; return that its ids are wanted, if they are.
+
+        Raises:
+            PeerError: the ids make no sense, or the worker has too many reads waiting.
+        """
+        served = self.tables.get(frame.pull.table)
+        if served is None:
+            return None
+        life = frame.pull.sender.worker, frame.pull.sender.incarnation
+        sent = ids_of(body) if frame.keys.sent else None
+        ids = self._ids(served, life, frame.keys, sent)
+        if ids is None:
+            return KeysWanted(frame.pull.table, -1, frame.pull.request)
+        if sum(reader == life for reader, _ in served.asked) >= MAX_READS:
+            raise PeerError(f"worker {life[0]} has more than {MAX_READS} reads of table '{served.spec.name}' waiting")
+        served.asked[life, frame.pull.request] = ids
+        return None
+
+    def answer(self, life: Life, message: Fetched) -> memoryview | None:
+        """Return the rows that a read asked for; None if it is not known any more what those were."""
+        served = self.tables[message.table]
+        ids = served.asked.pop((life, message.request), None)
+        if ids is None:
+            return None
+        if served.consistency.deliver == "on_clock":
+            self._subscription(served, life).add(ids)
+        return served.down.pack_rows(None, served.store.read(ids, message.clock))
+
+    def delivery(self, life: Life, message: Delivered) -> memoryview:
+        """Return the rows of a subscriber that have changed since it was last sent some."""
+        served = self.tables[message.table]
+        ids = self._subscription(served, life).take()
+        return served.down.pack_rows(ids, served.store.read(ids, message.clock))
+
+    def unsubscribe(self, life: Life, table: str, body: memoryview) -> None:
+        """Send a worker these rows no longer."""
+        served = self.tables.get(table)
+        if served is not None and life in served.subscriptions:
+            served.subscriptions[life].remove(ids_of(body))
+
+    # -- the course of things ----------------------------------------------------------------------------------------
+
+    def advance(self, table: str, clock: int) -> None:
+        """Let rows go whose time is over; their readers are sent the values that they have from now on."""
+        served = self.tables[table]
+        gone = served.store.advance(clock)
+        if len(gone):
+            for subscription in served.subscriptions.values():
+                subscription.note(gone)
+
+    def forget(self, life: Life) -> None:
+        """Drop what is kept for a worker that takes part no longer."""
+        for served in self.tables.values():
+            served.lists.pop(life, None)
+            served.asked = {key: ids for key, ids in served.asked.items() if key[0] != life}
+            subscription = served.subscriptions.pop(life, None)
+            if subscription is not None:
+                subscription.close()
+
+    def clear(self) -> None:
+        """Let go of all tables: nobody is served any more."""
+        for served in self.tables.values():
+            served.store.close()
+            for subscription in served.subscriptions.values():
+                subscription.close()
+        self.tables.clear()
+
+    def _subscription(self, served: ServedRows, life: Life) -> Subscription:
+        found = served.subscriptions.get(life)
+        if found is None:
+            found = served.subscriptions[life] = Subscription(self.ops)
+        return found
+
+    def _ids(self, served: ServedRows, life: Life, keys: Keys, sent: Tensor | None) -> Tensor | None:
+        """Return the ids that a frame is about; None if it names a list that is not kept here."""
+        if sent is not None and len(sent) != keys.num:
+            raise PeerError(f"worker {life[0]} announced {keys.num} ids and sent {len(sent)}")
+        if not keys.digest:
+            return sent
+        lists = served.lists.get(life) or key_lists_of(served.spec.filters)
+        if lists is None:
+            raise PeerError(f"table '{served.spec.name}' keeps no lists of ids, but worker {life[0]} names one")
+        served.lists[life] = lists
+        if sent is None:
+            found = lists.get(keys.digest)
+            return found if found is not None and len(found) == keys.num else None
+        if keys.digest != digest(served.spec.name, self.server, sent):
+            raise PeerError(f"worker {life[0]} sent ids of table '{served.spec.name}' under a digest of other ids")
+        lists.put(keys.digest, sent.clone())
+        return sent
+
+
+def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:
+    """Say why what came beside the rows makes no sense, or nothing."""
+    if not (isfinite(frame.count) and frame.count >= 0):
+        return f"it stands for {frame.count} samples, expected a number >= 0"
+    known = spec.rule.groups[0]
+    for given in frame.hyper:
+        missing = sorted(known.keys() - given.keys())
+        bad = [key for key, value in given.items() if isinstance(value, float) and isnan(value)]
+        if missing or bad or len(frame.hyper) > 1:
+            return f"hyperparameters: {len(frame.hyper)} groups, missing {missing}, not a number {bad}"
+    return ""

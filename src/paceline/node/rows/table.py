@@ -1,0 +1,237 @@
+"""A row table as its user sees it: pull and push rows by their ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.errors import UsageError
+from paceline.node.layout import torch_dtype
+from paceline.node.meter import Meter
+from paceline.node.outgoing import PushOutcome, settled
+from paceline.node.rows.opened import OpenedRows
+from paceline.node.rows.readings import RowReading
+from paceline.node.worker import WorkerNode
+from paceline.tensors.filters.sieve import SieveCounts
+from paceline.tensors.filters.traffic import Traffic
+from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.summing import num_nonfinite
+from paceline.tensors.table import Hyper
+
+Ids = Tensor | npt.NDArray[np.generic] | Sequence[int]
+Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(slots=True)
+class RowFuture:
+    """Rows under way; made by `RowTable.pull_later`."""
+
+    table: RowTable
+    shape: tuple[int, ...]
+    inverse: Tensor | None  # of each id, its place among the distinct ones; None where no id repeats
+    reading: RowReading
+    clock: int  # of the training step that uses them
+
+    def result(self) -> Tensor:
+        """Return the rows, (*shape of the ids, width); blocks until they are there, and raises as `pull` does."""
+        return self.table.finish(self)
+
+
+@dataclass(slots=True)
+class RowTable:
+    """One row table of the parameter server: rows of `width` numbers under 64-bit ids, which nobody has to list.
+
+    A row that was never pushed has the first values of the table, and reading it creates nothing.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     users = ps.table("users", rows=2, update=paceline.update.SGD(lr=0.5), consistency="ssp:2")
+        ...     _ = users.push([7, -3, 7], [[1.0, 0.0], [0.0, 1.0], [1.0, 2.0]])
+        ...     _ = ps.clock()
+        ...     users.pull([7, -3, 12345678901])
+        tensor([[-1.0000, -1.0000],
+                [ 0.0000, -0.5000],
+                [ 0.0000,  0.0000]])
+    """
+
+    spec: RowTableSpec
+    opened: OpenedRows
+    node: WorkerNode
+    meter: Meter
+
+    @property
+    def name(self) -> str:
+        """Name of the table, unique in the job."""
+        return self.spec.name
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return self.spec.width
+
+    @property
+    def consistency(self) -> Consistency:
+        """When reads of this table wait, and what they see."""
+        return self.opened.consistency
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this worker has sent and received for this table so far, in bytes; repeats count."""
+        return self.opened.traffic
+
+    @property
+    def sifted(self) -> SieveCounts:
+        """What filters have done with the rows pushed so far."""
+        return self.opened.sieve.counts
+
+    def pull(self, ids: Ids, *, refresh: bool | None = None, exact: bool = False) -> Tensor:
+        """Return the rows of these ids; blocks until they are as fresh as the table's consistency demands.
+
+        Args:
+            ids: int64, any shape; they may repeat, be negative, or never have been pushed.
+            refresh: ask the servers even for rows that are kept here and fresh enough. By default so, unless the table
+                keeps rows (cache=True, or essp, where servers send what changes).
+            exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
+                is not counted among the reads of training.
+
+        Returns:
+            (*shape of ids, width), the table's dtype; memory of its own.
+
+        Raises:
+            UsageError: ids that are no 64-bit integers.
+            DeadlineExceeded: the rows did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        return self._begin(ids, refresh=refresh, exact=exact, ahead=0).result()
+
+    def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
+        """Ask for rows without blocking.
+
+        Args:
+            ids: as for `pull`.
+            refresh: as for `pull`.
+            ahead: for use so many clocks from now: the rows will be as fresh as a read at that clock demands. With 1,
+                ask for the rows of the next batch before this one is pushed; own pushes of clocks in between are in
+                them where servers wait for those (bsp), and else where this worker adds them itself (cache=True with a
+                rule that adds, or plain SGD).
+        """
+        return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
+
+    def push(self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = ()) -> Future[PushOutcome]:
+        """Send an update of some rows, made during the current clock.
+
+        Blocks only while many earlier pushes of this table are under way. Under bsp the future ends after all workers
+        have finished the clock: do not wait for it before `clock()`.
+
+        Args:
+            ids: int64, any shape; the rows of an id that repeats are summed, in the order given.
+            rows: (*shape of ids, width); converted to the table's dtype.
+            samples: how many samples they stand for, the weight under scale="samples".
+            hyper: one dict of hyperparameters to use from now on, when they changed.
+
+        Returns:
+            A future of whether the update was applied, or why it was refused.
+
+        Raises:
+            UsageError: wrong ids or shape, or values that are not finite in a table with nonfinite="halt".
+            PeerError: a server is gone.
+        """
+        with self.meter.communicating():
+            keys = self._keys(ids)
+            values = self._values(rows, keys)
+            problem = self._objection(values)
+            if problem:
+                return settled(PushOutcome(applied=False, reason=problem))
+            if self.spec.nonfinite == "zero":
+                values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            if len(distinct) < len(inverse):
+                values = self.node.rows.ops.sum_rows(values, inverse, len(distinct))
+            return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper)
+
+    def flush(self) -> Future[PushOutcome]:
+        """Send all that filters have kept back, as an update of the current clock."""
+        with self.meter.communicating():
+            return self.node.rows.flush(self.name)
+
+    def finish(self, asked: RowFuture) -> Tensor:
+        """Return the rows of a read that `pull_later` began."""
+        began = time.monotonic()
+        with self.meter.communicating():
+            rows, clocks = self.node.rows.take(asked.reading)
+        waited_s = time.monotonic() - began
+        if asked.clock >= 0:
+            self.meter.note_row_read(self.name, asked.clock, clocks, waited_s)
+        values = rows[:, : self.width].contiguous()
+        if asked.inverse is not None:
+            distinct, values = values, values.new_empty((len(asked.inverse), self.width))
+            self.node.rows.ops.gather(distinct, asked.inverse, values)
+        return values.view(*asked.shape, self.width)
+
+    def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
+        with self.meter.communicating():
+            keys = self._keys(ids)
+            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            clock = self.node.clock + ahead
+            needs = clock if exact else self.consistency.needs(clock)
+            asks = not self.opened.is_lazy if refresh is None else refresh
+            reading = self.node.rows.begin(self.name, distinct, needs, refresh=asks)
+        repeats = inverse if len(distinct) < len(inverse) else None
+        return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock)
+
+    def _keys(self, ids: Ids) -> Tensor:
+        """Return ids as a tensor of int64."""
+        try:
+            keys = torch.as_tensor(ids, device="cpu").detach()
+        except (OverflowError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{self._here()}: ids are no 64-bit integers ({error}).") from None
+        if not keys.numel():
+            return keys.to(torch.int64)
+        if keys.dtype not in _INTEGERS:
+            raise UsageError(
+                f"{self._here()}: ids are {keys.dtype}, expected integers of at most 64 bits, signed. (An unsigned "
+                "64-bit array becomes such without loss by .view(np.int64).)"
+            )
+        return keys.to(torch.int64).contiguous()
+
+    def _values(self, rows: Rows, keys: Tensor) -> Tensor:
+        """Return rows as a flat tensor of the table's dtype, one row an id."""
+        if isinstance(rows, np.ndarray):
+            rows = np.require(rows, requirements=["C", "W"])  # what torch takes without a warning
+        values = torch.as_tensor(rows, dtype=torch_dtype(self.spec), device="cpu").detach()
+        expected = (*keys.shape, self.width)
+        if tuple(values.shape) != expected and (keys.numel() or values.numel()):
+            raise UsageError(
+                f"{self._here()}: rows have shape {tuple(values.shape)}, expected {expected}, which is that of the ids "
+                f"and {self.width} numbers a row."
+            )
+        return values.reshape(-1, self.width).contiguous()
+
+    def _here(self) -> str:
+        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
+
+    def _objection(self, rows: Tensor) -> str:
+        """Say why rows are not sent, or nothing; raises UsageError where the table is to halt then."""
+        if self.spec.nonfinite in ("zero", "ignore"):
+            return ""
+        num_bad = num_nonfinite(rows.view(-1))
+        if not num_bad:
+            return ""
+        problem = (
+            f"{num_bad} of {rows.numel()} elements of a push to table '{self.name}' are NaN or infinite; it was not "
+            "sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
+        )
+        if self.spec.nonfinite == "halt":
+            raise UsageError(f"worker {self.meter.worker}, clock {self.node.clock}: {problem}")
+        return problem
