@@ -69,8 +69,9 @@ class Meter:
     def note_row_read(self, table: str, clock: int, value_clocks: Tensor, waited_s: float) -> None:
         """Record a read of rows, each with the clock below which it contains every update; count what it waited."""
         self.wait_s += waited_s
-        found, counts = value_clocks.unique(return_counts=True)
-        num_rows = dict(zip(found.tolist(), counts.tolist(), strict=True))
+        first = int(value_clocks.min()) if len(value_clocks) else 0
+        counts = (value_clocks - first).bincount().tolist()
+        num_rows = {first + more: count for more, count in enumerate(counts) if count}
         self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
 
     def finish_clock(self, clock: int) -> None:

@@ -96,7 +96,9 @@ class Readings:
         reading = self._open[effect.request]
         places = reading.asked[effect.server]
         reading.clocks[places] = effect.clock
-        if reading.rows is not None:
+        if reading.rows is not None and self.num_servers == 1:
+            reading.rows = parcel.together  # all of them, in the order of the ids
+        elif reading.rows is not None:
             self.ops.scatter(reading.rows, places, parcel.together)
         return reading.ids[places]
 

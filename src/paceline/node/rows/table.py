@@ -150,14 +150,14 @@ class RowTable:
         with self.meter.communicating():
             keys = self._keys(ids)
             values = self._values(rows, keys)
-            problem = self._objection(values)
-            if problem:
-                return settled(PushOutcome(applied=False, reason=problem))
             if self.spec.nonfinite == "zero":
                 values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             if len(distinct) < len(inverse):
                 values = self.node.rows.ops.sum_rows(values, inverse, len(distinct))
+            problem = self._objection(values)  # of sums: there are fewer, and none of NaN or infinity is finite
+            if problem:
+                return settled(PushOutcome(applied=False, reason=problem))
             return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper)
 
     def flush(self) -> Future[PushOutcome]:
