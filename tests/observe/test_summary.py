@@ -3,7 +3,7 @@ from tests.observe.synthetic import Rehearsal
 
 from paceline.observe.runs import Run, gather
 from paceline.observe.summary import CURVE_POINTS, CurvePoint, summarize
-from paceline.observe.trace import Evaluated, Membership, MinClock, Read, Record, Step
+from paceline.observe.trace import Evaluated, Membership, MinClock, Read, Record, RowRead, Step
 
 
 def read(t: float, worker: int, clock: int, value_clock: int, table: str = "w") -> Read:
@@ -51,6 +51,14 @@ def test_histogram_of_clock_differentials() -> None:
     assert summary.max_staleness == 3
     assert summary.current_share == 0.5
     assert summary.num_reads == 4
+
+
+def test_every_row_of_a_read_of_rows_counts_as_a_read() -> None:
+    records: list[Record] = [MinClock(1.0, 0, "rows", 2), RowRead(2.0, 0, "rows", 3, {0: 4, 2: 6}, 0.0)]
+    summary = summarize(gather(records))
+    assert summary.differentials == {-4: 4, -2: 6}
+    assert (summary.num_reads, summary.max_staleness, summary.freshest_share) == (10, 3, 0.6)
+    assert (summary.freshest, summary.max_lead) == ({-4: 0, -2: 6}, 0)
 
 
 def test_a_read_is_freshest_when_no_server_could_have_given_more() -> None:

@@ -18,6 +18,7 @@ from paceline.observe.trace import (
     Read,
     Record,
     Refusal,
+    RowRead,
     Step,
 )
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
-_R = TypeVar("_R", Read, Step, Evaluated, MinClock, Applied, Refusal, Membership, Handled)
+_R = TypeVar("_R", Read, RowRead, Step, Evaluated, MinClock, Applied, Refusal, Membership, Handled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Run:
     """The records of all processes of a run, by kind, each kind sorted by time."""
 
     reads: tuple[Read, ...] = ()
+    row_reads: tuple[RowRead, ...] = ()
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
@@ -62,6 +64,7 @@ def gather(records: Iterable[Record]) -> Run:
     ordered = sorted(records, key=attrgetter("t"))
     return Run(
         reads=_of_kind(ordered, Read),
+        row_reads=_of_kind(ordered, RowRead),
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
         min_clocks=_of_kind(ordered, MinClock),

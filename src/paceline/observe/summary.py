@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from paceline.observe.trace import Membership, MinClock, Read, Step
+from paceline.observe.trace import Membership, MinClock, Read, RowRead, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +61,8 @@ class RunSummary:
 
     seconds: float
     workers: tuple[WorkerSummary, ...]
-    # Clock differential of reads (values' age - reader's clock; -1 is the freshest) -> number of reads.
+    # Clock differential of reads (values' age - reader's clock; -1 is the freshest) -> number of reads. Where a read
+    # was one of rows, every row counts as a read of its own.
     differentials: Mapping[int, int]
     # The same for the reads that got the newest complete values the servers had at that moment; None without reads.
     freshest: Mapping[int, int] | None
@@ -134,7 +135,7 @@ def summarize(run: Run) -> RunSummary:
     return RunSummary(
         seconds=run.steps[-1].t - start_t if run.steps else 0.0,
         workers=_workers(run.steps),
-        differentials=dict(sorted(Counter(read.differential for read in run.reads).items())),
+        differentials=_differentials(run),
         freshest=_freshest(run),
         max_lead=_max_lead(run),
         test_loss=last.loss if last else None,
@@ -167,18 +168,30 @@ def _slow_busy_s(steps: Sequence[Step]) -> float:
     return busy_s[len(busy_s) * 4 // 5]
 
 
+def _differentials(run: Run) -> dict[int, int]:
+    """Count the reads, and the rows of reads of rows, by clock differential."""
+    counts = Counter(read.differential for read in run.reads)
+    for record in run.row_reads:
+        counts.update(record.differentials)
+    return dict(sorted(counts.items()))
+
+
 def _freshest(run: Run) -> dict[int, int] | None:
     """Compare every read with the slowest clock that all servers of its table had reached by then."""
-    if not run.reads:
+    if not run.reads and not run.row_reads:
         return None
     reached = {(record.table, record.server): 0 for record in run.min_clocks}
     freshest: Counter[int] = Counter()
-    for record in merge(run.min_clocks, run.reads, key=attrgetter("t")):
+    for record in merge(run.min_clocks, run.reads, run.row_reads, key=attrgetter("t")):
         if isinstance(record, MinClock):
             reached[record.table, record.server] = record.clock
+            continue
+        newest = min((clock for (table, _), clock in reached.items() if table == record.table), default=0)
+        if isinstance(record, Read):
+            freshest[record.differential] += record.value_clock >= newest
         else:
-            on_servers = (clock for (table, _), clock in reached.items() if table == record.table)
-            freshest[record.differential] += record.value_clock >= min(on_servers, default=0)
+            for value_clock, num_rows in record.num_rows.items():
+                freshest[value_clock - 1 - record.clock] += num_rows * (value_clock >= newest)
     return dict(sorted(freshest.items()))
 
 
@@ -187,8 +200,8 @@ def _max_lead(run: Run) -> int | None:
     computing: dict[int, int] = {}
     leads: list[int] = []
     gone = (record for record in run.memberships if record.event != "joined")
-    for record in merge(run.steps, gone, run.reads, key=attrgetter("t")):
-        if isinstance(record, Read):
+    for record in merge(run.steps, gone, run.reads, run.row_reads, key=attrgetter("t")):
+        if isinstance(record, Read | RowRead):
             computing[record.worker] = record.clock
             leads.append(max(computing.values()) - min(computing.values()))
         elif isinstance(record, Membership) or computing.get(record.worker, -1) <= record.clock:

@@ -55,6 +55,11 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
     num_rows: dict[int, int]
     waited_s: float
 
+    @property
+    def differentials(self) -> dict[int, int]:
+        """Return how many rows were read at each clock differential; see `Read.differential`."""
+        return {value_clock - 1 - self.clock: num for value_clock, num in self.num_rows.items()}
+
 
 class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A worker finished `clock`.
