@@ -29,6 +29,7 @@ from paceline.node.declaration import Declaration
 from paceline.node.meter import Meter
 from paceline.node.opening import Opening, first_values
 from paceline.node.requests import Meet
+from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
 from paceline.node.server import ServerNode
@@ -132,6 +133,7 @@ class Session:
         cache_rows: int = 0,
         life: Lifecycle = ...,
         filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
     ) -> RowTable: ...
 
     def table(
@@ -152,6 +154,7 @@ class Session:
         cache_rows: int = 0,
         life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
         filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
     ) -> Table | RowTable:
         """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
 
@@ -178,6 +181,7 @@ class Session:
             cache_rows: keep at most so many, least recently used go first; 0 means no limit.
             life: of rows: when they come, go, and where they lie; see `paceline.Lifecycle`.
             filters: of rows: what is left out or made smaller on the way; see `paceline.filters`.
+            communication: of rows: let pushes wait for a budget, of this worker; see `paceline.managed`.
 
         Raises:
             Refused: another worker declared the table differently; the message lists the first differences.
@@ -191,12 +195,13 @@ class Session:
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
         if rows is not None and shape is None and not view:
-            options = CacheOptions(cache, cache_rows, read_my_writes)
+            options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             return self.tables.rows(declared.rows(rows, init, life, tuple(filters)), options)
-        if shape is None or rows is not None or cache is not None or cache_rows or filters or life != Lifecycle():
+        only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
+        if shape is None or rows is not None or any(only_rows):
             raise UsageError(
                 f"table '{name}': give either shape=..., or rows=... (then without view, and with cache, cache_rows, "
-                "life and filters as you like)."
+                "life, filters and communication as you like)."
             )
         if isinstance(init, First):
             raise UsageError(f"table '{name}': init is {init}, which is for rows; give a number or a tensor.")
@@ -222,12 +227,15 @@ class Session:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.add(weights)
 
-    def clock(self) -> int:
+    def clock(self, *, samples: float | None = None) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
 
-        Does not block: waiting happens in the next pull, as far as the consistency asks for it.
+        What embeddings have collected is pushed first, for so many `samples`: by default those that loaders from
+        `shard` have handed out. Does not block: waiting happens in the next pull, as far as the consistency asks.
+        Only rows under `paceline.managed` may have to wait here for their budget.
         """
         with self.communicating():
+            self.lookups.push(self.meter.samples or None if samples is None else samples)
             self.meter.finish_clock(self.node.clock)
             self.node.tick()
         return self.node.clock

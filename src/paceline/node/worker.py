@@ -84,7 +84,7 @@ class WorkerNode:
         self._changed = self._waiting.changed
         self.calls = Calls(self._send_request, self._waiting, len(self.addresses), self.settings.retry_s)
         self.rows = RowClient(
-            self._core, self._waiting, row_ops(), len(self.addresses), self._send_request, self._handle
+            self._core, self._waiting, row_ops(), len(self.addresses), self._send_request, self._handle, self._fail
         )
         # A quarter of the first pause is fine enough for pauses that double.
         self._timekeeper = Timekeeper(self.settings.retry_s / 4, self._repeat_due)
@@ -216,9 +216,10 @@ class WorkerNode:
         return self._push(table, buffer, count, absent, hyper)
 
     def tick(self) -> None:
-        """Finish the current clock. Does not block."""
+        """Finish the current clock; blocks while rows that have to go before wait for a budget, else not."""
         with self._changed:
             self._waiting.check()
+            self.rows.budgeted.send_due(self._core.clock)
             self._handle(WantClock())
 
     def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
@@ -262,6 +263,7 @@ class WorkerNode:
             UsageError: a push waits for this worker's own `tick`.
         """
         with self._changed:
+            self.rows.budgeted.send_all(self._core.clock)
             table = self._pushes.held_at(self._core.clock) or self.rows.held_at(self._core.clock)
             if table:
                 raise UsageError(
@@ -275,6 +277,7 @@ class WorkerNode:
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
         with self._changed:
+            self.rows.budgeted.send_all(self._core.clock)
             self._handle(WantLeave())
             self._waiting.wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
 

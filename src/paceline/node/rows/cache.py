@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +54,8 @@ class RowCache:
     _num_reads: int = 0
     # By sequence number. Invariant: exactly the own pushes that some server has not answered.
     _own: dict[int, _OwnRows] = field(default_factory=dict[int, _OwnRows])
+    # What own pushes that no server has been sent add to these rows, (n, width); they are in the rows here.
+    unsent: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Start without rows."""
@@ -74,6 +77,9 @@ class RowCache:
         for seq, own in self._own.items():
             if seq >= settled and seq not in includes:
                 own.add_to(ids, rows)
+        if self.unsent is not None:
+            change = self.unsent(ids)
+            rows[:, : change.shape[1]] += change
         slots, _ = self._index.add(ids)
         for column in (self._rows, self._clocks, self._used):
             column.grow(self._index.num_slots)
@@ -101,9 +107,16 @@ class RowCache:
 
     def note_own(self, seq: int, ids: Tensor, change: Tensor) -> None:
         """Add an own push to the rows here, and to those that come without it. Each id is there once."""
+        self.note_sent(seq, ids, change)
+        self.change(ids, change)
+
+    def note_sent(self, seq: int, ids: Tensor, change: Tensor) -> None:
+        """Add an own push, which is in the rows here already, to those that come without it. Each id is there once."""
         order = torch.argsort(ids)
-        own = _OwnRows(ids[order], change[order])
-        self._own[seq] = own
+        self._own[seq] = _OwnRows(ids[order], change[order])
+
+    def change(self, ids: Tensor, change: Tensor) -> None:
+        """Add a change to the rows that are here. Each id is there once."""
         slots = self._index.find(ids)
         here = slots >= 0
         rows = torch.zeros((int(here.sum()), self.width), dtype=self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from paceline.core.events import Opened, WantPush
 from paceline.core.messages import Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError, UsageError
-from paceline.node.outgoing import PushOutcome
+from paceline.node.outgoing import PushOutcome, settled
+from paceline.node.rows.budgeted import BudgetedRows, BudgetedTables
+from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.parcels import ID_BYTES, ids_body
 from paceline.node.rows.pushing import Part, RowPush, RowPushes, Say
@@ -24,6 +27,7 @@ from paceline.node.wire import KeysWanted, RowPullFrame, Unsubscribe
 from paceline.tensors.filters.sieve import Sifted
 from paceline.tensors.filters.traffic import Bytes, Traffic
 from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.pending import PendingRows
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper
 from paceline.transport.base import EMPTY
@@ -42,13 +46,16 @@ class RowClient:
     num_servers: int
     say: Say
     handle: Callable[[WorkerEvent], None]
+    fail: Callable[[str], None]
     _tables: dict[str, OpenedRows] = field(default_factory=dict[str, OpenedRows])
     _readings: Readings = field(init=False)
     _pushes: RowPushes = field(default_factory=RowPushes)
+    budgeted: BudgetedTables = field(init=False)
 
     def __post_init__(self) -> None:
         """Start without tables."""
         self._readings = Readings(self.ops, self.num_servers)
+        self.budgeted = BudgetedTables(self.waiting, self.fail)
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
@@ -56,6 +63,9 @@ class RowClient:
         """Work with a table that all servers have agreed on."""
         with self.waiting.changed:
             opened = OpenedRows.make(spec, options, self.ops, self.core.settings.sender.worker)
+            if options.communication is not None:
+                opened.budgeted = self._budgeted(opened, options.communication)
+                self.budgeted.open(opened.budgeted)
             self._tables[spec.name] = opened
             self.handle(Opened(spec.name, opened.consistency, tuple(range(self.num_servers)), keyed=True))
         return opened
@@ -70,6 +80,8 @@ class RowClient:
             reading, want = self._readings.plan(opened, ids, needs, delivered, refresh=refresh)
             self._readings.begin(self.core.next_request, reading)
             self.handle(want)
+            if opened.budgeted is not None:
+                opened.budgeted.pay(time.monotonic())
         return reading
 
     def take(self, reading: RowReading) -> tuple[Tensor, Tensor]:
@@ -96,17 +108,23 @@ class RowClient:
         """Send an update of distinct ids; blocks while too many earlier ones are under way."""
         with self.waiting.changed:
             opened = self._opened(table)
+            if opened.budgeted is not None:
+                opened.refuse_hyper(hyper)
+                return self._push_later(opened, opened.budgeted, ids, rows)
             self._wait_for_room(opened)
             sifted = opened.sieve.sift(ids, rows, self.core.clock, self._values(opened))
             self._note_pushed(opened, len(ids))
             return self._send(opened, sifted, count, hyper)
 
     def flush(self, table: str) -> Future[PushOutcome]:
-        """Send all that filters have kept back."""
+        """Send all that waits for a budget, for which this blocks, and all that filters have kept back."""
         with self.waiting.changed:
             opened = self._opened(table)
+            if opened.budgeted is not None:
+                self.budgeted.send_made_by(self.core.clock, opened.budgeted)
             self._wait_for_room(opened)
-            return self._send(opened, opened.sieve.flush(), 1.0, ())
+            kept = opened.sieve.flush()
+            return self._send(opened, kept, 1.0, ()) if len(kept.ids) else settled(PushOutcome(applied=True))
 
     def num_under_way(self, table: str = "") -> int:
         """Count the pushes of a table, or of all, that some server has yet to answer."""
@@ -148,11 +166,13 @@ class RowClient:
 
     def abandon(self, error: PacelineError) -> None:
         """End all that is under way with an error."""
+        self.budgeted.abandon(error)
         self._readings.abandon(error)
         self._pushes.abandon(error)
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Let go of all memory. Not under the lock."""
+        self.budgeted.close()
         for opened in self._tables.values():
             opened.close()
         self._tables.clear()
@@ -246,7 +266,8 @@ class RowClient:
             push.future.set_result(PushOutcome(applied=True))
             return push.future
         if opened.cache is not None and opened.replays:
-            opened.cache.note_own(self.core.next_seq, sifted.ids, opened.change(sifted.decoded))
+            note = opened.cache.note_own if opened.budgeted is None else opened.cache.note_sent
+            note(self.core.next_seq, sifted.ids, opened.change(sifted.decoded))
         self._pushes.prepare(push)
         self.handle(WantPush(opened.spec.name, tuple(sorted(parts))))
         return push.future
@@ -288,6 +309,7 @@ class RowClient:
         if ended.opened.cache is not None:
             ended.opened.cache.answered_own(effect.id.seq, refused=bool(ended.refused))
         ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
+        self.budgeted.wake()
 
     def _wait_for_room(self, opened: OpenedRows) -> None:
         """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
@@ -302,6 +324,32 @@ class RowClient:
             lambda: self._pushes.count(name) - held.count(name) < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",
         )
+
+    def _budgeted(self, opened: OpenedRows, settings: Managed) -> BudgetedRows:
+        """Return what lets the pushes of a table wait for a budget."""
+        spec, cache = opened.spec, opened.cache
+        assert cache is not None
+        seed = settings.seed + self.core.settings.sender.worker  # so that workers draw differently
+        return BudgetedRows(
+            spec.name,
+            settings,
+            opened.deferral,
+            PendingRows(spec.width, opened.up.dtype, self.ops, settings.priority, seed),
+            cache,
+            opened.replays,
+            opened.change,
+            ID_BYTES + opened.up.row_bytes,
+            send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0, ()),
+            has_room=lambda: self._pushes.count(spec.name) < MAX_UNDER_WAY,
+            traffic=lambda: opened.traffic,
+        )
+
+    def _push_later(self, opened: OpenedRows, budgeted: BudgetedRows, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
+        """Let a push of distinct ids wait for the budget. Does not block."""
+        self._note_pushed(opened, len(ids))
+        pushed = budgeted.push(ids, rows, self.core.clock)
+        self.budgeted.wake()
+        return pushed
 
     def _opened(self, table: str) -> OpenedRows:
         self.waiting.check()

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
+from paceline.core.deferral import Deferral
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
+from paceline.node.rows.budgeted import BudgetedRows
 from paceline.node.rows.cache import RowCache
+from paceline.node.rows.managed import Managed
 from paceline.node.rows.parcels import Layout
 from paceline.node.wire import Keys
 from paceline.tensors.filters.codec import codec_of
@@ -20,6 +23,7 @@ from paceline.tensors.rows.ops import RowOps
 from paceline.tensors.rows.rule import RowRule
 from paceline.tensors.rows.rules import row_rule
 from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.table import Hyper
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,13 @@ class CacheOptions:
             rule or a filter has to know what was read.
         max_rows: how many at most; 0 means no limit.
         reads_own_writes: whether reads contain own pushes that the servers have yet to apply.
+        communication: lets pushes wait for a budget; else each is sent at once.
     """
 
     keep: bool | None = None
     max_rows: int = 0
     reads_own_writes: bool = True
+    communication: Managed | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +56,8 @@ class OpenedRows:
     sieve: Sieve
     replays: bool  # own pushes are added to rows that do not contain them yet
     is_lazy: bool  # reads make do with kept rows that are fresh enough, unless told otherwise
+    deferral: Deferral  # how long pushes wait here, and what reads need for that
+    budgeted: BudgetedRows | None = None  # the pushes that wait, where there is a budget
     traffic: Traffic = field(default_factory=Traffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
     _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
@@ -60,17 +68,22 @@ class OpenedRows:
         consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
         up, down = layouts(spec, rule)
         sieve = Sieve(spec.filters, spec.width, dtype, ops, worker)
+        deferral = Deferral(consistency)
+        if options.communication is not None:
+            deferral = options.communication.deferral(spec, sums=can_replay(spec, consistency))
         needed = consistency.deliver == "on_clock" or bool(rule.echo) or sieve.needs_values
+        needed = needed or options.communication is not None
         if options.keep is False and needed:
             raise UsageError(
                 f"table '{spec.name}' cannot do without a cache: its consistency ({spec.consistency}), its rule "
-                f"({spec.rule.name}) or a filter needs the rows that were read. Leave out cache=False."
+                f"({spec.rule.name}), a filter or its communication needs the rows that were read. Leave out "
+                "cache=False."
             )
         keep = needed if options.keep is None else options.keep
         cache = RowCache(ops, down.full_width, dtype, options.max_rows) if keep else None
         replays = keep and options.reads_own_writes and can_replay(spec, consistency)
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
-        return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy)
+        return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy, deferral)
 
     @property
     def is_held(self) -> bool:
@@ -101,6 +114,14 @@ class OpenedRows:
         lr = self.spec.rule.groups[0]["lr"]
         assert isinstance(lr, float | int)
         return rows * -lr
+
+    def refuse_hyper(self, hyper: tuple[Hyper, ...]) -> None:
+        """Raise UsageError where a push that waits to be summed with others brings hyperparameters."""
+        if hyper:
+            raise UsageError(
+                f"table '{self.spec.name}' sums pushes before it sends them, so none can bring hyperparameters of its "
+                "own: scale the rows, or leave out communication=managed(...)."
+            )
 
     def close(self) -> None:
         """Let go of all memory."""

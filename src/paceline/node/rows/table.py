@@ -165,6 +165,83 @@ class RowTable:
         with self.meter.communicating():
             return self.node.rows.flush(self.name)
 
+    # -- the table as a whole ----------------------------------------------------------------------------------------
+
+    def call(
+        self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
+    ) -> list[dict[str, Tensor]]:
+        """Run a function on every server over its rows; return what each returned, by rank of server.
+
+        When it runs, and who sees what it changes: as for `Table.call`. Servers that deliver (essp) send the rows that
+        it changed when this worker's clock has come. A function that fails half way has changed the rows that it had
+        put back until then; the message says how many.
+
+        Args:
+            function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
+                "package.module:function"; see `paceline.tensors.functions` for how it is called.
+            exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
+            numbers: given to the function by name.
+
+        Raises:
+            Refused: it failed on a server, which goes on; another may have carried it out.
+            UsageError: what is given are no numbers.
+            DeadlineExceeded: not all servers have answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> from paceline.tensors.functions import merge
+            >>> with paceline.connect() as ps:
+            ...     users = ps.table("users", rows=2, update=paceline.update.Add())
+            ...     _ = users.push([7, -3], [[3.0, 4.0], [0.0, 1.0]])
+            ...     _ = ps.clock()
+            ...     merge(users.call("top", k=1), k=1)["ids"]
+            tensor([7])
+        """
+        num_changed = 1  # as far as is known, if it fails
+        try:
+            with self.meter.communicating():
+                called = self._whole.call(function, numbers, exact=exact)
+            num_changed = called.num_changed
+        finally:
+            if num_changed:
+                self._forget()
+        return called.results
+
+    def statistics(self, *, exact: bool = True) -> RowStatistics:
+        """Return what there is on all servers, and what happened there so far; blocks for updates as `call` does."""
+        return sum(self.server_statistics(exact=exact), RowStatistics())
+
+    def server_statistics(self, *, exact: bool = True) -> list[RowStatistics]:
+        """Return the statistics of each server, by rank."""
+        with self.meter.communicating():
+            return self._whole.statistics(exact=exact)
+
+    def items(self, *, exact: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return all rows as (ids (n,), values (n, width)), some thousands at a time, in no particular order.
+
+        No more than one piece is held at a time. Under bsp the rows are those of this worker's clock, if it does not
+        finish it meanwhile. Elsewhere others go on pushing: each row is of some moment between, and one that goes and
+        comes back may be there twice or not at all. Meet at a `barrier` before and after to keep them from it.
+
+        Args:
+            exact: have the updates of all clocks before this worker's in all of them.
+        """
+        for piece in self._whole.pieces(values_only=True, exact=exact):
+            yield piece.ids, piece.values
+
+    @property
+    def _whole(self) -> WholeCalls:
+        return WholeCalls(self.node, self.name)
+
+    def _forget(self) -> None:
+        """Keep no row that was changed otherwise than by a push."""
+        with self.node.rows.waiting.changed:
+            if self.opened.cache is not None:
+                self.opened.cache.clear()
+
+    # -- reads and pushes --------------------------------------------------------------------------------------------
+
     def finish(self, asked: RowFuture) -> Tensor:
         """Return the rows of a read that `pull_later` began."""
         began = time.monotonic()
@@ -172,7 +249,8 @@ class RowTable:
             rows, clocks = self.node.rows.take(asked.reading)
         waited_s = time.monotonic() - began
         if asked.clock >= 0:
-            self.meter.note_row_read(self.name, asked.clock, clocks, waited_s)
+            contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # what `Deferral.contained` says, of each
+            self.meter.note_row_read(self.name, asked.clock, contained, waited_s)
         values = rows[:, : self.width].contiguous()
         if asked.inverse is not None:
             distinct, values = values, values.new_empty((len(asked.inverse), self.width))
@@ -184,7 +262,7 @@ class RowTable:
             keys = self._keys(ids)
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
-            needs = clock if exact else self.consistency.needs(clock)
+            needs = clock if exact else self.opened.deferral.needs(clock)
             asks = not self.opened.is_lazy if refresh is None else refresh
             reading = self.node.rows.begin(self.name, distinct, needs, refresh=asks)
         repeats = inverse if len(distinct) < len(inverse) else None

@@ -1,0 +1,67 @@
+"""The thread that sends what waits for a budget, while its worker computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.node.waiting import Waiting
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class SendingThread:
+    """Calls `act` under the worker's lock when woken, and again as it asks for; ends with `stop`, or if it fails.
+
+    Args:
+        waiting: the lock.
+        act: does what may be done at this time; returns after how many seconds to call it again, None for when woken.
+        fail: told why nothing will be sent any more.
+    """
+
+    waiting: Waiting
+    act: Callable[[float], float | None]
+    fail: Callable[[str], None]
+    _awake: threading.Event = field(default_factory=threading.Event)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, if it has not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="paceline-sending", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Have `act` called soon."""
+        self._awake.set()
+
+    def stop(self) -> None:
+        """Call no more; does not wait for a call under way."""
+        self._stopping.set()
+        self._awake.set()
+
+    def join(self) -> None:
+        """Wait for the thread to end, if it was started."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """Act until stopped, and say so if that ends by an error."""
+        try:
+            self._act_on()
+        finally:
+            if not self._stopping.is_set():
+                self.fail("the thread that sends rows has failed; the traceback is on stderr")
+
+    def _act_on(self) -> None:
+        pause_s: float | None = None
+        while not self._stopping.is_set():
+            self._awake.wait(pause_s)
+            self._awake.clear()
+            with self.waiting.changed:
+                if not self._stopping.is_set():
+                    pause_s = self.act(time.monotonic())
