@@ -48,8 +48,18 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """The values of this table have changed otherwise than by a push."""
+
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
 class Timeout:
     """`next_deadline()` has passed."""
+
+
+ServerHappening = Declared | Changed | Spoiled | Disconnected | Died | Timeout
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from paceline.core.clocks import Clocks
 from paceline.core.closing import Closing, Contributors
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
+from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout
 from paceline.core.ledger import WINDOW
 from paceline.core.membership import Life
 from paceline.core.membership import Membership as Lives
@@ -42,9 +42,7 @@ from paceline.core.settings import ServerSettings
 from paceline.core.tables import ServedTable
 from paceline.errors import ProtocolBug
 
-ServerEvent = (
-    Declared | Spoiled | Disconnected | Died | Timeout | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
-)
+ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
 
@@ -92,6 +90,8 @@ class ServerCore:
                 self._on_follow(event, effects)
             case Declared():
                 self._on_declared(event, now, effects)
+            case Changed():
+                self._tables[event.table].version += 1
             case Disconnected():
                 self._on_disconnected(event, now)
             case Died():

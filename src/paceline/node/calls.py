@@ -61,6 +61,10 @@ class Calls:
         self.send(server, call.request, body)
         return call.future
 
+    def settled(self, number: int) -> int:
+        """Return a number below which all requests are answered, to be told with the request of this number."""
+        return min([number, *self._open])
+
     def answered(self, number: int, body: memoryview) -> None:
         """End a call with what the server sent."""
         call = self._open.pop(number, None)

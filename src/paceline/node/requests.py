@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.rules import Hyper
 from paceline.tensors.table import TableSpec
 
 
@@ -72,6 +73,51 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
+class Errand:
+    """Something to be done once with your part of a table, when it has every update below the clock `needs`.
+
+    The worker has the answers to all its requests below `settled`: they need not be kept for copies.
+    """
+
+    number: int
+    table: str
+    needs: int
+    settled: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallFunction:
+    """Run the function of this name over your part, and send me what it returns."""
+
+    errand: Errand
+    name: str
+    numbers: Hyper
+
+
+@dataclass(frozen=True, slots=True)
+class CountRows:
+    """Send me the statistics of your rows."""
+
+    errand: Errand
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """Send me the rows from this slot on, as many as make a piece, with all their columns or their values alone."""
+
+    errand: Errand
+    start_slot: int
+    values_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRows:
+    """Write the rows that travel beside this over yours."""
+
+    errand: Errand
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Your request is carried out; what you asked for is beside this."""
 
@@ -87,3 +133,4 @@ class Failed:
 
 
 Request = Declare | DeclareRows | Initialise | AwaitValues | SaveState | LoadState | Meet
+WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # what is asked of all of a table

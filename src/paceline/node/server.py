@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Died, Disconnected, Spoiled, Timeout
+from paceline.core.events import Changed, Died, Disconnected, Spoiled, Timeout
 from paceline.core.messages import (
     Clock,
     Closed,
@@ -31,13 +31,15 @@ from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.errors import PeerError
 from paceline.node.desk import Desk
+from paceline.node.errands import Errands
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.landing import Landing
 from paceline.node.loans import Loans
 from paceline.node.peers import Peers
-from paceline.node.requests import Declare, Request
+from paceline.node.requests import Declare, Request, WholeTable
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
+from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
@@ -61,6 +63,7 @@ class ServerNode:
     Args:
         addresses: returns the addresses of all servers, called when another server is first needed.
         full_trace: also record every event and its effects, so that the run can be replayed.
+        allowed_paths: limits which rules and functions may be imported by path; None allows all.
     """
 
     settings: ServerSettings
@@ -69,7 +72,7 @@ class ServerNode:
     addresses: Callable[[], tuple[str, ...]]
     trace: Trace
     full_trace: bool = False
-    allowed_rules: frozenset[str] | None = None
+    allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
@@ -79,6 +82,7 @@ class ServerNode:
     _shelf: Shelf = field(init=False)
     _rows: RowShelf = field(init=False)
     _desk: Desk = field(init=False)
+    _errands: Errands = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
@@ -97,10 +101,12 @@ class ServerNode:
             allocate,
             self._landing.give_back,
             self.num_threads,
-            self.allowed_rules,
+            self.allowed_paths,
         )
-        self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_rules)
+        self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._desk = Desk(self._shelf, self._rows, self._peers.send_worker)
+        whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
+        self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
@@ -182,6 +188,9 @@ class ServerNode:
         elif isinstance(message, Request):
             if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
                 self._on_request(hello, message, body)
+        elif isinstance(message, WholeTable):
+            if self._peers.is_current(hello, connection):
+                self._errands.ask((hello.rank, hello.incarnation), message, body)
         else:
             raise PeerError(f"a worker may not say {type(message).__name__}")
 
@@ -282,6 +291,10 @@ class ServerNode:
         self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
         if effect.table in self._rows:
             self._rows.advance(effect.table, effect.clock)
+        self._errands.advance(effect.table, effect.clock)
+
+    def _note_changed(self, table: str) -> None:
+        self._handle(Changed(table))
 
     def _reply(self, effect: Reply) -> None:
         message = effect.message
@@ -329,9 +342,12 @@ class ServerNode:
         now, rank = time.monotonic(), self.settings.server
         change = cast("Literal['joined', 'left', 'died']", effect.change)
         self.trace.record(records.Membership(now, rank, effect.worker, effect.incarnation, change))
-        if change != "joined":
-            life = effect.worker, effect.incarnation
+        life = effect.worker, effect.incarnation
+        if change == "joined":
+            self._errands.admit(life)
+        else:
             self._desk.forget(life)
+            self._errands.forget(life)
             self._rows.forget(life)
             self._live = {entry for entry in self._live if entry[:2] != life}
         self._desk.release(self._core.members)

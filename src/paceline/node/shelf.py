@@ -26,7 +26,7 @@ class Shelf:
         allocate: gives zeroed memory for values.
         release: called with the memory of a push when it is not looked at any more.
         num_threads: how many threads an update may use, by the consistency of its table.
-        allowed_rules: limits which rules may be imported by path; None allows all.
+        allowed_paths: limits which rules may be imported by path; None allows all.
     """
 
     server: int
@@ -34,7 +34,7 @@ class Shelf:
     allocate: Callable[[int], memoryview]
     release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
-    allowed_rules: frozenset[str] | None = None
+    allowed_paths: frozenset[str] | None = None
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
@@ -60,7 +60,7 @@ class Shelf:
         consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
-            rule = resolve(spec.rule, self.allowed_rules)  # first: nothing is imported that is not allowed
+            rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
             span = spans(spec, self.num_servers)[self.server]
             try:
                 memory = self.allocate(span.length * torch_dtype(spec).itemsize)

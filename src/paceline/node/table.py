@@ -18,7 +18,9 @@ from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.mirror import Mirror
 from paceline.node.outgoing import PushBuffer, PushOutcome
+from paceline.node.whole_calls import WholeCalls
 from paceline.node.worker import WorkerNode
+from paceline.tensors.rules import Number
 from paceline.tensors.table import Hyper, TableSpec
 
 Array = Tensor | npt.NDArray[np.generic]
@@ -189,6 +191,43 @@ class Table:
 
         self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)
         return result
+
+    def call(
+        self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
+    ) -> list[dict[str, Tensor]]:
+        """Run a function on every server over its range of the values; return what each returned, by rank of server.
+
+        Each server runs it once for this call, between two updates, as soon as it has every update of the clocks below
+        this worker's (that of its own current clock may be missing); servers do not wait for each other. Under bsp the
+        function sees exactly the clocks below. What it changes counts as an update of the current clock: who calls
+        sees it from now on, others as soon as the consistency makes them wait for this clock, maybe earlier. Let one
+        worker call what changes values, and meet at a `barrier` where others have to see it at once.
+
+        Args:
+            function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
+                "package.module:function"; see `paceline.tensors.functions` for how it is called.
+            exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
+            numbers: given to the function by name.
+
+        Raises:
+            Refused: it failed on a server, which goes on and keeps its values; another may have carried it out.
+            UsageError: what is given are no numbers.
+            DeadlineExceeded: not all servers have answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> with paceline.connect() as ps:
+            ...     w = ps.table("w", shape=(3,), update=paceline.update.Add(), init=2.0)
+            ...     _ = w.call("scale", factor=0.5)
+            ...     w.pull()
+            tensor([1., 1., 1.])
+        """
+        with self.meter.communicating():
+            called = WholeCalls(self.node, self.name).call(function, numbers, exact=exact)
+            if called.num_changed:  # the copy that is kept here is older
+                self.node.read(self.name, lambda _: None, refresh=True)
+        return called.results
 
     def _new(self) -> Tensor:
         return torch.empty(self.shape, dtype=torch_dtype(self.spec))

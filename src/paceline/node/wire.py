@@ -136,6 +136,10 @@ _KINDS: tuple[type, ...] = (
     KeysWanted,
     Unsubscribe,
     requests.DeclareRows,
+    requests.CallFunction,
+    requests.CountRows,
+    requests.ReadRows,
+    requests.WriteRows,
 )
 _NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Rules of your own, for dense tables and for rows: found by import path, built without arguments."""
+"""Code of your own on the servers: found by import path; rules are built without arguments."""
 
 from __future__ import annotations
 
@@ -8,42 +8,51 @@ from collections.abc import Set as AbstractSet
 from paceline.errors import UsageError
 
 
-def split_path(path: str) -> tuple[str, str]:
-    """Return module and class of "package.module:Rule"; raise UsageError when the path has another form."""
-    module_name, _, class_name = path.partition(":")
-    if not (all(part.isidentifier() for part in module_name.split(".")) and class_name.isidentifier()):
+def split_path(path: str, kind: str = "update rule") -> tuple[str, str]:
+    """Return module and member of "package.module:Member"; raise UsageError when the path has another form."""
+    module_name, _, member = path.partition(":")
+    if not (all(part.isidentifier() for part in module_name.split(".")) and member.isidentifier()):
+        names = "'add', 'torch.optim.<class>', a name that paceline.update gives" if kind == "update rule" else "a name"
         raise UsageError(
-            f"'{path}' names no update rule. Expected 'add', 'torch.optim.<class>', a name that paceline.update gives, "
-            "or the import path of a rule of your own: 'package.module:Rule'."
+            f"'{path}' names no {kind}. Expected {names}, or the import path of one of your own: 'package.module:Name'."
         )
-    return module_name, class_name
+    return module_name, member
 
 
-def build_own(path: str, allowed: AbstractSet[str] | None) -> object:
-    """Return a new object of the class at `path`; nothing is imported that may not be loaded.
+def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update rule") -> object:
+    """Return what lies at `path`; nothing is imported that may not be loaded.
 
     Args:
-        path: "package.module:Rule".
+        path: "package.module:Member".
         allowed: the import paths that may be loaded; None allows all, which is for code that you wrote yourself.
+        kind: what it should be, for messages.
 
     Raises:
-        UsageError: the path is not allowed, cannot be imported, or names no class that is built without arguments.
+        UsageError: the path is not allowed, or cannot be imported.
     """
-    module_name, class_name = split_path(path)
+    module_name, member = split_path(path, kind)
     if allowed is not None and path not in allowed:
         raise UsageError(
-            f"The update rule {path} may not be loaded here. Allowed: {', '.join(sorted(allowed)) or 'none'}. "
-            "Start the servers with this path among their allowed rules."
+            f"The {kind} {path} may not be loaded here. Allowed: {', '.join(sorted(allowed)) or 'none'}. "
+            "Start the servers with this path among those that are allowed."
         )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UsageError(
-            f"The update rule {path} cannot be imported: {error}. Is it installed on the servers?"
-        ) from error
-    cls = getattr(module, class_name, None)
+        raise UsageError(f"The {kind} {path} cannot be imported: {error}. Is it installed on the servers?") from error
+    return getattr(module, member, None)
+
+
+def build_own(path: str, allowed: AbstractSet[str] | None) -> object:
+    """Return a new object of the class at `path`.
+
+    Raises:
+        UsageError: the path is not allowed, cannot be imported, or names no class that is built without arguments.
+    """
+    cls = member_at(path, allowed)
     if not isinstance(cls, type):
-        raise UsageError(f"Module {module_name} has no class {class_name}, which the update rule {path} names.")
+        module_name, name = split_path(path)
+        raise UsageError(f"Module {module_name} has no class {name}, which the update rule {path} names.")
     try:
         return cls()
     except TypeError as error:

@@ -46,6 +46,11 @@ class ServedRows:
     # Why this table takes no more pushes: an update of it could not be made.
     broken: str = ""
 
+    def note_changed(self, ids: Tensor) -> None:
+        """Have these rows, each once, sent to those who keep them."""
+        for subscription in self.subscriptions.values():
+            subscription.note(ids)
+
 
 @dataclass(slots=True)
 class RowShelf:
@@ -54,12 +59,12 @@ class RowShelf:
     Args:
         server: its rank.
         ops: what moves rows.
-        allowed_rules: limits which rules may be imported by path; None allows all.
+        allowed_paths: limits which rules may be imported by path; None allows all.
     """
 
     server: int
     ops: RowOps
-    allowed_rules: frozenset[str] | None = None
+    allowed_paths: frozenset[str] | None = None
     tables: dict[str, ServedRows] = field(default_factory=dict[str, ServedRows])
 
     def __contains__(self, table: str) -> bool:
@@ -82,7 +87,7 @@ class RowShelf:
         consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
-            rule = row_rule(spec.rule, self.allowed_rules)
+            rule = row_rule(spec.rule, self.allowed_paths)
             up, down = layouts(spec, rule)
             self.tables[spec.name] = ServedRows(spec, consistency, RowStore(spec, rule, self.ops), up, down)
         return consistency
@@ -134,8 +139,7 @@ class RowShelf:
         except (PacelineError, OSError, RuntimeError) as error:
             served.broken = f"table '{table}' takes no more pushes on server {self.server}: {error}"
             return served.broken
-        for subscription in served.subscriptions.values():
-            subscription.note(changed)
+        served.note_changed(changed)
         return ""
 
     def discard(self, push_id: PushId) -> None:
@@ -193,8 +197,7 @@ class RowShelf:
         served = self.tables[table]
         gone = served.store.advance(clock)
         if len(gone):
-            for subscription in served.subscriptions.values():
-                subscription.note(gone)
+            served.note_changed(gone)
 
     def forget(self, life: Life) -> None:
         """Drop what is kept for a worker that takes part no longer."""

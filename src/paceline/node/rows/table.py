@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -19,10 +19,13 @@ from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome, settled
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.readings import RowReading
+from paceline.node.whole_calls import WholeCalls
 from paceline.node.worker import WorkerNode
 from paceline.tensors.filters.sieve import SieveCounts
 from paceline.tensors.filters.traffic import Traffic
 from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.rows.statistics import RowStatistics
+from paceline.tensors.rules import Number
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import Hyper
 

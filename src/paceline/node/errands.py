@@ -1,0 +1,106 @@
+"""What a server does once for each time that it is asked, when the clock has come: functions, and rows as a whole.
+
+A worker repeats a request until it is answered, so copies come, early and late. Here each is carried out once: the
+answer is kept until the worker says that it has it, and copies are given that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from safetensors import SafetensorError
+
+from paceline.errors import PacelineError, PeerError
+from paceline.node.desk import Life, Send
+from paceline.node.requests import Done, Failed, WholeTable
+from paceline.node.whole_tables import WholeTables
+from paceline.transport.base import EMPTY
+
+# A worker waits for its answers, so one with more requests that it has no answer to is a misbehaving peer.
+MAX_OPEN = 64
+
+
+@dataclass(slots=True)
+class _Book:
+    """The errands of one life that it may still ask about."""
+
+    # Its sender has the answers to all below; a copy that still arrives is late and needs nothing.
+    settled: int = 0
+    # By number; invariant: all are >= settled, none is in both.
+    answers: dict[int, tuple[Done | Failed, memoryview]] = field(
+        default_factory=dict[int, tuple[Done | Failed, memoryview]]
+    )
+    waiting: dict[int, tuple[WholeTable, memoryview]] = field(default_factory=dict[int, tuple[WholeTable, memoryview]])
+
+    def settle(self, settled: int) -> None:
+        if settled > self.settled:
+            self.settled = settled
+            self.answers = {number: answer for number, answer in self.answers.items() if number >= settled}
+            self.waiting = {number: entry for number, entry in self.waiting.items() if number >= settled}
+
+
+@dataclass(slots=True)
+class Errands:
+    """Carries out errands in the order in which they may be; those that wait for one clock by rank, then number.
+
+    Args:
+        tables: does the work.
+        send: answers a life of a worker.
+        clock_of: returns the clock that a table has reached.
+    """
+
+    tables: WholeTables
+    send: Send
+    clock_of: Callable[[str], int]
+    # Of those who take part.
+    _books: dict[Life, _Book] = field(default_factory=dict[Life, _Book])
+
+    def admit(self, life: Life) -> None:
+        """Take errands of a worker that takes part from now on."""
+        self._books.setdefault(life, _Book())
+
+    def forget(self, life: Life) -> None:
+        """Drop what a worker that takes part no longer was waiting for; what is done stays done."""
+        self._books.pop(life, None)
+
+    def ask(self, life: Life, request: WholeTable, body: memoryview) -> None:
+        """Carry out an errand, now or when its clock has come, unless this is a copy.
+
+        Raises:
+            PeerError: the worker asks for more than it can be waiting for.
+        """
+        errand, book = request.errand, self._books.get(life)
+        if book is None:
+            self.send(*life, Failed(errand.number, f"worker {life[0]} takes no part"), EMPTY)
+            return
+        book.settle(errand.settled)
+        if errand.number in book.answers:
+            self.send(*life, *book.answers[errand.number])
+            return
+        if errand.number < book.settled or errand.number in book.waiting:
+            return
+        if len(book.answers) + len(book.waiting) >= MAX_OPEN:
+            raise PeerError(f"worker {life[0]} has more than {MAX_OPEN} requests about whole tables open")
+        if errand.table in self.tables and self.clock_of(errand.table) < errand.needs:
+            book.waiting[errand.number] = request, body
+        else:
+            self._carry_out(life, book, request, body)
+
+    def advance(self, table: str, clock: int) -> None:
+        """Carry out what waited for a table to reach this clock."""
+        for life, book in sorted(self._books.items()):
+            for number, (request, body) in sorted(book.waiting.items()):
+                if request.errand.table == table and request.errand.needs <= clock:
+                    del book.waiting[number]
+                    self._carry_out(life, book, request, body)
+
+    def _carry_out(self, life: Life, book: _Book, request: WholeTable, body: memoryview) -> None:
+        number = request.errand.number
+        answer: tuple[Done | Failed, memoryview]
+        try:
+            answer = Done(number), self.tables.carry_out(request, body, self.clock_of)
+        except (PacelineError, SafetensorError) as error:
+            answer = Failed(number, str(error)), EMPTY
+        book.answers[number] = answer
+        self.send(*life, *answer)

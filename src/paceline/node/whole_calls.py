@@ -1,0 +1,108 @@
+"""What a worker asks of all servers about a table as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.node.requests import CallFunction, CountRows, Errand, ReadRows, WriteRows
+from paceline.node.whole_tables import COUNT_BYTES, NEXT_SLOT
+from paceline.node.worker import WorkerNode
+from paceline.tensors.rows.layout import IDS
+from paceline.tensors.rows.piece import RowPiece
+from paceline.tensors.rows.statistics import RowStatistics
+from paceline.tensors.rules import Hyper
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a function returned on each server, by rank, and how many values or rows it changed on all."""
+
+    results: list[dict[str, Tensor]]
+    num_changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCalls:
+    """One table of one worker. Every call blocks until all servers have answered.
+
+    With `exact`, servers wait until they have every update of the clocks below that of this worker.
+
+    Raises:
+        Refused: a server could not do it; the message says which, and why.
+        DeadlineExceeded: not all servers have answered in time.
+        PeerError: a server is gone, or this worker was given up.
+    """
+
+    node: WorkerNode
+    table: str
+
+    def call(self, name: str, numbers: Hyper, *, exact: bool) -> Called:
+        """Run a function on every server; UsageError when what it is given are no numbers."""
+        _require_numbers(name, numbers)
+        bodies = self.node.calls.ask_all(
+            lambda number: CallFunction(self._errand(number, exact=exact), name, numbers),
+            f"servers to run {name} over table '{self.table}'",
+        )
+        num_changed = sum(int.from_bytes(body[:COUNT_BYTES], "little") for body in bodies)
+        return Called([load(bytes(body[COUNT_BYTES:])) for body in bodies], num_changed)
+
+    def statistics(self, *, exact: bool) -> list[RowStatistics]:
+        """Return the statistics of each server's rows, by rank."""
+        bodies = self.node.calls.ask_all(
+            lambda number: CountRows(self._errand(number, exact=exact)), f"statistics of table '{self.table}'"
+        )
+        return [msgspec.msgpack.decode(body, type=RowStatistics) for body in bodies]
+
+    def pieces(self, *, values_only: bool, exact: bool) -> Iterator[RowPiece]:
+        """Return all rows, server by server, a piece of a few megabytes at a time."""
+        for server in range(self.node.num_servers):
+            start: int | None = 0
+            while start is not None:
+                piece = self._piece(server, start, values_only=values_only, exact=exact)
+                if len(piece.ids):
+                    yield piece
+                start = piece.next_slot
+
+    def write(self, piece: RowPiece) -> None:
+        """Write rows to the servers that they belong to, over those that are there, once earlier clocks are in."""
+        order, counts = self.node.rows.ops.split(piece.ids, self.node.num_servers)
+        bodies = [
+            memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
+            for at in order.split(counts)
+        ]
+        self.node.calls.ask_all(
+            lambda number: WriteRows(self._errand(number, exact=True)),
+            f"servers to load rows of table '{self.table}'",
+            bodies,
+        )
+
+    def _piece(self, server: int, start: int, *, values_only: bool, exact: bool) -> RowPiece:
+        body = self.node.calls.ask(
+            server,
+            lambda number: ReadRows(self._errand(number, exact=exact), start, values_only),
+            f"rows of table '{self.table}' from server {server}",
+        )
+        columns = load(bytes(body))
+        ids, next_slot = columns.pop(IDS), int(columns.pop(NEXT_SLOT))
+        return RowPiece(ids, columns, next_slot if next_slot >= 0 else None)
+
+    def _errand(self, number: int, *, exact: bool) -> Errand:
+        return Errand(number, self.table, self.node.clock if exact else 0, self.node.calls.settled(number))
+
+
+def _require_numbers(function: str, numbers: Hyper) -> None:
+    """Refuse what does not travel."""
+    for name, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = number is None or type(number) in (bool, int, float)
+            if not is_number or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
+                raise UsageError(
+                    f"function {function}: {name} is {value!r}, expected a number (int of 64 bits, float, bool), None, "
+                    "or a tuple of those."
+                )
