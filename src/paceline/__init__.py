@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.current import barrier, distributed, init, local_rank, rank, report, shard, size
+    from paceline.data.prefetching import prefetch
+    from paceline.embedding import Embedding, EmbeddingBag
+    from paceline.node.rows.managed import managed
     from paceline.session import Session, connect
     from paceline.tensors import filters, update
     from paceline.tensors.rows import first
@@ -18,6 +21,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Consistency",
+    "Embedding",
+    "EmbeddingBag",
     "Lifecycle",
     "Session",
     "asynchronous",
@@ -31,6 +36,8 @@ __all__ = [
     "first",
     "init",
     "local_rank",
+    "managed",
+    "prefetch",
     "rank",
     "report",
     "shard",
@@ -39,8 +46,15 @@ __all__ = [
     "update",
 ]
 
-_CONSISTENCY = frozenset({"Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"})
-_SESSION = frozenset({"Session", "connect"})
+# Where a name is, if not in paceline.current.
+_HOMES = {
+    **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
+    **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.embedding"),
+    **dict.fromkeys(("Session", "connect"), "paceline.session"),
+    "Lifecycle": "paceline.tensors.rows.spec",
+    "managed": "paceline.node.rows.managed",
+    "prefetch": "paceline.data.prefetching",
+}
 _MODULES = {
     "filters": "paceline.tensors.filters",
     "first": "paceline.tensors.rows.first",
@@ -54,13 +68,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     if name in _MODULES:
         return import_module(_MODULES[name])
-    if name in _CONSISTENCY:
-        home = "paceline.core.consistency"
-    elif name == "Lifecycle":
-        home = "paceline.tensors.rows.spec"
-    else:
-        home = "paceline.session" if name in _SESSION else "paceline.current"
-    return getattr(import_module(home), name)
+    return getattr(import_module(_HOMES.get(name, "paceline.current")), name)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,10 @@ class UsageError(PacelineError):
     """You asked for something that cannot be done: a wrong setting, name, shape or value."""
 
 
+class IdOutOfRange(UsageError, IndexError):
+    """An id is none of those that were declared. An `IndexError` too, as a torch module raises."""
+
+
 class PeerError(PacelineError):
     """Another process failed us: it went away, answered nonsense, or refused."""
 

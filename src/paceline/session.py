@@ -40,6 +40,7 @@ from paceline.observe.trace import Trace, trace_path
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
+from paceline.training.lookup import Lookups
 from paceline.training.optimizer import DistributedOptimizer, Settings
 from paceline.training.weights import Weights
 from paceline.transport.base import Transport
@@ -84,6 +85,7 @@ class Session:
     _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: Opening = field(init=False)
+    lookups: Lookups = field(default_factory=Lookups)
     closed: bool = False
 
     def __post_init__(self) -> None:

@@ -117,11 +117,15 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of one epoch."""
+        return self.through(lambda batches: batches)
+
+    def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of one epoch after a stage that may read ahead; a batch counts when it is handed out."""
         sharding, order = self._sharding, self._order
         batches = order.batches(sharding.seed, self._epoch)
         self._epoch += 1
         own = batches[sharding.rank :: sharding.size]
-        for indices, batch in zip(own, self._load(own), strict=True):
+        for indices, batch in zip(own, stage(self._load(own)), strict=True):
             if torch.is_grad_enabled():
                 sharding.on_samples(len(indices))
             yield batch

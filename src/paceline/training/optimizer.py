@@ -22,6 +22,7 @@ from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.courier import Courier
 from paceline.training.flat import Flat, segments_of
 from paceline.training.gradients import Gradients
+from paceline.training.lookup import Lookups
 from paceline.training.overlap import Overlap
 from paceline.training.state import StateOf, check_state, fetch_state, send_state
 from paceline.training.weights import Weights
@@ -67,6 +68,11 @@ class Job(Protocol):
         """Number of samples that this worker was handed so far, as far as somebody counts them."""
         ...
 
+    @property
+    def lookups(self) -> Lookups:
+        """The embeddings of this worker."""
+        ...
+
     def open_table(
         self,
         spec: TableSpec,
@@ -87,8 +93,8 @@ class Job(Protocol):
         """Detach these weights from the servers' memory when this worker leaves."""
         ...
 
-    def clock(self) -> int:
-        """Finish the current clock."""
+    def clock(self, *, samples: float | None) -> int:
+        """Finish the current clock, after the pushes of embeddings, which stand for so many samples."""
         ...
 
     def barrier(self) -> None:
@@ -141,6 +147,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
+
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
     ) -> float | None:
@@ -173,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._buffers.push()
             if self._overlap is not None:
                 self._overlap.begin_step()
-            self._job.clock()
+            self._job.clock(samples=weight)
             self.follow()
         return loss
 
@@ -207,12 +218,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Hold one consistent state in the model for the length of a `with` block, for evaluation or saving.
 
         It contains every update of all clocks below this worker's own (under asynchronous: all that have arrived);
-        blocks until they are in. Gradients are off meanwhile. Training continues from where it was.
+        blocks until they are in. Embeddings read as much. Gradients are off meanwhile. Training continues from where
+        it was.
         """
         node = self._buckets[0].table.node
         clock = node.clock
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
+            held.enter_context(self._job.lookups.exactly())
             for bucket in self._buckets:
                 bucket.arrive()
                 held.enter_context(bucket.weights.newest())

@@ -273,15 +273,15 @@ class RowClient:
         return push.future
 
     def _parts(self, opened: OpenedRows, sifted: Sifted) -> dict[int, Part]:
-        """Cut a push by server, of those that get some of it."""
-        echo = self._echo(opened, sifted.ids)
+        """Cut a push by server, of those that get some of it, or all whose mean it counts in."""
+        echo, everywhere = self._echo(opened, sifted.ids), opened.counts_everyone
         if self.num_servers == 1:
-            return {0: Part(sifted.ids, sifted.encoded, echo)} if len(sifted.ids) else {}
+            return {0: Part(sifted.ids, sifted.encoded, echo)} if everywhere or len(sifted.ids) else {}
         order, counts = self.ops.split(sifted.ids, self.num_servers)
         return {
             server: Part(sifted.ids[at], sifted.encoded[at], None if echo is None else echo[at])
             for server, at in enumerate(order.split(counts))
-            if len(at)
+            if everywhere or len(at)
         }
 
     def _echo(self, opened: OpenedRows, ids: Tensor) -> Tensor | None:

@@ -28,7 +28,7 @@ from paceline.tensors.table import Hyper
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What a worker keeps of a row table.
+    """What a worker keeps of a row table, and how it sends its pushes.
 
     Args:
         keep: whether rows that were pulled are kept; by default where servers send what changes (essp), and where the
@@ -89,6 +89,11 @@ class OpenedRows:
     def is_held(self) -> bool:
         """Say whether servers keep pushes until their clock is complete."""
         return self.consistency.visible == "on_clock"
+
+    @property
+    def counts_everyone(self) -> bool:
+        """Say whether a push counts even where it brings no rows: in the mean of a clock."""
+        return self.is_held and self.spec.scale != "sum"
 
     @property
     def is_delivered(self) -> bool:

@@ -1,0 +1,298 @@
+"""Layers whose rows live on the servers, in the place of `torch.nn.Embedding` and `torch.nn.EmbeddingBag`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.core.consistency import Consistency
+from paceline.current import current
+from paceline.errors import UsageError
+from paceline.node.rows.table import RowTable
+from paceline.session import Session
+from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
+from paceline.tensors.rules import RuleSpec
+from paceline.tensors.table import DType, NonFinite, Scale
+from paceline.training.lookup import Lookup
+
+Mode: TypeAlias = Literal["sum", "mean", "max"]
+
+
+class Embedding(nn.Module):
+    """A lookup table used like `torch.nn.Embedding`, whose rows live on the servers and learn there.
+
+    It has no parameters, so optimizers and `state_dict` of the model do not see it. Forward pulls the distinct rows of
+    its ids as the consistency demands; backward collects their gradients, and the end of the clock (`step` of a
+    distributed optimizer, or `Session.clock`) pushes them, once. `zero_grad` of such an optimizer, or of this module,
+    drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact.
+
+    Args:
+        num_embeddings: ids are 0 to this; None takes any 64-bit ids, of which a row is kept once it was pushed.
+        embedding_dim: numbers a row.
+        padding_idx: an id whose row is zeros and does not learn.
+        max_norm: must be None: rows are not changed by looking at them. Weight decay of the rule keeps them small.
+        norm_type: goes with `max_norm`.
+        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch.
+        sparse: makes no difference: gradients are those of the rows that were used in any case.
+        update: how gradients become values, `paceline.update.Adagrad(lr=0.1)` for example.
+        consistency: of this table alone, whatever the rest of the model has; by default as for `Session.table`.
+        scale: as for `Session.table`, as all that follow.
+        name: of the table; unique in the job.
+        init: first values; by default normal with deviation 1, as torch has them, each table by a seed of its name.
+        dtype: of the rows; torch's default dtype if None.
+        nonfinite: what happens to a gradient with NaN or infinity.
+        cache: keep rows that were pulled until the consistency demands new ones.
+        cache_rows: how many at most.
+        life: when rows come and go.
+        filters: what is left out or made smaller on the way.
+        ps: the session; by default that of `paceline.init()`.
+
+    Raises:
+        UsageError: `paceline.init` was not called, or settings make no sense; in forward: ids are no integers.
+        IdOutOfRange: an `IndexError`; in forward: an id is not one of 0 to `num_embeddings`.
+
+    Shape:
+        ids of any shape, int64 or int32, to (*shape of the ids, embedding_dim), where the ids are.
+
+    Example:
+        >>> import torch, paceline
+        >>> with paceline.connect() as ps:
+        ...     users = paceline.Embedding(None, 2, update=paceline.update.SGD(lr=0.5), init=0.0, ps=ps)
+        ...     users(torch.tensor([7, -3, 7])).sum().backward()
+        ...     _ = ps.clock()
+        ...     users(torch.tensor([7, 8])).tolist()
+        [[-1.0, -1.0], [0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        name: str = "embedding",
+        init: float | First | None = None,
+        dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "reject",
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+        ps: Session | None = None,
+    ) -> None:
+        super().__init__()
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
+        ps = ps or current()
+        table = ps.table(
+            name,
+            rows=embedding_dim,
+            update=update,
+            consistency=consistency,
+            scale=scale,
+            init=_first(init, name),
+            dtype=_dtype(dtype),
+            nonfinite=nonfinite,
+            cache=cache,
+            cache_rows=cache_rows,
+            life=life,
+            filters=filters,
+        )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+
+    @property
+    def table(self) -> RowTable:
+        """The rows, to be pulled and pushed by hand."""
+        return self._lookup.table
+
+    @property
+    def num_refused(self) -> int:
+        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
+        return self._lookup.num_refused
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of these ids; blocks as long as the consistency demands."""
+        found = self._lookup.find(input)
+        return functional.embedding(found.places, found.rows, found.padding, scale_grad_by_freq=self.scale_grad_by_freq)
+
+    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
+        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
+
+        They are as fresh as forward would have them: under bsp the same bits; elsewhere perhaps older, within the
+        bound. Does not block. Of requests that no forward has come for yet eight are kept, and no more are made.
+        """
+        self._lookup.ask(ids, ahead)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were collected since the clock began."""
+        super().zero_grad(set_to_none)
+        self._lookup.zero_grad()
+
+    def extra_repr(self) -> str:
+        """Return what print shows of it."""
+        return _described(self._lookup, self.num_embeddings)
+
+
+class EmbeddingBag(nn.Module):
+    """Sums, means or maxima of rows, used like `torch.nn.EmbeddingBag`; the rows live on the servers and learn there.
+
+    All that `paceline.Embedding` says of rows, gradients and clocks holds here.
+
+    Args:
+        num_embeddings: as for `paceline.Embedding`, as all that is not listed here.
+        embedding_dim: numbers a row.
+        max_norm: must be None.
+        norm_type: goes with `max_norm`.
+        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch; not with mode "max".
+        mode: what becomes of the rows of a bag: their "sum", "mean" or "max".
+        sparse: makes no difference.
+        include_last_offset: offsets end with the number of ids.
+        padding_idx: an id that is left out of its bag.
+
+    Shape:
+        ids (bags, ids a bag), or (number of ids,) with `offsets` (bags,), to (bags, embedding_dim), where the ids are;
+        `per_sample_weights` as the ids, with mode "sum". A bag without ids gives zeros.
+
+    Example:
+        >>> import torch, paceline
+        >>> with paceline.connect() as ps:
+        ...     words = paceline.EmbeddingBag(None, 2, mode="sum", update=paceline.update.Add(), init=1.0, ps=ps)
+        ...     words(torch.tensor([5, 6, 7]), torch.tensor([0, 1])).tolist()
+        [[1.0, 1.0], [2.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Mode = "mean",
+        sparse: bool = False,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        name: str = "embedding",
+        init: float | First | None = None,
+        dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "reject",
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+        ps: Session | None = None,
+    ) -> None:
+        super().__init__()
+        if mode not in get_args(Mode):
+            raise UsageError(f"table '{name}': mode is '{mode}', expected one of {', '.join(get_args(Mode))}.")
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
+        ps = ps or current()
+        table = ps.table(
+            name,
+            rows=embedding_dim,
+            update=update,
+            consistency=consistency,
+            scale=scale,
+            init=_first(init, name),
+            dtype=_dtype(dtype),
+            nonfinite=nonfinite,
+            cache=cache,
+            cache_rows=cache_rows,
+            life=life,
+            filters=filters,
+        )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @property
+    def table(self) -> RowTable:
+        """The rows, to be pulled and pushed by hand."""
+        return self._lookup.table
+
+    @property
+    def num_refused(self) -> int:
+        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
+        return self._lookup.num_refused
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the sum, mean or maximum of each bag; blocks as long as the consistency demands."""
+        found = self._lookup.find(input)
+        return functional.embedding_bag(
+            found.places,
+            found.rows,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=found.padding,
+        )
+
+    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
+        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
+
+        They are as fresh as forward would have them: under bsp the same bits; elsewhere perhaps older, within the
+        bound. Does not block. Of requests that no forward has come for yet eight are kept, and no more are made.
+        """
+        self._lookup.ask(ids, ahead)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were collected since the clock began."""
+        super().zero_grad(set_to_none)
+        self._lookup.zero_grad()
+
+    def extra_repr(self) -> str:
+        """Return what print shows of it."""
+        return f"{_described(self._lookup, self.num_embeddings)}, mode='{self.mode}'"
+
+
+def _padding(name: str, num: int | None, padding: int | None, max_norm: float | None) -> int | None:
+    """Return the id of the padding; refuse what makes no sense, before there is a table."""
+    if max_norm is not None:
+        raise UsageError(
+            f"table '{name}': max_norm is {max_norm}, but a lookup does not change rows on the servers. Leave it out; "
+            "to keep rows small use a rule with weight_decay, or one of your own."
+        )
+    if num is not None and num < 1:
+        raise UsageError(f"table '{name}': num_embeddings is {num}, expected 1 or more, or None for any ids.")
+    if padding is None or num is None:
+        return padding
+    if not -num <= padding < num:
+        raise UsageError(f"table '{name}': padding_idx is {padding}, expected an id below {num}.")
+    return padding % num
+
+
+def _first(init: float | First | None, name: str) -> float | First:
+    """Return first values; those of torch, where none are given, differ from table to table."""
+    return First("normal", 1.0, zlib.crc32(name.encode())) if init is None else init
+
+
+def _dtype(dtype: torch.dtype | None) -> DType:
+    return cast("DType", str(dtype or torch.get_default_dtype()).removeprefix("torch."))
+
+
+def _described(lookup: Lookup, num: int | None) -> str:
+    table = lookup.table
+    padding = "" if lookup.padding is None else f", padding_idx={lookup.padding}"
+    return f"{num}, {table.width}{padding}, table='{table.name}', {table.consistency}"

@@ -1,0 +1,203 @@
+"""The rows that a model looks up: pulled as they are needed, and their gradients collected until the clock ends."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.errors import IdOutOfRange, UsageError
+from paceline.node.outgoing import PushOutcome
+from paceline.node.rows.table import RowFuture, RowTable
+
+MAX_ASKED = 8  # reads ahead that are kept; a script that asks for more of them just waits in its forward
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a lookup gives a model.
+
+    Args:
+        rows: (n, width), where the ids are; one leaf of the graph, or a leaf with a row of zeros below.
+        places: of each id, its row.
+        padding: the row of zeros, None if no id is the padding.
+    """
+
+    rows: Tensor
+    places: Tensor
+    padding: int | None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Rows that were asked for ahead: those of `ids`, (n,) distinct."""
+
+    ids: Tensor
+    future: RowFuture
+    _rows: Tensor | None = None
+
+    def rows(self) -> Tensor:
+        """Return the rows; blocks until they are there."""
+        if self._rows is None:
+            self._rows = self.future.result()
+        return self._rows
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One row table as the layer of a model.
+
+    Args:
+        table: where the rows live.
+        num_ids: ids are 0 to this; None lets them be any.
+        padding: an id that stands for nothing: its row is zeros here, and is never pulled or pushed.
+
+    Attributes:
+        num_refused: pushes that were not applied (not finite, or late under backup).
+        exact: read what contains every update of the clocks before, as `Lookups.exactly` says.
+    """
+
+    table: RowTable
+    num_ids: int | None = None
+    padding: int | None = None
+    num_refused: int = 0
+    exact: bool = False
+    # Collected since the clock began: ids and gradient of each backward pass.
+    _collected: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    _asked: list[_Asked] = field(default_factory=list[_Asked])  # for this clock or a later one
+
+    def find(self, ids: Tensor) -> Found:
+        """Return the rows of these ids, ready to be differentiated; blocks as `RowTable.pull` does.
+
+        What backward finds for them is collected; the graph keeps no rows alive that it does not need itself.
+        """
+        distinct, places = self._distinct(ids)
+        padding = None
+        if self.padding is not None:
+            distinct, places, padding = _without(self.padding, distinct, places)
+        leaf = self._read(distinct).to(ids.device)
+        if torch.is_grad_enabled():
+            leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._collect, distinct))
+        rows = leaf
+        if padding is not None or not len(distinct):
+            rows = torch.cat((leaf, leaf.new_zeros((1, self.table.width))))
+        return Found(rows, places.view(ids.shape).to(ids.device), padding)
+
+    def ask(self, ids: Tensor, ahead: int) -> None:
+        """Ask for the rows that `find` will need so many clocks from now. Does not block."""
+        clock = self.table.node.clock
+        self._asked = [asked for asked in self._asked if asked.future.clock >= clock]
+        if len(self._asked) >= MAX_ASKED:
+            return
+        distinct, _ = self._distinct(ids)
+        if self.padding is not None:
+            distinct = distinct[distinct != self.padding]
+        self._asked.append(_Asked(distinct, self.table.pull_later(distinct, ahead=ahead)))
+
+    def push(self, samples: float | None) -> None:
+        """Send what was collected, as one push that stands for so many samples; None if nobody says of how many.
+
+        Where an update is a mean over the workers, one that has trained without finding any gradient counts as well.
+        """
+        collected, self._collected = self._collected, []
+        if not collected and (samples is None or not self.table.opened.counts_everyone):
+            return
+        ids = torch.cat([ids for ids, _ in collected] or [torch.empty(0, dtype=torch.int64)])
+        rows = torch.cat([rows for _, rows in collected] or [torch.empty((0, self.table.width))])
+        pushed = self.table.push(ids, rows, samples=1.0 if samples is None else samples)
+        pushed.add_done_callback(self._count_refusal)
+
+    def zero_grad(self) -> None:
+        """Drop what was collected."""
+        self._collected.clear()
+
+    def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids without repeats, (n,), and the place among them of each, (number of ids,)."""
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise UsageError(f"table '{self.table.name}': ids are {ids.dtype}, expected torch.int64 or torch.int32.")
+        distinct, places = self.table.node.rows.ops.unique(ids.detach().to("cpu", torch.int64).reshape(-1))
+        if self.num_ids is not None and len(distinct):
+            lowest, highest = (int(bound) for bound in distinct.aminmax())
+            if lowest < 0 or highest >= self.num_ids:
+                bad = lowest if lowest < 0 else highest
+                raise IdOutOfRange(
+                    f"table '{self.table.name}': id {bad} is out of range: there are {self.num_ids}, from 0 on. "
+                    "(num_embeddings=None takes any 64-bit id.)"
+                )
+        return distinct, places
+
+    def _read(self, distinct: Tensor) -> Tensor:
+        """Return the rows of these ids, (n, width): of those asked for ahead, if they are for this very clock."""
+        if self.exact:
+            bounded = self.table.consistency.bound is not None
+            return self.table.pull(distinct, refresh=None if bounded else True, exact=bounded)
+        for asked in self._asked:
+            if asked.future.clock == self.table.node.clock:
+                at = self._places_in(asked.ids, distinct)
+                if at is not None:
+                    return asked.rows()[at]
+        return self.table.pull(distinct)
+
+    def _places_in(self, ids: Tensor, wanted: Tensor) -> Tensor | None:
+        """Return where these ids, both distinct, lie among others; None if some do not."""
+        together, places = self.table.node.rows.ops.unique(torch.cat((ids, wanted)))
+        return places[len(ids) :] if len(together) == len(ids) else None
+
+    def _collect(self, ids: Tensor, rows: Tensor) -> None:
+        """Take the gradient that a backward pass has left in a leaf."""
+        gradient, rows.grad = rows.grad, None
+        if gradient is not None:
+            self._collected.append((ids, gradient.detach().to("cpu")))
+
+    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
+        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+            self.num_refused += not pushed.result().applied
+
+
+@dataclass(slots=True)
+class Lookups:
+    """Those of one worker, in the order in which they were made."""
+
+    _all: list[Lookup] = field(default_factory=list[Lookup])
+
+    def over(self, table: RowTable, num_ids: int | None, padding: int | None) -> Lookup:
+        """Return a new one, whose gradients are pushed whenever a clock ends."""
+        lookup = Lookup(table, num_ids, padding)
+        self._all.append(lookup)
+        return lookup
+
+    def push(self, samples: float | None) -> None:
+        """Push what each has collected, in the clock that is about to end; see `Lookup.push`."""
+        for lookup in self._all:
+            lookup.push(samples)
+
+    def zero_grad(self) -> None:
+        """Drop what each has collected."""
+        for lookup in self._all:
+            lookup.zero_grad()
+
+    @contextmanager
+    def exactly(self) -> Generator[None]:
+        """Let reads inside contain every update of all earlier clocks, or where nothing bounds them all there are."""
+        before = [lookup.exact for lookup in self._all]
+        for lookup in self._all:
+            lookup.exact = True
+        try:
+            yield
+        finally:
+            for lookup, exact in zip(self._all, before, strict=False):  # those that were made inside come last
+                lookup.exact = exact
+
+
+def _without(padding: int, distinct: Tensor, places: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    """Return ids without the padding, places among them, and the place of the padding: behind all others."""
+    kept = distinct != padding
+    if kept.all():
+        return distinct, places, None
+    moved = (kept.cumsum(0) - 1).masked_fill_(~kept, len(distinct) - 1)
+    return distinct[kept], moved[places], len(distinct) - 1
