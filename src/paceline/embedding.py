@@ -13,6 +13,7 @@ from torch.nn import functional
 from paceline.core.consistency import Consistency
 from paceline.current import current
 from paceline.errors import UsageError
+from paceline.node.rows.managed import Managed
 from paceline.node.rows.table import RowTable
 from paceline.session import Session
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
@@ -50,6 +51,7 @@ class Embedding(nn.Module):
         cache_rows: how many at most.
         life: when rows come and go.
         filters: what is left out or made smaller on the way.
+        communication: let pushes wait for a budget.
         ps: the session; by default that of `paceline.init()`.
 
     Raises:
@@ -90,6 +92,7 @@ class Embedding(nn.Module):
         cache_rows: int = 0,
         life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
         filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
         super().__init__()
@@ -108,6 +111,7 @@ class Embedding(nn.Module):
             cache_rows=cache_rows,
             life=life,
             filters=filters,
+            communication=communication,
         )
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
@@ -198,6 +202,7 @@ class EmbeddingBag(nn.Module):
         cache_rows: int = 0,
         life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
         filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
         super().__init__()
@@ -218,6 +223,7 @@ class EmbeddingBag(nn.Module):
             cache_rows=cache_rows,
             life=life,
             filters=filters,
+            communication=communication,
         )
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type

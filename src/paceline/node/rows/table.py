@@ -261,7 +261,8 @@ class RowTable:
         return values.view(*asked.shape, self.width)
 
     def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
-        with self.meter.communicating():
+        # What is made here other threads write to, which torch forbids where it was made for inference alone.
+        with self.meter.communicating(), torch.inference_mode(mode=False):
             keys = self._keys(ids)
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
