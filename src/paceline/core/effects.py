@@ -114,7 +114,7 @@ class InstallRows:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the rows of a table that this server has sent: it may have been in vain that it sent newer ones."""
+    """Drop the rows of a table that this server has sent: it may have sent newer ones that did not come."""
 
     server: int
     table: str

@@ -155,13 +155,18 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """New values, unasked, because the clock advanced; read it as `Fetched`."""
+    """New values, unasked, because the clock advanced; read it as `Fetched`.
+
+    Of a table of rows it brings those that changed after the delivery of clock `since`: -1 is the reader's first one,
+    and -2 says that some may have been lost before it.
+    """
 
     table: str
     clock: int
     version: int
     settled: int
     includes: tuple[int, ...]
+    since: int = -1
 
 
 @dataclass(frozen=True, slots=True)

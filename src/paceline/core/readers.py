@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 from paceline.core.messages import Pull
 
+NONE_YET, SOME_LOST = -1, -2  # what a subscriber to rows was last sent, where that is no clock
+
 
 @dataclass(slots=True)
 class _Subscriber:
     sent: int  # the clock it was last sent
     busy: bool  # Invariant: at most one delivery is under way to a subscriber, so a slow one costs one buffer
+    before: int = NONE_YET  # `sent` before the last delivery
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class Readers:
         worker = pull.sender.worker
         self._waiting.pop(self._place(pull), None)
         if self.subscribing and not (self.keyed and worker in self._subscribers):
-            self._subscribers[worker] = _Subscriber(sent=clock, busy=False)
+            self._subscribers[worker] = _Subscriber(sent=NONE_YET if self.keyed else clock, busy=False)
 
     def ready(self, clock: int) -> list[Pull]:
         """Return the waiting pulls that this clock satisfies, lowest rank first (it may have jumped)."""
@@ -60,8 +63,13 @@ class Readers:
         reader = self._subscribers.get(worker)
         if reader is None or reader.busy or reader.sent >= clock:
             return False
-        self._subscribers[worker] = _Subscriber(sent=clock, busy=True)
+        self._subscribers[worker] = _Subscriber(sent=clock, busy=True, before=reader.sent)
         return True
+
+    def before(self, worker: int) -> int:
+        """Return the clock of the delivery before the last one to a subscriber; of rows, the last says what changed."""
+        reader = self._subscribers.get(worker)
+        return reader.before if reader and self.keyed else NONE_YET
 
     def taken(self, worker: int, clock: int) -> None:
         """Note that a subscriber has taken in its delivery; a copy of an older notice changes nothing."""
@@ -74,6 +82,7 @@ class Readers:
         reader = self._subscribers.get(worker)
         if reader:
             reader.busy = False
+            reader.sent = SOME_LOST if self.keyed else reader.sent
 
     def forget(self, worker: int) -> None:
         """Drop all that a worker waits for or subscribes to."""

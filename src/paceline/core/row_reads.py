@@ -4,7 +4,10 @@ Which rows a read lacks is the driver's to find (they are many, and the core cou
 when it was fetched at a clock that the reader may use, or when deliveries of its server have reached one. Rules here:
 1. A read ends when every server that it waits for has answered it, or has delivered a clock that it may use.
 2. A read that waits for a delivery asks for its rows itself if none comes: deliveries may be lost with a connection.
-3. After a connection is made again nothing that this server delivered before is relied on.
+3. Deliveries say what changed since the one before, so they count in an unbroken chain; where it breaks, nothing that
+   was kept of this server is relied on.
+4. What comes from a server counts in the order in which that has made it: an answer that was overtaken is asked for
+   again.
 """
 
 from __future__ import annotations
@@ -24,6 +27,18 @@ class _RowTable:
     # The clock that the deliveries of each server have reached. Invariant: all rows of it that are kept here contain
     # every update below.
     delivered: dict[int, int] = field(default_factory=dict[int, int])
+    # The last delivery of each server, to know a copy of it.
+    last: dict[int, Delivered] = field(default_factory=dict[int, Delivered])
+    # (clock, version) of the newest rows that each server has sent. Invariant: both only grow.
+    newest: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+
+    def overtook(self, server: int, message: Fetched | Delivered) -> bool:
+        """Say whether newer rows have come before these; if not, these are the newest."""
+        made = message.clock, message.version
+        if made < self.newest.get(server, made):
+            return True
+        self.newest[server] = made
+        return False
 
 
 @dataclass(slots=True)
@@ -67,6 +82,10 @@ class RowReads:
         """Return the clock that a server's deliveries have reached, -1 before the first."""
         return self._tables[table].delivered.get(server, -1)
 
+    def awaited(self, table: str) -> set[int]:
+        """Return the servers from which an answer to a read of this table may come."""
+        return {s for r in self._open.values() if r.table == table for s in (*r.fetching, *r.delivering)}
+
     def asked(self, server: int, request: int) -> Pull | None:
         """Return the pull that a server has yet to answer for a read, if there is one."""
         message = self.outbox.message(_key(server, request))
@@ -92,6 +111,9 @@ class RowReads:
         if message.clock < asked.needs:
             effects.append(Fail(_broken(server, message, asked)))
             return
+        if self._tables[message.table].overtook(server, message):
+            effects.append(Send(server, asked))
+            return
         self.outbox.answered(_key(server, message.request))
         effects.append(
             InstallRows(server, message.table, message.request, message.clock, message.settled, message.includes)
@@ -101,22 +123,25 @@ class RowReads:
 
     def on_delivered(self, server: int, message: Delivered, effects: list[WorkerEffect]) -> None:
         """Take in rows that changed; only then may reads rely on the clock that they bring."""
-        table = self._tables[message.table]
-        effects.append(InstallRows(server, message.table, -1, message.clock, message.settled, message.includes))
-        effects.append(Send(server, Taken(self.sender, message.table, message.clock)))
-        table.delivered[server] = max(message.clock, table.delivered.get(server, -1))
+        table, taken = self._tables[message.table], Taken(self.sender, message.table, message.clock)
+        if table.last.get(server) == message:
+            effects.append(Send(server, taken))  # the first one may be lost
+            return
+        before = table.delivered.get(server, -1)
+        if table.overtook(server, message) or message.since != before:
+            effects.append(Forget(server, message.table))
+        else:
+            effects.append(InstallRows(server, message.table, -1, message.clock, message.settled, message.includes))
+        effects.append(Send(server, taken))
+        table.last[server], table.delivered[server] = message, max(message.clock, before)
         for request, reading in list(self._open.items()):
             if reading.table == message.table and server in reading.delivering and message.clock >= reading.needs:
                 self.outbox.answered(_key(server, request))
                 reading.came(server, message.clock, "delivery")
                 self._finish(request, effects)
 
-    def on_connected(self, server: int, effects: list[WorkerEffect]) -> None:
-        """Rely on nothing that was delivered over the connection before; reads under way are asked again anyway."""
-        for name, table in self._tables.items():
-            if table.consistency.deliver == "on_clock":
-                table.delivered.pop(server, None)
-                effects.append(Forget(server, name))
+    def on_connected(self, server: int) -> None:
+        """Wait for no delivery, it may be lost: what is unanswered is asked again anyway."""
         for reading in self._open.values():
             if server in reading.delivering:
                 reading.delivering.discard(server)

@@ -269,7 +269,7 @@ class ServerCore:
 
     def _deliver(self, name: str, table: ServedTable, worker: int, effects: list[ServerEffect]) -> None:
         life = self._living(worker)
-        effects.append(Serve(worker, life.incarnation, table.delivered(self.clock_of(name), life.ledger)))
+        effects.append(Serve(worker, life.incarnation, table.delivered(worker, self.clock_of(name), life.ledger)))
 
     def _values(self, pull: Pull, table: ServedTable) -> Serve:
         ledger = self._living(pull.sender.worker).ledger

@@ -38,6 +38,7 @@ class ServedTable:
         includes = ledger.applied_in(self.name)
         return Fetched(pull.request, self.name, clock, self.version, ledger.settled, includes)
 
-    def delivered(self, clock: int, ledger: Ledger) -> Delivered:
-        """Return the notice of new values, to go with the values as they are now."""
-        return Delivered(self.name, clock, self.version, ledger.settled, ledger.applied_in(self.name))
+    def delivered(self, worker: int, clock: int, ledger: Ledger) -> Delivered:
+        """Return the notice of new values to a subscriber, to go with the values as they are now."""
+        includes, since = ledger.applied_in(self.name), self.readers.before(worker)
+        return Delivered(self.name, clock, self.version, ledger.settled, includes, since)

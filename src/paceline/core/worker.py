@@ -348,7 +348,7 @@ class WorkerCore:
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
         if server in self._joined:  # also while others have yet to answer: its lease runs
             self._outbox.add((server, "join", 0), Join(self.settings.sender), now)
-        self.rows.on_connected(server, effects)
+        self.rows.on_connected(server)
         effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:

@@ -62,5 +62,6 @@ class Arrivals:
     def on_reconnected(self) -> None:
         """Say again what may have been lost with the connection before."""
         with self.waiting.changed:
+            self.rows.on_reconnected(self.server)
             self.handle(Connected(self.server), EMPTY)
             self.calls.repeat(self.server)

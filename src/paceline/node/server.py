@@ -181,7 +181,7 @@ class ServerNode:
             self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
         elif isinstance(message, Unsubscribe):
             _check_speaker(hello, message.sender)
-            self._rows.unsubscribe((hello.rank, hello.incarnation), message.table, body)
+            self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, _FROM_WORKERS):
             _check_speaker(hello, message.sender)
             self._on_said(hello, connection, message)

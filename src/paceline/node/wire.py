@@ -96,10 +96,14 @@ class KeysWanted:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """A worker to a server: I keep these rows no longer (their ids are the body), so do not send me what changes."""
+    """A worker to a server: I keep these rows no longer (their ids are the body), so do not send me what changes.
+
+    It means nothing if a read of the number `request` or a later one has come before: that may have asked for them.
+    """
 
     sender: messages.Sender
     table: str
+    request: int
 
 
 # The position is the kind byte: append, never reorder.

@@ -218,8 +218,8 @@ class WorkerNode:
     def tick(self) -> None:
         """Finish the current clock; blocks while rows that have to go before wait for a budget, else not."""
         with self._changed:
-            self._waiting.check()
             self.rows.budgeted.send_due(self._core.clock)
+            self._waiting.check()
             self._handle(WantClock())
 
     def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ class _OwnRows:
 
     ids: Tensor
     change: Tensor
+    missing: set[int]  # servers from which rows may come that do not contain it
 
     def add_to(self, ids: Tensor, rows: Tensor) -> None:
         """Add the change to those of the rows that it changes."""
@@ -41,18 +42,21 @@ class RowCache:
     Args:
         width: numbers a row, echo included.
         max_rows: above so many rows the least recently used go when the next read begins; 0 means no limit.
+        echo_width: how many of the last numbers of a row are its echo.
     """
 
     ops: RowOps
     width: int
     dtype: torch.dtype
     max_rows: int = 0
+    echo_width: int = 0
     _index: RowIndex = field(init=False)
     _rows: Column = field(init=False)
     _clocks: Column = field(init=False)  # of each row: it contains every update below
     _used: Column = field(init=False)  # of each row: the number of the read that used it last
+    _read_echoes: Column | None = field(init=False)  # of each row: as its last user read it, NaN where nobody has
     _num_reads: int = 0
-    # By sequence number. Invariant: exactly the own pushes that some server has not answered.
+    # By sequence number. Invariant: no push is here that all servers have answered and that no more rows can lack.
     _own: dict[int, _OwnRows] = field(default_factory=dict[int, _OwnRows])
     # What own pushes that no server has been sent add to these rows, (n, width); they are in the rows here.
     unsent: Callable[[Tensor], Tensor] | None = None
@@ -71,18 +75,28 @@ class RowCache:
         self.ops.gather(self._clocks.tensor, self._index.find(ids), clocks)
         return clocks.view(-1)
 
-    def install(self, ids: Tensor, rows: Tensor, clock: int, settled: int, includes: tuple[int, ...]) -> None:
-        """Take in rows that contain every update below `clock` and, of the own pushes, those that are named."""
+    def install(
+        self, server: int, ids: Tensor, rows: Tensor, clock: int, settled: int, includes: tuple[int, ...]
+    ) -> None:
+        """Take in rows that contain every update below `clock` and, of the own pushes, those that are named.
+
+        A server's rows come here in the order in which it has made them.
+        """
         rows = rows.clone()
-        for seq, own in self._own.items():
-            if seq >= settled and seq not in includes:
+        for seq, own in list(self._own.items()):
+            if server in own.missing and (seq < settled or seq in includes):
+                self._note_contained(seq, {server})
+            elif server in own.missing:
                 own.add_to(ids, rows)
         if self.unsent is not None:
             change = self.unsent(ids)
             rows[:, : change.shape[1]] += change
-        slots, _ = self._index.add(ids)
-        for column in (self._rows, self._clocks, self._used):
+        slots, added = self._index.add(ids)
+        for column in self._columns():
             column.grow(self._index.num_slots)
+        if self._read_echoes is not None:
+            unread = torch.full((len(added), self.echo_width), torch.nan, dtype=self.dtype)
+            self.ops.scatter(self._read_echoes.tensor, slots[added], unread)
         self.ops.scatter(self._rows.tensor, slots, rows)
         self._mark(self._clocks, slots, clock)
         self._mark(self._used, slots, self._num_reads)
@@ -98,6 +112,19 @@ class RowCache:
         self.ops.gather(self._rows.tensor, slots, rows)
         return rows, slots >= 0
 
+    def note_read(self, ids: Tensor, rows: Tensor) -> None:
+        """Note what the user is given of rows, each of which is kept: gradients will be of these."""
+        if self._read_echoes is not None:
+            echoes = rows[:, self.width - self.echo_width :].contiguous()
+            self.ops.scatter(self._read_echoes.tensor, self._index.find(ids), echoes)
+
+    def read_echoes(self, ids: Tensor) -> Tensor:
+        """Return what the user was given last beside the values of these rows, NaN for rows that nobody has read."""
+        echoes = torch.full((len(ids), self.echo_width), torch.nan, dtype=self.dtype)
+        if self._read_echoes is not None:
+            self.ops.gather(self._read_echoes.tensor, self._index.find(ids), echoes)
+        return echoes
+
     def use(self, ids: Tensor) -> Tensor:
         """Note that a read of these ids begins; return the ids whose rows go for that."""
         self._num_reads += 1
@@ -105,15 +132,15 @@ class RowCache:
         self._mark(self._used, slots[slots >= 0], self._num_reads)
         return self._evict() if self.max_rows and len(self) > self.max_rows else ids[:0]
 
-    def note_own(self, seq: int, ids: Tensor, change: Tensor) -> None:
+    def note_own(self, seq: int, ids: Tensor, change: Tensor, servers: Iterable[int]) -> None:
         """Add an own push to the rows here, and to those that come without it. Each id is there once."""
-        self.note_sent(seq, ids, change)
+        self.note_sent(seq, ids, change, servers)
         self.change(ids, change)
 
-    def note_sent(self, seq: int, ids: Tensor, change: Tensor) -> None:
+    def note_sent(self, seq: int, ids: Tensor, change: Tensor, servers: Iterable[int]) -> None:
         """Add an own push, which is in the rows here already, to those that come without it. Each id is there once."""
         order = torch.argsort(ids)
-        self._own[seq] = _OwnRows(ids[order], change[order])
+        self._own[seq] = _OwnRows(ids[order], change[order], set(servers))
 
     def change(self, ids: Tensor, change: Tensor) -> None:
         """Add a change to the rows that are here. Each id is there once."""
@@ -124,11 +151,15 @@ class RowCache:
         rows[:, : change.shape[1]] += change[here]
         self.ops.scatter(self._rows.tensor, slots[here], rows)
 
-    def answered_own(self, seq: int, *, refused: bool) -> None:
-        """Note that all servers have answered an own push; if it was refused the rows with it are dropped."""
-        own = self._own.pop(seq, None)
-        if own is not None and refused:
-            self.drop(own.ids)
+    def applied_own(self, seq: int, awaited: Set[int]) -> None:
+        """Note that all servers have applied an own push: only rows that are `awaited` from some may still lack it."""
+        if seq in self._own:
+            self._note_contained(seq, self._own[seq].missing - awaited)
+
+    def refused_own(self, seq: int, ids: Tensor) -> None:
+        """Note that an own push was refused: the rows that have it are kept no longer."""
+        self._own.pop(seq, None)
+        self.drop(ids)
 
     def drop(self, ids: Tensor) -> None:
         """Keep these rows no longer."""
@@ -143,7 +174,7 @@ class RowCache:
     def close(self) -> None:
         """Let go of all memory."""
         self._index.close()
-        for column in (self._rows, self._clocks, self._used):
+        for column in self._columns():
             column.close()
 
     def _start(self) -> None:
@@ -151,6 +182,17 @@ class RowCache:
         self._rows = Column(self.width, self.dtype)
         self._clocks = Column(1, torch.int64)
         self._used = Column(1, torch.int64)
+        self._read_echoes = Column(self.echo_width, self.dtype) if self.echo_width else None
+
+    def _columns(self) -> list[Column]:
+        always = [self._rows, self._clocks, self._used]
+        return always if self._read_echoes is None else [*always, self._read_echoes]
+
+    def _note_contained(self, seq: int, servers: Set[int]) -> None:
+        own = self._own[seq]
+        own.missing -= servers
+        if not own.missing:
+            del self._own[seq]
 
     def _mark(self, column: Column, slots: Tensor, number: int) -> None:
         self.ops.scatter(column.tensor, slots, torch.full((len(slots), 1), number, dtype=torch.int64))

@@ -33,7 +33,8 @@ from paceline.tensors.table import Hyper
 from paceline.transport.base import EMPTY
 
 MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
-MAX_HELD = 1000  # pushes of all tables in one clock, where servers keep them until it is complete
+MAX_UNSETTLED = 1000  # from the oldest push of any table that some server has yet to answer to the newest
+MAX_READS = 1000  # of one table that are under way
 
 
 @dataclass(slots=True)
@@ -74,6 +75,11 @@ class RowClient:
         """Begin a read of distinct ids that contains every update below the clock `needs`. Does not block."""
         with self.waiting.changed:
             opened = self._opened(table)
+            if self._readings.count(table) >= MAX_READS:
+                raise UsageError(
+                    f"worker {self.core.settings.sender.worker} has {MAX_READS} reads of table '{table}' under way: "
+                    "ask for more rows at a time, and take what came."
+                )
             if opened.cache is not None:
                 self._unsubscribe(opened, opened.cache.use(ids))
             delivered = [self.core.rows.delivered(table, server) for server in range(self.num_servers)]
@@ -87,8 +93,8 @@ class RowClient:
     def take(self, reading: RowReading) -> tuple[Tensor, Tensor]:
         """Return (rows with their echoes, clock of each) of a read; blocks until they are there.
 
-        A row goes from the cache between its read and this call when the connection to its server was made again; then
-        it is asked for once more.
+        A row goes from the cache between its read and this call when other reads need the room, or when deliveries were
+        lost with a connection; then it is asked for once more.
         """
         with self.waiting.changed:
             opened = self._opened(reading.table)
@@ -98,9 +104,11 @@ class RowClient:
                 return reading.rows, reading.clocks
             while True:
                 rows, here = opened.cache.read(reading.ids)
-                if here.all():
-                    return rows, torch.maximum(opened.cache.clocks(reading.ids), self._delivered(opened, reading.ids))
-                self._wait(self.begin(reading.table, reading.ids[~here], reading.needs, refresh=False))
+                clocks = torch.maximum(opened.cache.clocks(reading.ids), self._delivered(opened, reading.ids))
+                if (here & (clocks >= reading.needs)).all():
+                    opened.cache.note_read(reading.ids, rows)
+                    return rows, clocks
+                self._wait(self.begin(reading.table, reading.ids, reading.needs, refresh=False))
 
     def push(
         self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...]
@@ -114,7 +122,8 @@ class RowClient:
             self._wait_for_room(opened)
             sifted = opened.sieve.sift(ids, rows, self.core.clock, self._values(opened))
             self._note_pushed(opened, len(ids))
-            return self._send(opened, sifted, count, hyper)
+            opened.give_hyper(hyper)
+            return self._send(opened, sifted, count)
 
     def flush(self, table: str) -> Future[PushOutcome]:
         """Send all that waits for a budget, for which this blocks, and all that filters have kept back."""
@@ -124,7 +133,7 @@ class RowClient:
                 self.budgeted.send_made_by(self.core.clock, opened.budgeted)
             self._wait_for_room(opened)
             kept = opened.sieve.flush()
-            return self._send(opened, kept, 1.0, ()) if len(kept.ids) else settled(PushOutcome(applied=True))
+            return self._send(opened, kept, 1.0) if len(kept.ids) else settled(PushOutcome(applied=True))
 
     def num_under_way(self, table: str = "") -> int:
         """Count the pushes of a table, or of all, that some server has yet to answer."""
@@ -163,6 +172,11 @@ class RowClient:
         asked = self.core.rows.asked(server, message.request)
         if asked is not None:
             self._say_pull(server, asked, with_ids=True)
+
+    def on_reconnected(self, server: int) -> None:
+        """Send this server ids in full again: it may lack lists that were on their way."""
+        for opened in self._tables.values():
+            opened.forget_lists(server)
 
     def abandon(self, error: PacelineError) -> None:
         """End all that is under way with an error."""
@@ -207,7 +221,7 @@ class RowClient:
         opened.traffic += Traffic(pulled=Bytes(value_bytes=len(body)))
         ids = self._readings.install(effect, parcel)
         if opened.cache is not None:
-            opened.cache.install(ids, parcel.together, effect.clock, effect.settled, effect.includes)
+            opened.cache.install(effect.server, ids, parcel.together, effect.clock, effect.settled, effect.includes)
 
     def _install_delivered(self, opened: OpenedRows, effect: InstallRows, body: memoryview) -> None:
         """Take in rows that changed; those that went from the cache meanwhile stay away."""
@@ -220,7 +234,8 @@ class RowClient:
         if cache is None or parcel.ids is None:
             return
         known = cache.known(parcel.ids)
-        cache.install(parcel.ids[known], parcel.together[known], effect.clock, effect.settled, effect.includes)
+        ids, rows = parcel.ids[known], parcel.together[known]
+        cache.install(effect.server, ids, rows, effect.clock, effect.settled, effect.includes)
 
     def _forget(self, opened: OpenedRows) -> None:
         if opened.cache is not None:
@@ -239,10 +254,12 @@ class RowClient:
         """Tell the servers that rows are kept no longer; if that is lost they send in vain what changes."""
         if not opened.is_delivered or not len(ids):
             return
+        ids = ids[~torch.isin(ids, self._readings.ids_of(opened.spec.name))]  # those are on their way here again
         order, counts = self.ops.split(ids, self.num_servers)
         for server, places in enumerate(order.split(counts)):
             if len(places):
-                self.say(server, Unsubscribe(self.core.settings.sender, opened.spec.name), ids_body(ids[places]))
+                unsubscribe = Unsubscribe(self.core.settings.sender, opened.spec.name, self.core.next_request)
+                self.say(server, unsubscribe, ids_body(ids[places]))
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
@@ -259,15 +276,15 @@ class RowClient:
 
         return look_up
 
-    def _send(self, opened: OpenedRows, sifted: Sifted, count: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
+    def _send(self, opened: OpenedRows, sifted: Sifted, count: float) -> Future[PushOutcome]:
         parts = self._parts(opened, sifted)
-        push = RowPush(opened, parts, count, hyper)
+        push = RowPush(opened, parts, count, sifted.ids)
         if not parts:
             push.future.set_result(PushOutcome(applied=True))
             return push.future
-        if opened.cache is not None and opened.replays:
+        if opened.cache is not None and opened.replays and opened.knows_change:
             note = opened.cache.note_own if opened.budgeted is None else opened.cache.note_sent
-            note(self.core.next_seq, sifted.ids, opened.change(sifted.decoded))
+            note(self.core.next_seq, sifted.ids, opened.change(sifted.decoded), parts)
         self._pushes.prepare(push)
         self.handle(WantPush(opened.spec.name, tuple(sorted(parts))))
         return push.future
@@ -276,22 +293,23 @@ class RowClient:
         """Cut a push by server, of those that get some of it, or all whose mean it counts in."""
         echo, everywhere = self._echo(opened, sifted.ids), opened.counts_everyone
         if self.num_servers == 1:
-            return {0: Part(sifted.ids, sifted.encoded, echo)} if everywhere or len(sifted.ids) else {}
+            if not (everywhere or len(sifted.ids)):
+                return {}
+            return {0: Part(sifted.ids, sifted.encoded, echo, opened.hyper_for(0))}
         order, counts = self.ops.split(sifted.ids, self.num_servers)
         return {
-            server: Part(sifted.ids[at], sifted.encoded[at], None if echo is None else echo[at])
+            server: Part(
+                sifted.ids[at], sifted.encoded[at], None if echo is None else echo[at], opened.hyper_for(server)
+            )
             for server, at in enumerate(order.split(counts))
             if everywhere or len(at)
         }
 
     def _echo(self, opened: OpenedRows, ids: Tensor) -> Tensor | None:
-        """Return what was read beside the values of these rows, NaN for rows that were not read."""
+        """Return what the user was given beside the values of these rows, NaN for rows that were not read."""
         if opened.cache is None or not opened.up.echo_width:
             return None
-        rows, here = opened.cache.read(ids)
-        echo = rows[:, opened.spec.width :].contiguous()
-        echo[~here] = torch.nan
-        return echo
+        return opened.cache.read_echoes(ids)
 
     def _note_pushed(self, opened: OpenedRows, num_given: int) -> None:
         """Count what a push would have taken without filters."""
@@ -306,24 +324,42 @@ class RowClient:
         ended = self._pushes.release(effect)
         if ended is None:
             return
-        if ended.opened.cache is not None:
-            ended.opened.cache.answered_own(effect.id.seq, refused=bool(ended.refused))
+        opened, cache = ended.opened, ended.opened.cache
+        if ended.refused:
+            opened.tell_again()
+        if cache is not None and ended.refused:
+            cache.refused_own(effect.id.seq, ended.ids)
+        elif cache is not None:
+            cache.applied_own(effect.id.seq, self._awaited(opened))
         ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
         self.budgeted.wake()
+
+    def _awaited(self, opened: OpenedRows) -> set[int]:
+        """Return the servers from which rows may come that they have made before this moment."""
+        name, servers = opened.spec.name, range(self.num_servers)
+        delivering = {s for s in servers if opened.is_delivered and self.core.rows.delivered(name, s) >= 0}
+        return delivering | self.core.rows.awaited(name)
 
     def _wait_for_room(self, opened: OpenedRows) -> None:
         """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
         name, clock = opened.spec.name, self.core.clock
-        held = self._pushes.held_at(clock)
-        if len(held) >= MAX_HELD:
-            raise UsageError(
-                f"worker {self.core.settings.sender.worker} has made {len(held)} pushes in clock {clock}, which "
-                "servers keep until it is complete: push more rows at a time, or finish clocks more often."
-            )
+        num_held = self._pushes.held_at(clock).count(name)
         self.waiting.wait(
-            lambda: self._pushes.count(name) - held.count(name) < MAX_UNDER_WAY,
+            lambda: self._is_stuck() or (self._may_push() and self._pushes.count(name) - num_held < MAX_UNDER_WAY),
             f"servers to apply earlier pushes of table '{name}'",
         )
+        if self._is_stuck():
+            raise UsageError(
+                f"worker {self.core.settings.sender.worker} has made {MAX_UNSETTLED} pushes in clock {clock} since one "
+                "that servers keep until it is complete: push more rows at a time, or finish clocks more often."
+            )
+
+    def _may_push(self) -> bool:
+        return self.core.next_seq - self.core.settled < MAX_UNSETTLED
+
+    def _is_stuck(self) -> bool:
+        """Say whether no push may be made before this worker has finished its clock."""
+        return not self._may_push() and self._pushes.is_held(self.core.settled, self.core.clock)
 
     def _budgeted(self, opened: OpenedRows, settings: Managed) -> BudgetedRows:
         """Return what lets the pushes of a table wait for a budget."""
@@ -339,7 +375,7 @@ class RowClient:
             opened.replays,
             opened.change,
             ID_BYTES + opened.up.row_bytes,
-            send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0, ()),
+            send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0),
             has_room=lambda: self._pushes.count(spec.name) < MAX_UNDER_WAY,
             traffic=lambda: opened.traffic,
         )

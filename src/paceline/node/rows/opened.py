@@ -61,6 +61,9 @@ class OpenedRows:
     traffic: Traffic = field(default_factory=Traffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
     _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
+    # The hyperparameters that this worker gave last, and the servers that have been told of them.
+    _hyper: tuple[Hyper, ...] = ()
+    _told: set[int] = field(default_factory=set[int])
 
     @staticmethod
     def make(spec: RowTableSpec, options: CacheOptions, ops: RowOps, worker: int) -> OpenedRows:
@@ -80,8 +83,9 @@ class OpenedRows:
                 "cache=False."
             )
         keep = needed if options.keep is None else options.keep
-        cache = RowCache(ops, down.full_width, dtype, options.max_rows) if keep else None
-        replays = keep and options.reads_own_writes and can_replay(spec, consistency)
+        cache = RowCache(ops, down.full_width, dtype, options.max_rows, down.echo_width) if keep else None
+        admits_all = spec.life.admit_after <= 1  # else servers drop pushes, and who made them cannot tell which
+        replays = keep and options.reads_own_writes and admits_all and can_replay(spec, consistency)
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
         return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy, deferral)
 
@@ -112,11 +116,37 @@ class OpenedRows:
         lists.put(name, ids)
         return Keys(len(ids), name, sent=True)
 
+    def forget_lists(self, server: int) -> None:
+        """Send this server all ids from now on: of the frames that brought lists to it some may be lost."""
+        self._lists.pop(server, None)
+
+    def give_hyper(self, hyper: tuple[Hyper, ...]) -> None:
+        """Have every server told of hyperparameters with the next push that it gets, if these are any."""
+        if hyper:
+            self._hyper = hyper
+            self._told.clear()
+
+    def tell_again(self) -> None:
+        """Note that a push was refused, which may have had the hyperparameters with it."""
+        self._told.clear()
+
+    def hyper_for(self, server: int) -> tuple[Hyper, ...]:
+        """Return the hyperparameters to go with a push to this server; none if it was told."""
+        if server in self._told:
+            return ()
+        self._told.add(server)
+        return self._hyper
+
+    @property
+    def knows_change(self) -> bool:
+        """Say whether `change` can tell, under the hyperparameters that were given last."""
+        return all(is_plain(self.spec.rule.name, group) for group in self._hyper)
+
     def change(self, rows: Tensor) -> Tensor:
         """Return what a push of these rows adds to the values, for a rule that the worker can compute itself."""
         if self.spec.rule.name == "add":
             return rows
-        lr = self.spec.rule.groups[0]["lr"]
+        lr = (self._hyper or self.spec.rule.groups)[0]["lr"]
         assert isinstance(lr, float | int)
         return rows * -lr
 
@@ -146,6 +176,10 @@ def layouts(spec: RowTableSpec, rule: RowRule) -> tuple[Layout, Layout]:
 
 def can_replay(spec: RowTableSpec, consistency: Consistency) -> bool:
     """Say whether a worker can compute the effect of its own pushes: adding, and SGD without more."""
-    more = ("momentum", "weight_decay", "nesterov")
-    is_sgd = spec.rule.name == "torch.optim.SGD" and not any(spec.rule.groups[0].get(key) for key in more)
-    return consistency.visible == "on_arrival" and (spec.rule.name == "add" or is_sgd)
+    return consistency.visible == "on_arrival" and is_plain(spec.rule.name, spec.rule.groups[0])
+
+
+def is_plain(rule: str, group: Hyper) -> bool:
+    """Say whether a rule changes rows by what is pushed times a number."""
+    more = ("momentum", "weight_decay", "nesterov", "maximize")
+    return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for key in more))

@@ -18,6 +18,9 @@ class _Promise:
     last_chunk: int = -1  # the one that had the last of it, once that is sent
     refused: str = ""
 
+    def was_sent_before(self, chunk: int) -> bool:
+        return 0 <= self.last_chunk < chunk
+
 
 @dataclass(slots=True)
 class Promises:
@@ -62,7 +65,7 @@ class Promises:
         self._under_way.discard(chunk)
         refused = answer.result().reason
         for made in (*self._sent, *self._waiting) if refused else ():
-            if made.push < num_pushes:
+            if made.push < num_pushes and not made.was_sent_before(chunk):
                 made.refused = refused
         oldest = min(self._under_way, default=math.inf)
         while self._sent and self._sent[0].last_chunk < oldest:

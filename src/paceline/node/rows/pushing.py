@@ -29,6 +29,7 @@ class Part:
     ids: Tensor
     encoded: Tensor
     echo: Tensor | None
+    hyper: tuple[Hyper, ...]
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class RowPush:
     opened: OpenedRows
     parts: dict[int, Part]  # by server. Invariant: exactly those that have not answered
     count: float
-    hyper: tuple[Hyper, ...]
+    ids: Tensor  # of all parts
     push: Push | None = None  # its identity, as soon as it has one
     future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
     refused: str = ""
@@ -48,13 +49,13 @@ class RowPush:
         assert self.push is not None
         part = self.parts[server]
         if bare:
-            say(server, RowPushFrame(self.push, self.count, self.hyper, Keys(len(part.ids), b"", sent=False)), EMPTY)
+            say(server, RowPushFrame(self.push, self.count, part.hyper, Keys(len(part.ids), b"", sent=False)), EMPTY)
             return
         keys = self.opened.keys(server, part.ids, sent=with_ids)
         body = self.opened.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
         key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
         self.opened.traffic += Traffic(pushed=Bytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
-        say(server, RowPushFrame(self.push, self.count, self.hyper, keys), body)
+        say(server, RowPushFrame(self.push, self.count, part.hyper, keys), body)
 
 
 @dataclass(slots=True)
@@ -78,6 +79,11 @@ class RowPushes:
         return [
             opened.spec.name for opened, push in made if opened.is_held and push is not None and push.clock == clock
         ]
+
+    def is_held(self, seq: int, clock: int) -> bool:
+        """Say whether the push of this number is one that servers keep until this clock is complete."""
+        made = ((push.opened, push.push) for push in self._under_way.values())
+        return any(o.is_held and p is not None and (p.id.seq, p.clock) == (seq, clock) for o, p in made)
 
     def prepare(self, push: RowPush) -> None:
         """Have a push ready that is given its identity when the core first sends it."""

@@ -87,6 +87,15 @@ class Readings:
         """Note a read that begins."""
         self._open[request] = reading
 
+    def count(self, table: str) -> int:
+        """Count the reads of a table that are under way."""
+        return sum(reading.table == table for reading in self._open.values())
+
+    def ids_of(self, table: str) -> Tensor:
+        """Return all ids of the reads of a table that are under way; they may repeat."""
+        none = torch.empty(0, dtype=torch.int64)
+        return torch.cat([none, *(reading.ids for reading in self._open.values() if reading.table == table)])
+
     def get(self, request: int) -> RowReading | None:
         """Return a read that is under way."""
         return self._open.get(request)

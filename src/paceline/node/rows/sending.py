@@ -50,18 +50,22 @@ class SendingThread:
             self._thread.join(timeout=_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        """Act until stopped, and say so if that ends by an error."""
-        try:
-            self._act_on()
-        finally:
-            if not self._stopping.is_set():
-                self.fail("the thread that sends rows has failed; the traceback is on stderr")
-
-    def _act_on(self) -> None:
         pause_s: float | None = None
         while not self._stopping.is_set():
             self._awake.wait(pause_s)
             self._awake.clear()
             with self.waiting.changed:
-                if not self._stopping.is_set():
-                    pause_s = self.act(time.monotonic())
+                pause_s = self._act()
+
+    def _act(self) -> float | None:
+        """Act unless stopped. An error ends the thread, and whoever waits is told before the lock is free."""
+        if self._stopping.is_set():
+            return None
+        has_failed = True
+        try:
+            pause_s = self.act(time.monotonic())
+            has_failed = False
+        finally:
+            if has_failed:
+                self.fail("the thread that sends rows has failed; the traceback is on stderr")
+        return pause_s

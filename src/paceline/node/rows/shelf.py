@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.node.rows.opened import layouts
 from paceline.node.rows.parcels import Layout, ids_of
 from paceline.node.rows.subscriptions import Subscription
-from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame
+from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, Unsubscribe
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
 from paceline.tensors.rows.ops import RowOps
 from paceline.tensors.rows.rules import row_rule
@@ -98,7 +98,7 @@ class RowShelf:
         """Keep what a push brings; return why it may not be applied, or nothing, or that its ids are wanted."""
         served = self.tables.get(frame.push.table)
         if served is None:
-            return ""
+            return f"there is no table of rows '{frame.push.table}' on server {self.server}"
         problem = served.broken or _objection(served.spec, frame)
         if not problem and not body and frame.keys.num:
             problem = "its rows did not come with it"
@@ -175,7 +175,7 @@ class RowShelf:
         if ids is None:
             return None
         if served.consistency.deliver == "on_clock":
-            self._subscription(served, life).add(ids)
+            self._subscription(served, life).add(ids, message.request)
         return served.down.pack_rows(None, served.store.read(ids, message.clock))
 
     def delivery(self, life: Life, message: Delivered) -> memoryview:
@@ -184,11 +184,11 @@ class RowShelf:
         ids = self._subscription(served, life).take()
         return served.down.pack_rows(ids, served.store.read(ids, message.clock))
 
-    def unsubscribe(self, life: Life, table: str, body: memoryview) -> None:
+    def unsubscribe(self, life: Life, message: Unsubscribe, body: memoryview) -> None:
         """Send a worker these rows no longer."""
-        served = self.tables.get(table)
+        served = self.tables.get(message.table)
         if served is not None and life in served.subscriptions:
-            served.subscriptions[life].remove(ids_of(body))
+            served.subscriptions[life].remove(ids_of(body), message.request)
 
     # -- the course of things ----------------------------------------------------------------------------------------
 

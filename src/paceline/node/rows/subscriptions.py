@@ -21,6 +21,7 @@ class Subscription:
     ops: RowOps
     _rows: RowIndex = field(init=False)
     _changed: list[Tensor] = field(default_factory=list[Tensor])
+    _last_request: int = -1  # of the reads that were answered
 
     def __post_init__(self) -> None:
         """Start with no row."""
@@ -30,12 +31,15 @@ class Subscription:
         """Count the rows."""
         return len(self._rows)
 
-    def add(self, ids: Tensor) -> None:
-        """Send these rows when they change; to be called before anything else changes them."""
+    def add(self, ids: Tensor, request: int) -> None:
+        """Send these rows, for which a read asked, when they change; called before anything else changes them."""
         self._rows.add(ids)
+        self._last_request = max(request, self._last_request)
 
-    def remove(self, ids: Tensor) -> None:
-        """Send these rows no longer."""
+    def remove(self, ids: Tensor, request: int) -> None:
+        """Send these rows no longer, unless a read was answered that is not older than this one: it may be of them."""
+        if request <= self._last_request:
+            return
         slots = self._rows.find(ids)
         self._rows.remove(slots[slots >= 0])
 

@@ -106,7 +106,8 @@ class RowTable:
             refresh: ask the servers even for rows that are kept here and fresh enough. By default so, unless the table
                 keeps rows (cache=True, or essp, where servers send what changes).
             exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
-                is not counted among the reads of training.
+                is not counted among the reads of training. Of a table under `paceline.managed` call `barrier` before:
+                it lets every worker send what it holds back.
 
         Returns:
             (*shape of ids, width), the table's dtype; memory of its own.
@@ -161,6 +162,8 @@ class RowTable:
             problem = self._objection(values)  # of sums: there are fewer, and none of NaN or infinity is finite
             if problem:
                 return settled(PushOutcome(applied=False, reason=problem))
+            if len(distinct) == len(inverse):
+                values = values.clone()  # the caller's memory may have other numbers when it is sent again
             return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper)
 
     def flush(self) -> Future[PushOutcome]:
@@ -267,7 +270,9 @@ class RowTable:
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
             needs = clock if exact else self.opened.deferral.needs(clock)
-            asks = not self.opened.is_lazy if refresh is None else refresh
+            # What others held back and sent at a barrier is of a clock that rows kept here need not contain.
+            late = exact and self.opened.budgeted is not None
+            asks = (late or not self.opened.is_lazy) if refresh is None else refresh
             reading = self.node.rows.begin(self.name, distinct, needs, refresh=asks)
         repeats = inverse if len(distinct) < len(inverse) else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock)

@@ -1,0 +1,265 @@
+"""Pushes that wait for a budget, by an injected clock: what goes when, and what becomes of its futures."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.core.consistency import ssp
+from paceline.core.deferral import Deferral
+from paceline.errors import PeerError
+from paceline.node.outgoing import PushOutcome, promise
+from paceline.node.rows.budgeted import BudgetedRows
+from paceline.node.rows.cache import RowCache
+from paceline.node.rows.managed import Managed
+from paceline.node.rows.pace import Pace, sent_bytes
+from paceline.tensors.filters.traffic import Bytes, Traffic
+from paceline.tensors.rows.ops import row_ops
+from paceline.tensors.rows.pending import PendingRows, Priority
+
+ROW_BYTES = 8 + 16
+APPLIED = PushOutcome(applied=True)
+
+
+@dataclass
+class Desk:
+    """Takes what is sent, and answers when told to."""
+
+    room: int = 8
+    sent: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    answers: list[Future[PushOutcome]] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def send(self, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
+        self.sent.append((ids.tolist(), rows))
+        self.answers.append(promise(PushOutcome))
+        self.traffic += Traffic(pushed=Bytes(frames=1, key_bytes=8 * len(ids), value_bytes=16 * len(ids)))
+        return self.answers[-1]
+
+    def answer(self, number: int, outcome: PushOutcome = APPLIED) -> None:
+        self.answers[number].set_result(outcome)
+
+    @property
+    def num_under_way(self) -> int:
+        return sum(not answer.done() for answer in self.answers)
+
+
+def budgeted(desk: Desk, chosen: Managed | None = None, hold: int = 1, lr: float = -1.0) -> BudgetedRows:
+    chosen, ops = chosen or Managed(budget_mbps=1.0), row_ops()
+    return BudgetedRows(
+        "t",
+        chosen,
+        Deferral(ssp(2), hold),
+        PendingRows(2, torch.float64, ops, chosen.priority, chosen.seed),
+        RowCache(ops, 2, torch.float64),
+        True,
+        lambda rows: -lr * rows,
+        ROW_BYTES,
+        desk.send,
+        lambda: desk.num_under_way < desk.room,
+        lambda: desk.traffic,
+    )
+
+
+def push(rows: BudgetedRows, ids: list[int], clock: int = 0, value: float = 1.0) -> Future[PushOutcome]:
+    return rows.push(torch.tensor(ids), torch.full((len(ids), 2), value, dtype=torch.float64), clock)
+
+
+STEPS = st.lists(
+    st.tuples(st.just("push"), st.lists(st.integers(0, 30), unique=True, max_size=20), st.integers(-3, 3))
+    | st.tuples(st.just("act"), st.floats(0, 0.1), st.just(0))
+    | st.tuples(st.just("answer"), st.integers(0, 7), st.just(0))
+    | st.tuples(st.just("demand"), st.integers(0, 9), st.just(0)),
+    max_size=40,
+)
+
+
+@settings(max_examples=40)
+@given(steps=STEPS, priority=st.sampled_from(["relative_magnitude", "random", "fifo"]))
+def test_what_was_sent_and_what_waits_are_what_was_pushed(
+    steps: list[tuple[str, object, int]], priority: Priority
+) -> None:
+    desk = Desk()
+    rows = budgeted(desk, Managed(budget_mbps=0.2, priority=priority))
+    now, clock, pushed = 0.0, 0, torch.zeros(31, dtype=torch.float64)
+    futures = list[Future[PushOutcome]]()
+    for what, first, value in steps:
+        if what == "push":
+            assert isinstance(first, list)
+            futures.append(push(rows, first, clock, value))
+            pushed[first] += value
+            clock += 1
+        elif what == "act":
+            assert isinstance(first, float)
+            now += first
+            rows.act(now)
+        elif what == "answer":
+            open_answers = [answer for answer in desk.answers if not answer.done()]
+            for answer in open_answers[: first if isinstance(first, int) else 0][::-1]:
+                answer.set_result(APPLIED)
+        else:
+            assert isinstance(first, int)
+            rows.demand(first)
+        sent = torch.zeros(31, dtype=torch.float64)
+        for ids, values in desk.sent:
+            sent[ids] += values[:, 0]
+        assert torch.equal(sent + rows.pending.read(torch.arange(31))[:, 0], pushed)
+    while len(rows.pending) or desk.num_under_way:
+        now += 1.0
+        rows.act(now)
+        for answer in desk.answers:
+            if not answer.done():
+                answer.set_result(APPLIED)
+    assert all(future.result(timeout=0).applied for future in futures)
+
+
+def test_a_row_of_low_priority_goes_before_the_clock_that_bounds_its_wait_is_finished() -> None:
+    desk, now = Desk(), 0.0
+    rows = budgeted(desk, Managed(budget_mbps=0.2), hold=1)  # 500 bytes at a time: 19 rows
+    push(rows, [99], clock=0, value=1e-9)
+    for clock in range(2):
+        for _ in range(3):
+            push(rows, list(range(40)), clock)
+            now += 1.0
+            rows.act(now)
+            desk.answer(-1)
+        assert all(99 not in ids for ids, _ in desk.sent)
+        due = rows.deferral.due(clock)
+        if rows.has_due(due):
+            assert clock == 1
+            rows.demand(due)
+            now += 1.0
+            rows.act(now)
+    assert 99 in desk.sent[-1][0]
+    assert not rows.has_due(0)
+
+
+def test_what_changes_most_goes_first_and_then_counts_anew() -> None:
+    desk = Desk()
+    rows = budgeted(desk, Managed(budget_mbps=1.0, chunk_kb=0.06))  # two rows at a time
+    rows.cache.install(torch.tensor([1, 2, 3]), torch.tensor([[10.0, 10.0], [0.1, 0.1], [0.0, 0.0]]).double(), 0, 0, ())
+    push(rows, [1, 2, 3])  # weights 0.2, 20 and 2
+    rows.act(0.0)
+    push(rows, [4], value=0.01)
+    push(rows, [2], value=1e-9)  # its 20 were sent
+    rows.act(10.0)
+    assert [ids for ids, _ in desk.sent] == [[2, 3], [1, 4]]
+    rows.act(20.0)
+    assert desk.sent[-1][0] == [2]
+
+
+def test_own_pushes_are_in_rows_here_and_in_rows_that_come() -> None:
+    desk = Desk()
+    rows = budgeted(desk, lr=0.5)
+    ids = torch.tensor([1, 2])
+    rows.cache.install(ids[:1], torch.ones(1, 2).double(), 0, 0, ())
+    push(rows, [1, 2], value=4.0)
+    assert rows.cache.read(ids[:1])[0].tolist() == [[-1.0, -1.0]]
+    rows.cache.install(ids, torch.tensor([[7.0, 7.0], [3.0, 3.0]]).double(), 0, 0, ())  # sent before it was pushed
+    assert rows.cache.read(ids)[0].tolist() == [[5.0, 5.0], [1.0, 1.0]]
+
+
+@settings(max_examples=40)
+@given(
+    bursts=st.lists(st.tuples(st.floats(0.05, 1.0), st.floats(0, 0.5)), min_size=1, max_size=100),
+    start=st.integers(0, 199),
+)
+def test_no_window_of_a_second_or_more_carries_more_than_the_budget_and_two_percent(
+    bursts: list[tuple[float, float]], start: int
+) -> None:
+    pace, now, sent = Pace(1e6), 5.0, list[tuple[float, int]]()
+    for share, idle_s in bursts:
+        now += max(idle_s * (share < 0.2), pace.wait_s(now))
+        size = int(share * 0.02 * 1e6)
+        pace.pay(size, now)
+        sent.append((now, size))
+    window = sent[start % len(sent) :]
+    for count in range(1, len(window) + 1):
+        length_s = max(1.0, window[count - 1][0] - window[0][0])
+        assert sum(size for _, size in window[:count]) <= 1.02 * 1e6 * length_s + 1
+
+
+def test_sends_keep_to_the_budget_and_say_when_to_go_on() -> None:
+    desk = Desk(room=1000)
+    rows = budgeted(desk, Managed(budget_mbps=8.0))  # 1 MB a second
+    push(rows, list(range(20_000)))
+    now, end = 0.0, 0.0
+    while (pause_s := rows.act(now)) is not None:
+        assert 0 < pause_s < 0.03
+        end = now = now + pause_s
+    assert sent_bytes(desk.traffic) / 1e6 == pytest.approx(end, rel=0.02)
+    assert max(len(ids) for ids, _ in desk.sent) * ROW_BYTES <= rows.settings.burst_bytes == 20_000
+
+
+def test_reads_are_paid_for_before_more_is_sent() -> None:
+    desk = Desk()
+    rows = budgeted(desk, Managed(budget_mbps=8.0))
+    desk.traffic += Traffic(pulled=Bytes(frames=1, key_bytes=500_000))
+    push(rows, [1])
+    pause_s = rows.act(0.0)
+    assert not desk.sent
+    assert pause_s == pytest.approx(0.52, abs=0.01)
+    assert rows.act(pause_s) is None
+    assert len(desk.sent) == 1
+
+
+def test_no_more_is_sent_while_too_much_is_under_way() -> None:
+    desk = Desk(room=1)
+    rows = budgeted(desk, Managed(budget_mbps=1.0, chunk_kb=0.03))
+    push(rows, [1, 2])
+    assert rows.act(0.0) is None
+    assert rows.act(9.0) is None
+    assert len(desk.sent) == 1
+    desk.answer(0)
+    rows.act(9.0)
+    assert len(desk.sent) == 2
+
+
+def test_a_push_is_answered_when_all_of_it_is() -> None:
+    desk = Desk()
+    rows = budgeted(desk, Managed(budget_mbps=1.0, priority="fifo", chunk_kb=0.06))
+    first, second = push(rows, [1, 2, 3]), push(rows, [3, 4])
+    rows.act(0.0)
+    rows.act(1.0)
+    desk.answer(1)
+    assert not first.done()
+    desk.answer(0)
+    assert first.result(timeout=0).applied
+    assert second.result(timeout=0).applied  # its rows were in the same two
+    assert push(rows, []).result(timeout=0).applied
+
+
+def test_a_push_is_refused_if_something_that_may_be_of_it_was() -> None:
+    desk = Desk()
+    rows = budgeted(desk)
+    first = push(rows, [1])
+    rows.act(0.0)
+    second = push(rows, [1])
+    rows.act(1.0)
+    desk.answer(1, PushOutcome(applied=False, reason="full"))
+    desk.answer(0)
+    third = push(rows, [1])
+    rows.act(2.0)
+    desk.answer(2)
+    assert second.result(timeout=0).reason == "full"
+    assert third.result(timeout=0).applied
+    assert first.result(timeout=0).applied
+
+
+def test_whoever_waits_for_a_push_is_told_when_all_is_over() -> None:
+    desk = Desk()
+    rows = budgeted(desk)
+    sent = push(rows, [1])
+    rows.act(0.0)
+    waiting = push(rows, [1])
+    desk.answers[0].set_exception(PeerError("gone"))
+    rows.abandon(PeerError("gone"))
+    for future in (sent, waiting):
+        with pytest.raises(PeerError, match="gone"):
+            future.result(timeout=0)
