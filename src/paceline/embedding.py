@@ -136,8 +136,9 @@ class Embedding(nn.Module):
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
         """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
 
-        They are as fresh as forward would have them: under bsp the same bits; elsewhere perhaps older, within the
-        bound. Does not block. Of requests that no forward has come for yet eight are kept, and no more are made.
+        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
+        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
+        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
         """
         self._lookup.ask(ids, ahead)
 
@@ -258,8 +259,9 @@ class EmbeddingBag(nn.Module):
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
         """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
 
-        They are as fresh as forward would have them: under bsp the same bits; elsewhere perhaps older, within the
-        bound. Does not block. Of requests that no forward has come for yet eight are kept, and no more are made.
+        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
+        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
+        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
         """
         self._lookup.ask(ids, ahead)
 
