@@ -143,7 +143,9 @@ def test_a_row_of_low_priority_goes_before_the_clock_that_bounds_its_wait_is_fin
 def test_what_changes_most_goes_first_and_then_counts_anew() -> None:
     desk = Desk()
     rows = budgeted(desk, Managed(budget_mbps=1.0, chunk_kb=0.06))  # two rows at a time
-    rows.cache.install(torch.tensor([1, 2, 3]), torch.tensor([[10.0, 10.0], [0.1, 0.1], [0.0, 0.0]]).double(), 0, 0, ())
+    rows.cache.install(
+        0, torch.tensor([1, 2, 3]), torch.tensor([[10.0, 10.0], [0.1, 0.1], [0.0, 0.0]]).double(), 0, 0, ()
+    )
     push(rows, [1, 2, 3])  # weights 0.2, 20 and 2
     rows.act(0.0)
     push(rows, [4], value=0.01)
@@ -158,10 +160,10 @@ def test_own_pushes_are_in_rows_here_and_in_rows_that_come() -> None:
     desk = Desk()
     rows = budgeted(desk, lr=0.5)
     ids = torch.tensor([1, 2])
-    rows.cache.install(ids[:1], torch.ones(1, 2).double(), 0, 0, ())
+    rows.cache.install(0, ids[:1], torch.ones(1, 2).double(), 0, 0, ())
     push(rows, [1, 2], value=4.0)
     assert rows.cache.read(ids[:1])[0].tolist() == [[-1.0, -1.0]]
-    rows.cache.install(ids, torch.tensor([[7.0, 7.0], [3.0, 3.0]]).double(), 0, 0, ())  # sent before it was pushed
+    rows.cache.install(0, ids, torch.tensor([[7.0, 7.0], [3.0, 3.0]]).double(), 0, 0, ())  # sent before it was pushed
     assert rows.cache.read(ids)[0].tolist() == [[5.0, 5.0], [1.0, 1.0]]
 
 
