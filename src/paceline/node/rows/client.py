@@ -376,7 +376,7 @@ class RowClient:
             opened.change,
             ID_BYTES + opened.up.row_bytes,
             send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0),
-            has_room=lambda: self._pushes.count(spec.name) < MAX_UNDER_WAY,
+            has_room=lambda: self._may_push() and self._pushes.count(spec.name) < MAX_UNDER_WAY,
             traffic=lambda: opened.traffic,
         )
 
