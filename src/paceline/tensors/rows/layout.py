@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 IDS: Final = "ids"
 VALUES: Final = "values"
-LEAST_PIECE_ROWS: Final = 64
+LEAST_PIECE_ROWS: Final = 16
 _LEAST_ENTRIES: Final = 1 << 10
 
 

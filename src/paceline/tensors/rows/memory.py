@@ -106,9 +106,14 @@ class RowMemory:
         self.columns.visit(slots)
         return slots[self._index.find(self.columns[IDS].view(-1)[slots]) == slots]
 
+    def has_room(self, num_new: int) -> bool:
+        """Return whether so many rows would need no more memory than there is."""
+        same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
+        return same_index and self._slots_with(num_new) <= self.columns.num_rows
+
     def reserve(self, ids: Tensor) -> None:
         """Make room for those of distinct ids that have no row; raises UsageError, and changes nothing, without."""
-        if not self._has_room(len(ids)):
+        if not self.has_room(len(ids)):
             num_new = int((self.find(ids) < 0).sum())
             self._require_index(num_new)
             self.columns.grow(self._slots_with(num_new))
@@ -138,11 +143,6 @@ class RowMemory:
         """Give everything back."""
         self._index.close()
         self.columns.close()
-
-    def _has_room(self, num_new: int) -> bool:
-        """Return whether so many rows would need no more memory than there is."""
-        same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
-        return same_index and self._slots_with(num_new) <= self.columns.num_rows
 
     def _slots_with(self, num_new: int) -> int:
         return max(self.num_slots, len(self) + num_new)

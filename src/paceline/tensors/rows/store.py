@@ -97,7 +97,8 @@ class RowStore:
         Raises:
             UsageError: the memory budget or the disk does not suffice; nothing has changed.
         """
-        self._memory.reserve(self._ops.unique(torch.cat(list(ids)))[0])
+        if not self._memory.has_room(sum(len(each) for each in ids)):
+            self._memory.reserve(self._ops.unique(torch.cat(list(ids)))[0])
 
     @torch.no_grad()
     def apply(self, contributions: Sequence[RowContribution], clock: int) -> Tensor:
