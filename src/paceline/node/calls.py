@@ -33,12 +33,17 @@ class Calls:
     _next_number: int = 1
 
     def ask_all(
-        self, make: Callable[[int], object], what: str, bodies: Sequence[memoryview] | None = None
+        self,
+        make: Callable[[int], object],
+        what: str,
+        bodies: Sequence[memoryview] | None = None,
+        servers: Sequence[int] | None = None,
     ) -> list[memoryview]:
-        """Send a request to every server and return what each sent back; blocks until all have."""
+        """Send a request to every server, or to some, and return what each sent back; blocks until all have."""
         with self.waiting.changed:
             self.waiting.check()
-            asked = [self._ask(server, make, bodies[server] if bodies else EMPTY) for server in range(self.num_servers)]
+            wanted = range(self.num_servers) if servers is None else servers
+            asked = [self._ask(server, make, bodies[server] if bodies else EMPTY) for server in wanted]
         return [self._answer(future, what) for future in asked]
 
     def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:

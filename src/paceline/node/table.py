@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.errors import UsageError
-from paceline.node.layout import torch_dtype
+from paceline.node.layout import spans, torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.mirror import Mirror
 from paceline.node.outgoing import PushBuffer, PushOutcome
@@ -195,7 +195,7 @@ class Table:
     def call(
         self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
     ) -> list[dict[str, Tensor]]:
-        """Run a function on every server over its range of the values; return what each returned, by rank of server.
+        """Run a function on every server that has a range of the values; return what each returned, by rank.
 
         Each server runs it once for this call, between two updates, as soon as it has every update of the clocks below
         this worker's (that of its own current clock may be missing); servers do not wait for each other. Under bsp the
@@ -224,7 +224,8 @@ class Table:
             tensor([1., 1., 1.])
         """
         with self.meter.communicating():
-            called = WholeCalls(self.node, self.name).call(function, numbers, exact=exact)
+            servers = [span.server for span in spans(self.spec, self.node.num_servers) if span.length]
+            called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the copy that is kept here is older
                 self.node.read(self.name, lambda _: None, refresh=True)
         return called.results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +29,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class WholeCalls:
-    """One table of one worker. Every call blocks until all servers have answered.
+    """One table of one worker, on all servers or on some. Every call blocks until all of them have answered.
 
     With `exact`, servers wait until they have every update of the clocks below that of this worker.
 
@@ -41,6 +41,7 @@ class WholeCalls:
 
     node: WorkerNode
     table: str
+    servers: Sequence[int] | None = None
 
     def call(self, name: str, numbers: Hyper, *, exact: bool) -> Called:
         """Run a function on every server; UsageError when what it is given are no numbers."""
@@ -48,6 +49,7 @@ class WholeCalls:
         bodies = self.node.calls.ask_all(
             lambda number: CallFunction(self._errand(number, exact=exact), name, numbers),
             f"servers to run {name} over table '{self.table}'",
+            servers=self.servers,
         )
         num_changed = sum(int.from_bytes(body[:COUNT_BYTES], "little") for body in bodies)
         return Called([load(bytes(body[COUNT_BYTES:])) for body in bodies], num_changed)

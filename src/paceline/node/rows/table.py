@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome, settled
+from paceline.node.rows.files import RowFile
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.readings import RowReading
 from paceline.node.whole_calls import WholeCalls
@@ -235,6 +237,52 @@ class RowTable:
         """
         for piece in self._whole.pieces(values_only=True, exact=exact):
             yield piece.ids, piece.values
+
+    def export(self, path: str | Path) -> None:
+        """Write all rows, with the state of the update rule and how they were used, to one file; blocks until it is.
+
+        Called by one worker, whose updates of earlier clocks, and those of all others, are in it. Under bsp the file is
+        the table at that clock; elsewhere meet at a `barrier` before and after, so that nobody pushes meanwhile. The
+        file appears when it is complete. No process holds more than a few megabytes of it.
+
+        Raises:
+            UsageError: it cannot be written, or rows came or went meanwhile.
+            DeadlineExceeded: a server has not answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline, pathlib, tempfile
+            >>> with paceline.connect() as ps, tempfile.TemporaryDirectory() as folder:
+            ...     users = ps.table("users", rows=2, update=paceline.update.Add())
+            ...     _ = users.push([7], [[1.0, 2.0]])
+            ...     _ = ps.clock()
+            ...     users.export(pathlib.Path(folder, "users.safetensors"))
+            ...     _ = users.call("scale", factor=0.0)
+            ...     users.load(pathlib.Path(folder, "users.safetensors"))
+            ...     users.pull([7])
+            tensor([[1., 2.]])
+        """
+        with self.meter.communicating():
+            RowFile(Path(path), self.spec, self._whole).save()
+
+    def load(self, path: str | Path) -> None:
+        """Write the rows of a file that `export` made over those that are there; blocks until all servers have them.
+
+        Called by one worker, of a table of the same name, width, dtype and rule, on any number of servers. The whole
+        file is checked before anything changes. Rows that are not in it stay. It counts as an update of the current
+        clock, as what `call` changes does.
+
+        Raises:
+            UsageError: there is no such file, it is damaged, or of another table.
+            Refused: a server has no room for its rows; those before are loaded.
+            DeadlineExceeded: a server has not answered in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        try:
+            with self.meter.communicating():
+                RowFile(Path(path), self.spec, self._whole).load()
+        finally:
+            self._forget()
 
     @property
     def _whole(self) -> WholeCalls:
