@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.node.rows.managed import managed
     from paceline.session import Session, connect
-    from paceline.tensors import filters, update
+    from paceline.tensors import filters, functions, update
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
 
@@ -34,6 +34,7 @@ __all__ = [
     "essp",
     "filters",
     "first",
+    "functions",
     "init",
     "local_rank",
     "managed",
@@ -58,6 +59,7 @@ _HOMES = {
 _MODULES = {
     "filters": "paceline.tensors.filters",
     "first": "paceline.tensors.rows.first",
+    "functions": "paceline.tensors.functions",
     "update": "paceline.tensors.update",
 }
 

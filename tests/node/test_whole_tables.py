@@ -139,14 +139,14 @@ def test_functions_over_rows_find_and_change_what_one_over_the_whole_table_would
         ps.clock()
         summary = total(rows.call("summary"))
         assert (int(summary["rows"]), int(summary["count"])) == (500, 2000)
-        torch.testing.assert_close(summary["squares"], values.double().square().sum())
+        assert torch.allclose(summary["squares"], values.double().square().sum())
         best = values.norm(dim=1).argsort(descending=True)[:7]
         top = merge(rows.call("top", k=7), 7)
         assert torch.equal(top["ids"], ids[best])
         assert torch.equal(top["values"], values[best])
         rows.call("soft_threshold", threshold=0.3)
         rows.call("scale", factor=2.0)
-        torch.testing.assert_close(rows.pull(ids), 2.0 * torch.nn.functional.softshrink(values, 0.3))
+        assert torch.allclose(rows.pull(ids), 2.0 * torch.nn.functional.softshrink(values, 0.3))
         sampled = merge(rows.call("sample", k=50, seed=3), 50)["ids"]
         assert len(sampled.unique()) == 50
         assert torch.isin(sampled, ids).all()
@@ -181,7 +181,7 @@ def test_state_of_the_rule_can_be_looked_at_and_changed(tmp_path: Path) -> None:
         assert torch.equal(rows.pull([5]), before)
         rows.push([5], [[1.0, 1.0]])
         ps.clock()
-        torch.testing.assert_close(rows.pull([5]), before - 1.0)  # a first step is of length 1
+        assert torch.allclose(rows.pull([5]), before - 1.0)  # a first step is of length 1
 
     alone(tmp_path, work)
 

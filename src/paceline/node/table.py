@@ -205,7 +205,7 @@ class Table:
 
         Args:
             function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
-                "package.module:function"; see `paceline.tensors.functions` for how it is called.
+                "package.module:function"; see `paceline.functions` for how it is called.
             exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
             numbers: given to the function by name.
 

@@ -19,7 +19,7 @@ Example:
     >>> with paceline.connect() as ps:
     ...     w = ps.table("w", shape=(3,), update=paceline.update.Add(), init=torch.tensor([3.0, 0.0, -4.0]))
     ...     _ = w.call("scale", factor=0.5)
-    ...     total(w.call("summary"))["squares"]
+    ...     paceline.functions.total(w.call("summary"))["squares"]
     tensor(6.2500, dtype=torch.float64)
 """
 

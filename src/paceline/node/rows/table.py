@@ -186,7 +186,7 @@ class RowTable:
 
         Args:
             function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
-                "package.module:function"; see `paceline.tensors.functions` for how it is called.
+                "package.module:function"; see `paceline.functions` for how it is called.
             exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
             numbers: given to the function by name.
 
@@ -198,12 +198,11 @@ class RowTable:
 
         Example:
             >>> import paceline
-            >>> from paceline.tensors.functions import merge
             >>> with paceline.connect() as ps:
             ...     users = ps.table("users", rows=2, update=paceline.update.Add())
             ...     _ = users.push([7, -3], [[3.0, 4.0], [0.0, 1.0]])
             ...     _ = ps.clock()
-            ...     merge(users.call("top", k=1), k=1)["ids"]
+            ...     paceline.functions.merge(users.call("top", k=1), k=1)["ids"]
             tensor([7])
         """
         num_changed = 1  # as far as is known, if it fails
@@ -344,7 +343,10 @@ class RowTable:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
         if isinstance(rows, np.ndarray):
             rows = np.require(rows, requirements=["C", "W"])  # what torch takes without a warning
-        values = torch.as_tensor(rows, dtype=torch_dtype(self.spec), device="cpu").detach()
+        try:
+            values = torch.as_tensor(rows, dtype=torch_dtype(self.spec), device="cpu").detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{self._here()}: rows are no numbers, {self.width} an id ({error}).") from None
         expected = (*keys.shape, self.width)
         if tuple(values.shape) != expected and (keys.numel() or values.numel()):
             raise UsageError(
