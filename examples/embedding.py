@@ -52,7 +52,7 @@ class Model(nn.Module):
 model = Model()  # its parameters are those of the dense part alone
 optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=0.01), consistency="bsp")
 
-for _ in range(10):
+for _ in range(5):
     for user_ids, item_ids, liked in paceline.prefetch(
         batches, {model.users: lambda batch: batch[0], model.items: lambda batch: batch[1]}
     ):
