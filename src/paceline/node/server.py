@@ -215,7 +215,8 @@ class ServerNode:
             self._landing.give_back(body)
             self._handle(frame.push)
             return
-        problem = self._shelf.accept(frame, body)
+        is_of_rows = frame.push.table in self._rows
+        problem = f"'{frame.push.table}' is a table of rows" if is_of_rows else self._shelf.accept(frame, body)
         kept = self._handle(Spoiled(frame.push, problem) if problem else frame.push)
         if not kept:
             self._shelf.discard(push_id)
@@ -303,6 +304,8 @@ class ServerNode:
             self.trace.record(records.Refusal(now, rank, effect.worker, "", message.reason))
         if isinstance(message, PushRefused):
             self._discard(message.id)
+        if isinstance(message, WorkerRefused):
+            self._rows.forget((effect.worker, effect.incarnation))
         self._peers.send_worker(effect.worker, effect.incarnation, message)
 
     def _serve(self, effect: Serve) -> None:
