@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.tensors.functions import Kind, function_at, merge, total
+from paceline.tensors.update import resolve, rule
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40)
 
@@ -82,3 +83,11 @@ def test_a_path_is_looked_up_only_if_it_is_allowed() -> None:
         function_at("math:cos", "range", {"math:sqrt"})
     with pytest.raises(UsageError, match="Module math has no function pi"):
         function_at("math:pi", "range", None)
+
+
+def test_a_module_that_fails_as_it_is_imported_is_told_for_functions_and_rules() -> None:
+    broken = "tests.node.broken_module:Rule"
+    with pytest.raises(UsageError, match=r"function .* cannot be imported: RuntimeError: this module is broken"):
+        function_at(broken, "rows", None)
+    with pytest.raises(UsageError, match=r"update rule .* cannot be imported: RuntimeError: this module is broken"):
+        resolve(rule(broken), None)

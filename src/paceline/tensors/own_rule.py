@@ -38,8 +38,9 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
         )
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"The {kind} {path} cannot be imported: {error}. Is it installed on the servers?") from error
+    except Exception as error:  # whatever a module may do as it is imported, the server goes on
+        why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"The {kind} {path} cannot be imported: {why}. Is it installed on the servers?") from error
     return getattr(module, member, None)
 
 
