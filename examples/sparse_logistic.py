@@ -188,7 +188,7 @@ def main() -> None:
     samples, test, words = read(options)
     ids = np.unique(samples.ids)
     problem = Problem(Batch.of(samples, ids), Batch.of(test, ids), options.l1)
-    with paceline.connect() as ps:
+    with paceline.init() as ps:
         if options.solver == "proximal":
             solver = proximal(samples, ids, options.l1, ps.size, ps.rank)
         else:
