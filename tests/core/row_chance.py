@@ -21,7 +21,7 @@ def chance(seed: int, num_steps: int = 300) -> RowStage:
     """Run a seed; raises AssertionError where a promise is broken."""
     dice = random.Random(seed)
     stage = RowStage(POINTS[seed % len(POINTS)], 3, dice.randint(1, 2))
-    roughness = dice.choice([0.0, 0.02, 0.1])
+    roughness = dice.choice([0.0, 0.05, 0.15])
     for _ in range(num_steps):
         act(stage, dice, roughness)
     stage.finish()
@@ -34,30 +34,27 @@ def act(stage: RowStage, dice: random.Random, roughness: float) -> None:
     rows = set(dice.sample(range(6), dice.randrange(5)))
     kind = dice.random()
     if kind < roughness:
-        fault = dice.randrange(6)
-        if fault < 2:
-            stage.lose(rank, server, reconnects=True)
-        elif fault == 2 and dice.random() < 0.3:
-            stage.lose(rank, server, reconnects=False)
-        elif fault == 3:
+        fault = dice.choice(["cut", "cut", "lost", "doubled", "doubled", "overtaken", "overtaken", "overtaken"])
+        if fault == "doubled":
             stage.to_server(rank, server, copy=True)
-        elif fault == 4:
             stage.to_worker(rank, server, copy=True)
-        else:
+        elif fault == "overtaken":
             stage.overtake(rank, server)
+        elif fault == "cut" or dice.random() < 0.1:
+            stage.lose(rank, server, reconnects=fault == "cut")
         return
     kind = dice.random()
-    if kind < 0.08:
+    if kind < 0.06:
         stage.push(rank, rows)
-    elif kind < 0.18:
-        stage.read(rank, rows, refresh=dice.random() < 0.3)
-    elif kind < 0.3:
+    elif kind < 0.16:
+        stage.read(rank, rows, refresh=dice.random() < 0.15)
+    elif kind < 0.24:
         stage.tick(rank)
-    elif kind < 0.32:
+    elif kind < 0.243:
         stage.evict(rank, rows)
-    elif kind < 0.33:
+    elif kind < 0.246:
         stage.wait()
-    elif kind < 0.66:
+    elif kind < 0.6:
         stage.to_server(rank, server)
     else:
         stage.to_worker(rank, server)

@@ -108,7 +108,7 @@ class RowClient:
                 if (here & (clocks >= reading.needs)).all():
                     opened.cache.note_read(reading.ids, rows)
                     return rows, clocks
-                self._wait(self.begin(reading.table, reading.ids, reading.needs, refresh=False))
+                self._wait(self.begin(reading.table, reading.ids, reading.needs, refresh=True))
 
     def push(
         self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...]
