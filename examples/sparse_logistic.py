@@ -104,7 +104,7 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
         if clock == len(solver.batches):
             first = table.traffic.total  # now every list of ids was sent once
         seen[np.searchsorted(ids, batch.ids)] = weights
-        if ps.rank == 0 and clock % max(1, options.clocks // NUM_LOOKS) == 0:
+        if ps.rank == 0 and clock < options.clocks and clock % max(1, options.clocks // NUM_LOOKS) == 0:
             looks.append(problem.look(clock, seen, table))
     ps.barrier()
     counts = count(ps, table, first)

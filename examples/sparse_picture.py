@@ -54,7 +54,7 @@ def draw(path: Path, title: str, facts: str, curves: Sequence[Curve]) -> None:
     entitle(
         weights,
         "Weights that are not 0",
-        "The others are exactly 0. Some come and go, as workers see different samples.",
+        "Some come and go, as workers have different samples.",
     )
     if curves[-1].points[-1].num_filtered:
         draw_filtered(filtered, curves[-1], COLOURS[len(curves) - 1])
@@ -71,9 +71,10 @@ def draw(path: Path, title: str, facts: str, curves: Sequence[Curve]) -> None:
 def entitle(axes: Axes, title: str, caption: str) -> None:
     """Say above the axes what they show."""
     axes.set_title(f"{title}\n", loc="left", fontsize=13, weight="bold", color=INK)
-    axes.annotate(
+    below = axes.annotate(
         caption, (0, 1), xycoords="axes fraction", xytext=(0, 7), textcoords="offset points", fontsize=9.5, color=FAINT
     )
+    below.set_in_layout(False)  # the room for it is the empty line of the title, and no column gets narrower
 
 
 def draw_curves(
