@@ -12,7 +12,7 @@ from collections.abc import Callable
 from paceline.errors import PacelineError
 
 _OF_CORES = ("tests.core.test_row_reads", "tests.core.test_row_readers")
-_OF_NODES = ("tests.node.rows.test_readings",)
+_OF_NODES = ("tests.node.rows.test_readings", "tests.node.rows.test_row_cache", "tests.node.rows.test_row_orders")
 
 
 def hunt_cores(num_seeds: int) -> str:
