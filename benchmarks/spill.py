@@ -177,7 +177,7 @@ def run(store: RowStore, times: Tensor) -> tuple[list[Pace], int]:
         times: (rows,), zeros, which become how often each row was updated.
     """
     num_rows = len(times)
-    num_again = max(BATCH_ROWS, num_rows // 20)
+    num_again = max(BATCH_ROWS, num_rows // 100)
     random = torch.Generator().manual_seed(0)
     paces = [Pace("pushed new", num_rows), Pace("updated", num_again), Pace("read", num_again)]
     for numbers in batches(num_rows):
