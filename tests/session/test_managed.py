@@ -126,6 +126,24 @@ def test_a_thread_that_fails_ends_the_waits_of_its_worker(tmp_path: Path, monkey
     assert num_sending() == 0
 
 
+@pytest.mark.parametrize(("consistency", "mbps"), [("ssp:4", 1.0), ("essp:2", 0.3)])
+def test_own_pushes_are_read_once_while_they_wait_and_travel_and_after(
+    tmp_path: Path, consistency: str, mbps: float
+) -> None:
+    def work(ps: Session) -> None:
+        t = table(ps, mbps, consistency, chunk_kb=1.0)
+        expected, draws = torch.zeros(200, 3), torch.Generator().manual_seed(ps.rank)
+        for _ in range(30):
+            ids = torch.randint(0, 200, (60,), generator=draws).unique()
+            t.push(ids + 1000 * ps.rank, torch.ones(len(ids), 3))  # nobody else pushes these
+            expected[ids] += 1
+            read = torch.randint(0, 200, (60,), generator=draws)
+            assert torch.equal(t.pull(read + 1000 * ps.rank), expected[read])
+            ps.clock()
+
+    run_job(tmp_path, work, workers=2, servers=2, carrier="tcp")
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
