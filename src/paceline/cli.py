@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `demo` and `simulate`.
+"""The command line: `paceline run`, `demo`, `simulate` and `plan`.
 
 Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
 """
@@ -124,6 +124,7 @@ def run(
 
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
+app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 
 
 def check_consistency(text: str | None) -> None:

@@ -1,0 +1,1 @@
+"""Planning: what fits on which devices, and how long a step takes, before anything runs."""

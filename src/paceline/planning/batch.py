@@ -1,0 +1,59 @@
+"""How a batch is shared: among replicas, and within a replica among micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.errors import UsageError
+from paceline.planning.model import Model
+from paceline.planning.strategy import Strategy
+
+_MICRO_BATCHES_PER_STAGE = 4  # from here on the bubble is small
+
+
+def with_micro_batches(strategy: Strategy, batch: int, wanted: int | None) -> Strategy:
+    """Return the strategy with its micro-batches: those wanted, or for a pipeline up to four for each stage.
+
+    Args:
+        strategy: of which a replica gets `batch` / replicas.
+        batch: samples of a step, of all replicas together.
+        wanted: micro-batches of a replica; None leaves it open, and then they divide its samples.
+
+    Raises:
+        UsageError: replicas or micro-batches do not divide the batch.
+    """
+    if batch % strategy.data:
+        raise UsageError(
+            f"strategy '{strategy}': a batch of {batch} cannot be shared evenly by {strategy.data} replicas; "
+            f"choose a --batch that {strategy.data} divides."
+        )
+    samples = batch // strategy.data
+    if wanted is None:
+        most = _MICRO_BATCHES_PER_STAGE * strategy.pipeline if strategy.pipeline > 1 else 1
+        wanted = max(number for number in range(1, min(most, samples) + 1) if samples % number == 0)
+    if samples % wanted:
+        raise UsageError(
+            f"strategy '{strategy}': {samples} samples of a replica cannot be cut into {wanted} equal micro-batches; "
+            "choose --micro-batches that divide them."
+        )
+    return replace(strategy, num_micro_batches=wanted)
+
+
+def check_model(strategy: Strategy, model: Model) -> None:
+    """Raise UsageError when the model cannot be cut so: stages without layers, heads that ranks do not divide."""
+    if strategy.pipeline > len(model.layers):
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers; "
+            "take as many stages as layers or fewer."
+        )
+    if strategy.tensor == 1:
+        return
+    if not any(layer.is_split for layer in model.layers):
+        raise UsageError(
+            f"strategy '{strategy}': no layer of {model.name} is known that tensor parallelism could split; it needs "
+            "blocks of two linear layers or more, or a shape (--hidden, --heads)."
+        )
+    if model.num_heads is not None and model.num_heads % strategy.tensor:
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.tensor} ranks do not divide the {model.num_heads} heads of {model.name}."
+        )

@@ -1,0 +1,179 @@
+"""What the layers of a PyTorch module cost, found without memory or arithmetic: by one run on the meta device.
+
+What autograd keeps for the backward pass is counted by its own hooks, operations by torch's counter. A layer is a
+member of a `Sequential` or `ModuleList`, or what stands beside those; what is inside a layer stays together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, MultiheadAttention, Sequential
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.planning.attention import FusedAttention
+from paceline.planning.loading import attempt
+from paceline.planning.model import Layer, Model
+from paceline.planning.sample import Sample
+
+_CONTAINERS: Final = (Sequential, ModuleList, ModuleDict)
+_ATTENTION_AND_PERCEPTRON: Final = 4  # linear layers, at least
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What is found of one layer, in bytes of the whole batch."""
+
+    name: str
+    width: int = 0  # of its input
+    flops: int = 0
+    output_bytes: float = 0.0
+    saved: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # width and bytes of each tensor
+
+
+def measured_model(name: str, module: Module, sample: Sample, batch: int, number_bytes: int) -> Model:
+    """Run a module on the meta device and return what its layers cost.
+
+    Args:
+        name: of the model.
+        module: on the meta device.
+        sample: the shape of what it takes.
+        batch: samples to run it with; some modules need more than one.
+        number_bytes: of an activation.
+
+    Raises:
+        UsageError: it cannot be run on such an input, or on the meta device.
+    """
+    dtype = torch.long if sample.is_ids else torch.get_default_dtype()
+    given = torch.zeros((batch, *sample.shape), dtype=dtype, device="meta")
+    recorder = _Recorder(module, number_bytes)
+    module.train()
+    with torch.device("meta"):
+        what = f"{name} cannot be run on the meta device with an input of {batch} x {tuple(sample.shape)}"
+        attempt(what, lambda: recorder.run(given))
+    seen = set[Tensor]()
+    layers = [_layer(cost, unit, seen, batch) for unit, cost in recorder.costs()]
+    return Model(name, tuple(layers), input_bytes=recorder.bytes_of(given) / batch)
+
+
+def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
+    """Yield the layers of a module, each with its name.
+
+    Example:
+        >>> [name for name, _ in layers_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
+        ['0', '1.0', '1.1']
+    """
+    children = list(module.named_children())
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        is_member = isinstance(module, Sequential | ModuleList)
+        opened = isinstance(child, _CONTAINERS) if is_member else _holds_containers(child)
+        if opened:
+            yield from layers_of(child, path)
+        else:
+            yield path, child
+
+
+def _holds_containers(module: Module) -> bool:
+    return any(isinstance(part, _CONTAINERS) for part in module.modules())
+
+
+class _Recorder:
+    """Watches one run of a module, layer by layer."""
+
+    def __init__(self, module: Module, number_bytes: int) -> None:
+        self._module = module
+        self._number_bytes = number_bytes
+        self._counter = FlopCounterMode(display=False)
+        # Of every layer in the order in which they first ran; those that did not run stand behind.
+        self._costs = {unit: _Cost(name) for name, unit in layers_of(module)}
+        self._ran: dict[Module, None] = {}
+        self._rest = _Cost("between the layers")
+        self._running = [self._rest]
+        held = (*module.parameters(), *module.buffers())
+        # Invariant: holds every storage that was counted, so that none of them can be mistaken for a later one.
+        self._known: set[UntypedStorage] = {tensor.untyped_storage() for tensor in held}
+
+    def run(self, given: Tensor) -> None:
+        """Run the module forward once."""
+        handles = [unit.register_forward_pre_hook(self._begin) for unit in self._costs]
+        handles += [unit.register_forward_hook(self._end) for unit in self._costs]
+        try:
+            with self._counter, FusedAttention(), saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                self._module(given)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._rest.flops = self._counter.get_total_flops() - sum(cost.flops for cost in self._costs.values())
+
+    def costs(self) -> Iterator[tuple[Module, _Cost]]:
+        """Yield the layers in the order of the run, then what belongs to none of them, if that is anything."""
+        for unit in (*self._ran, *(unit for unit in self._costs if unit not in self._ran)):
+            yield unit, self._costs[unit]
+        inside = {parameter for unit in self._costs for parameter in unit.parameters()}
+        if self._rest.saved or any(parameter not in inside for parameter in self._module.parameters()):
+            yield self._module, self._rest
+
+    def bytes_of(self, tensor: Tensor) -> float:
+        """Return the bytes of all the memory of a tensor, its numbers at the size that they have in training."""
+        size = tensor.element_size()
+        held = tensor.untyped_storage().nbytes() / size
+        return held * (self._number_bytes if tensor.is_floating_point() else size)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in self._known:
+            self._known.add(storage)
+            self._running[-1].saved.append((tensor.shape[-1] if tensor.dim() else 0, self.bytes_of(tensor)))
+        return tensor
+
+    def _begin(self, unit: Module, inputs: tuple[object, ...]) -> None:
+        cost = self._costs[unit]
+        self._ran[unit] = None
+        self._running.append(cost)
+        cost.width = next((given.shape[-1] for given in inputs if isinstance(given, Tensor) and given.dim()), 0)
+        cost.flops -= self._counter.get_total_flops()
+
+    def _end(self, unit: Module, _inputs: tuple[object, ...], output: object) -> None:
+        cost = self._costs[unit]
+        self._running.pop()
+        cost.flops += self._counter.get_total_flops()
+        tensors = output if isinstance(output, tuple | list) else [output]
+        cost.output_bytes = sum(self.bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> Layer:
+    """Return the layer for one sample. Parameters that another layer has too count where they are first seen."""
+    own = [parameter for parameter in unit.parameters() if parameter not in seen]
+    matrices = [matrix for matrix in _matrices(unit) if matrix not in seen]
+    buffers = [buffer for buffer in unit.buffers() if buffer not in seen]
+    seen.update(own, buffers)
+    is_split = len(matrices) > 1
+    split = [size for width, size in cost.saved if is_split and width != cost.width]
+    largest = max((size for _, size in cost.saved), default=0.0)
+    return Layer(
+        cost.name,
+        sum(parameter.numel() for parameter in own),
+        flops=cost.flops / batch,
+        split_parameters=sum(matrix.numel() for matrix in matrices) if is_split else 0,
+        kept_bytes=(sum(size for _, size in cost.saved) - sum(split)) / batch,
+        split_bytes=sum(split) / batch,
+        output_bytes=cost.output_bytes / batch,
+        working_bytes=(largest + cost.output_bytes) / batch,
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        num_all_reduces=(2 if len(matrices) >= _ATTENTION_AND_PERCEPTRON else 1) if is_split else 0,
+    )
+
+
+def _matrices(unit: Module) -> Iterator[Tensor]:
+    """Yield the matrices that tensor parallelism splits by columns or rows."""
+    for part in unit.modules():
+        if isinstance(part, Linear | Embedding):
+            yield part.weight
+        elif isinstance(part, MultiheadAttention):
+            yield from part.parameters(recurse=False)

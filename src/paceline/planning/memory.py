@@ -1,0 +1,153 @@
+"""How much memory each role needs, by what lies in it.
+
+Every formula is bytes of one device. Nothing but what has to be there is counted: the interpreter, the libraries, and
+what an allocator cannot use come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from paceline.planning.model import Layer
+from paceline.planning.recipe import Recipe
+from paceline.planning.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one device.
+
+    Args:
+        weights: that are computed on, or that a server keeps, and the buffers of layers.
+        gradients: of one step; on a server the pushes.
+        optimizer: master copy and moments.
+        activations: what they take at their most, beyond memory that gradients fill later.
+        buffers: values or layers on their way in.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it: the peak."""
+        return sum(self.by_part().values())
+
+    @property
+    def state(self) -> float:
+        """What is there for each parameter, whatever the batch."""
+        return self.weights + self.gradients + self.optimizer
+
+    def by_part(self) -> dict[str, float]:
+        """Return the parts by their names."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+def worker_memory(
+    stage: Sequence[Layer], input_bytes: float, strategy: Strategy, recipe: Recipe, samples: float, in_flight: int
+) -> Memory:
+    """Return what a device that computes one stage needs.
+
+    Args:
+        stage: the layers it computes.
+        input_bytes: of a sample, as the first of them takes it.
+        strategy: how they are distributed.
+        recipe: what is held for each parameter.
+        samples: of a micro-batch.
+        in_flight: micro-batches whose backward pass is still to come, at most.
+    """
+    count = sum(layer.parameters_of(strategy.tensor) for layer in stage)
+    own_buffers = sum(layer.buffer_bytes for layer in stage)
+    activations = _activations(stage, input_bytes, strategy, recipe, samples, in_flight)
+    if strategy.has_servers:
+        return Memory(
+            weights=recipe.weight_bytes * count + own_buffers,
+            gradients=recipe.gradient_bytes * count,
+            activations=activations,
+            buffers=recipe.weight_bytes * count,  # the values that arrive
+        )
+    replicas = strategy.data
+    return Memory(
+        weights=recipe.weight_bytes * count / (replicas if strategy.sharding >= 3 else 1) + own_buffers,
+        gradients=recipe.gradient_bytes * count / (replicas if strategy.sharding >= 2 else 1),
+        optimizer=recipe.optimizer_bytes * count / (replicas if strategy.sharding >= 1 else 1),
+        activations=activations,
+        buffers=_gathered(stage, strategy, recipe),
+    )
+
+
+def server_memory(num_parameters: float, strategy: Strategy, recipe: Recipe, share: float) -> Memory:
+    """Return what a server needs that keeps this share of the model: values, optimizer state, a push of each worker."""
+    held = num_parameters * share
+    return Memory(
+        weights=(recipe.master_bytes or recipe.weight_bytes) * held,
+        gradients=strategy.data * recipe.gradient_bytes * held,
+        optimizer=recipe.moment_bytes * held,
+    )
+
+
+def over_shared_memory(worker: Memory, server: Memory, recipe: Recipe, num_workers: int) -> tuple[Memory, Memory]:
+    """Return both when values and gradients lie in memory that they share; each is charged its equal part.
+
+    Values are mapped by all workers and a server, a gradient by its worker and a server, and nothing is copied. With
+    master weights the values of server and worker differ, and only gradients are shared.
+    """
+    values = 1 / (1 + num_workers)
+    same = recipe.master_bytes == 0
+    return (
+        Memory(
+            weights=worker.weights - worker.buffers * (1 - values) if same else worker.weights,
+            gradients=worker.gradients / 2,
+            activations=worker.activations,
+        ),
+        Memory(
+            weights=server.weights * values if same else server.weights,
+            gradients=server.gradients / 2,
+            optimizer=server.optimizer,
+        ),
+    )
+
+
+def peak_in_flight(strategy: Strategy, stage_index: int) -> int:
+    """Return how many micro-batches a stage has begun and not finished, at most: all under gpipe, few under 1f1b."""
+    if strategy.pipeline == 1:
+        return 1
+    if strategy.schedule == "gpipe":
+        return strategy.num_micro_batches
+    return min(strategy.num_micro_batches, strategy.pipeline - stage_index)
+
+
+def _gathered(stage: Sequence[Layer], strategy: Strategy, recipe: Recipe) -> float:
+    """Return the layers that are whole for a moment: under fsdp this one and the next; from zero-2 on a gradient."""
+    if strategy.sharding < 2:
+        return 0.0
+    largest = sorted((layer.parameters_of(strategy.tensor) for layer in stage), reverse=True)
+    weights = recipe.weight_bytes * sum(largest[:2]) if strategy.sharding == 3 else 0
+    return weights + recipe.gradient_bytes * largest[0]
+
+
+def _activations(
+    stage: Sequence[Layer], input_bytes: float, strategy: Strategy, recipe: Recipe, samples: float, in_flight: int
+) -> float:
+    """Return the most that activations take, walking back through the layers of the last micro-batch."""
+    ranks = strategy.tensor
+    kept = [samples * layer.kept_by(ranks) for layer in stage]
+    working = [samples * layer.working_of(ranks) for layer in stage]
+    if strategy.recompute:
+        inputs = samples * (input_bytes + sum(layer.output_bytes for layer in stage[:-1]))
+        again = max(one + moment for one, moment in zip(kept, working, strict=True))
+        kept, working = [inputs, *[0.0] * (len(stage) - 1)], [again] * len(stage)
+    waiting = (in_flight - 1) * sum(kept)
+    gradients = [recipe.gradient_bytes * layer.parameters_of(ranks) for layer in stage]
+    if strategy.keeps_gradients:
+        gradients = [0.0] * len(stage)
+    # Backward through layer i: kept are the layers up to i, and there are gradients of those from i on.
+    below = accumulate(kept)
+    above = list(accumulate(reversed(gradients)))[::-1]
+    peak = max(sum(moment) for moment in zip(below, working, above, strict=True))
+    return waiting + max(0.0, peak - sum(gradients))

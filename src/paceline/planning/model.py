@@ -1,0 +1,115 @@
+"""What is planned for: a model as a row of layers, each by what it costs for one sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer, or a block of layers that stays together. Bytes and operations are those of one sample.
+
+    Args:
+        name: of the layer.
+        num_parameters: all of them.
+        flops: operations of the forward pass; a multiplication and its addition are two.
+        split_parameters: how many of the parameters tensor parallelism splits.
+        kept_bytes: activations kept for the backward pass that every rank of tensor parallelism holds whole.
+        split_bytes: activations kept for the backward pass of which it holds its part.
+        output_bytes: what goes on to the next layer, and has to be sent where a pipeline is cut behind it.
+        working_bytes: what the backward pass needs for a moment, beside what was kept.
+        buffer_bytes: of the layer itself, whatever the number of samples.
+        num_all_reduces: how many of its output tensor parallelism needs in the forward pass, and again in the backward.
+    """
+
+    name: str
+    num_parameters: float
+    flops: float = 0.0
+    split_parameters: float = 0.0
+    kept_bytes: float = 0.0
+    split_bytes: float = 0.0
+    output_bytes: float = 0.0
+    working_bytes: float = 0.0
+    buffer_bytes: float = 0.0
+    num_all_reduces: int = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism does anything to it."""
+        return self.split_parameters > 0 or self.split_bytes > 0
+
+    def parameters_of(self, num_ranks: int) -> float:
+        """Return how many parameters each rank of tensor parallelism holds."""
+        return self.num_parameters - self.split_parameters + self.split_parameters / num_ranks
+
+    def kept_by(self, num_ranks: int) -> float:
+        """Return the bytes of activations that each rank of tensor parallelism keeps."""
+        return self.kept_bytes + self.split_bytes / num_ranks
+
+    def working_of(self, num_ranks: int) -> float:
+        """Return the bytes that each rank of tensor parallelism needs for a moment."""
+        return self.working_bytes / num_ranks if self.is_split else self.working_bytes
+
+    def flops_of(self, num_ranks: int) -> float:
+        """Return the operations of each rank of tensor parallelism in the forward pass."""
+        return self.flops / num_ranks if self.is_split else self.flops
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A row of layers in the order in which they run.
+
+    `num_heads` is what tensor parallelism must divide, None where nothing is known of it. `input_bytes` is one
+    sample's.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    num_heads: int | None = None
+    input_bytes: float = 0.0
+
+    @property
+    def num_parameters(self) -> float:
+        """All parameters of all layers."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward pass of one sample."""
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def knows_activations(self) -> bool:
+        """Whether it is known what the layers keep for the backward pass."""
+        return any(layer.kept_bytes or layer.split_bytes for layer in self.layers)
+
+    def scaled_to(self, num_parameters: float) -> Model:
+        """Return the same layers with this many parameters in all, each with its share of them.
+
+        A published count and what follows from a shape differ by some percent (GPT-2: 1.5 and 1.56 billion).
+        """
+        factor = num_parameters / self.num_parameters
+        layers = [
+            replace(
+                layer,
+                num_parameters=layer.num_parameters * factor,
+                split_parameters=layer.split_parameters * factor,
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
+
+def plain_model(name: str, num_parameters: float, num_layers: int, num_tokens: int) -> Model:
+    """Return a model of which only numbers are known: equal layers, 2 operations a parameter and token.
+
+    Raises:
+        UsageError: there is no layer or no token.
+    """
+    if num_layers < 1 or num_tokens < 1:
+        raise UsageError(f"--layers is {num_layers} and --sequence is {num_tokens}, expected 1 or more.")
+    each = num_parameters / num_layers
+    layers = [Layer(f"layer {index}", each, flops=2 * each * num_tokens) for index in range(num_layers)]
+    return Model(name, tuple(layers))
