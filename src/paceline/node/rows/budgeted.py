@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from paceline.core.deferral import Deferral
@@ -19,7 +20,7 @@ from paceline.node.rows.promises import Promises
 from paceline.node.rows.sending import SendingThread
 from paceline.node.waiting import Waiting
 from paceline.tensors.filters.traffic import Traffic
-from paceline.tensors.rows.pending import PendingRows, relative_magnitude
+from paceline.tensors.rows.pending import PendingRows, Taken, relative_magnitude
 
 _NOTHING: Final = -1  # a clock at or before which nothing was made
 
@@ -39,6 +40,7 @@ class BudgetedRows:
         send: makes a push of distinct ids.
         has_room: whether one more push may be under way.
         traffic: what this worker has sent for the table so far.
+        clock: the clock of this worker.
     """
 
     table: str
@@ -52,9 +54,10 @@ class BudgetedRows:
     send: Callable[[Tensor, Tensor], Future[PushOutcome]]
     has_room: Callable[[], bool]
     traffic: Callable[[], Traffic]
+    clock: Callable[[], int]
     _pace: Pace = field(init=False)
     _paid_bytes: int = 0
-    _due: int = _NOTHING  # somebody waits for what was made at this clock or before: it goes first
+    _due: int = _NOTHING  # somebody waits for what was made at this clock or before
     _promises: Promises = field(default_factory=Promises)
 
     def __post_init__(self) -> None:
@@ -64,13 +67,13 @@ class BudgetedRows:
             # The rows here contain what waits; those that come do not.
             self.cache.unsent = self.change_of
 
-    def push(self, ids: Tensor, rows: Tensor, clock: int) -> Future[PushOutcome]:
+    def push(self, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
         """Take in a push of distinct ids. The future ends when all of it has been sent and answered."""
         if not len(ids):
             return settled(PushOutcome(applied=True))
         change = self.change(rows)
         values, _ = self.cache.read(ids)
-        self.pending.add(ids, rows, clock, relative_magnitude(change, values[:, : rows.shape[1]]))
+        self.pending.add(ids, rows, self.clock(), relative_magnitude(change, values[:, : rows.shape[1]]))
         if self.replays:
             self.cache.change(ids, change)
         return self._promises.make(self.pending.num_pushes - 1)
@@ -80,8 +83,12 @@ class BudgetedRows:
         return self.change(self.pending.read(ids))
 
     def demand(self, clock: int) -> None:
-        """Send first what was made at this clock or before."""
+        """Send first what was made at this clock or before, until `relax`."""
         self._due = clock
+
+    def relax(self) -> None:
+        """Send again by priority: nobody waits."""
+        self._due = _NOTHING
 
     def has_due(self, clock: int) -> bool:
         """Say whether something still waits that was made at this clock or before."""
@@ -100,11 +107,24 @@ class BudgetedRows:
             pause_s = self._pace.wait_s(now)
             if pause_s > 0:
                 return pause_s
-            taken = self.pending.take(self.rows_at_once, self._due)
+            taken = self._next_rows()
             sent = self.send(taken.ids, taken.rows)
             self._promises.sent(sent, self.pending.oldest_push, self.pending.num_pushes)
             self.pay(now)
         return None
+
+    def _next_rows(self) -> Taken:
+        """Take out a burst of rows: while somebody waits what that is for, else half of them by priority alone.
+
+        The other half is for rows that have to go before the clock is finished. Were these left until then, the
+        worker would have to wait for them there; did they all go first, nothing might be left for the priority.
+        """
+        limit = self.rows_at_once
+        if self._due != _NOTHING:
+            return self.pending.take(limit, self._due)
+        due = self.pending.take(limit // 2, self.deferral.due(self.clock()))
+        first = self.pending.take(limit - len(due.ids), _NOTHING)
+        return Taken(torch.cat((due.ids, first.ids)), torch.cat((due.rows, first.rows)))
 
     @property
     def rows_at_once(self) -> int:
@@ -164,6 +184,7 @@ class BudgetedTables:
             f"rows of table '{table.table}' that may wait no longer to be sent within {table.settings.budget_mbps:g} "
             "Mbit/s",
         )
+        table.relax()
 
     def abandon(self, error: PacelineError) -> None:
         """Send nothing any more, and end all pushes that wait with an error."""

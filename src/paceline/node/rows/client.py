@@ -379,12 +379,13 @@ class RowClient:
             send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0),
             has_room=lambda: self._may_push() and self._pushes.count(spec.name) < MAX_BURSTS_UNDER_WAY,
             traffic=lambda: opened.traffic,
+            clock=lambda: self.core.clock,
         )
 
     def _push_later(self, opened: OpenedRows, budgeted: BudgetedRows, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
         """Let a push of distinct ids wait for the budget. Does not block."""
         self._note_pushed(opened, len(ids))
-        pushed = budgeted.push(ids, rows, self.core.clock)
+        pushed = budgeted.push(ids, rows)
         self.budgeted.wake()
         return pushed
 

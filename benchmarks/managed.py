@@ -1,0 +1,244 @@
+"""Managed communication over lines of limited rate: which rows go first, and what that does for the loss.
+
+    python benchmarks/managed.py [--seeds 3] [--seconds 30] [--json]
+
+Matrix factorization by four workers and a server, each in a network namespace of its own; the kernel limits what each
+end of a line may send. A worker's line carries less than pushing every row in every clock takes. `clock_only` does that
+and has all of the line, `random` and `relative_magnitude` are managed, within the budget. What counts is when the loss
+reaches the target, in seconds, clocks, and bytes that the kernel counted, headers included. Needs root, and `ip` and
+`tc` (iproute2).
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NoReturn
+
+from shaped_network import CannotShapeError, ShapedNetwork
+
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.launch.environment import NUM_THREADS, Place
+from paceline.launch.spec import ClusterSpec, write_token
+
+HERE = Path(__file__).resolve().parent
+POLICIES = ("clock_only", "random", "relative_magnitude")
+NUM_WORKERS = 4
+START_S, END_S = 300.0, 120.0  # beyond the training itself
+SAMPLE_S = 0.5
+WINDOW_S = 1.0  # over which the rate has to stay within the budget
+
+Curve = list[tuple[float, int, float]]  # when, clock, loss
+Counts = list[tuple[float, int]]  # when, bytes sent by then
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run came to. `seconds`, `clock` and `megabytes` are those at the target; None if it was not reached."""
+
+    seconds: float | None
+    clock: int | None
+    megabytes: float | None
+    loss: float
+    num_clocks: int
+    mbps: float  # of the worker that sent most, over the whole training
+    peak_mbps: float  # the same in its busiest second
+
+
+def run(policy: str, seed: int, options: argparse.Namespace) -> Outcome:
+    """Run one job and measure it; nothing of it is left, whatever happens."""
+    with (
+        ShapedNetwork(NUM_WORKERS, options.line_mbps, options.down_mbps) as network,
+        tempfile.TemporaryDirectory(prefix="paceline-") as folder,
+    ):
+        run_dir = Path(folder)
+        spec = ClusterSpec(
+            job=secrets.token_hex(8),
+            num_workers=NUM_WORKERS,
+            num_servers=1,
+            transport="tcp",
+            run_dir=folder,
+            join_timeout_s=START_S,
+        )
+        write_token(run_dir)
+        spec.write(run_dir / SPEC_NAME)
+        (run_dir / "trace").mkdir()
+        counts = _play(network, spec, policy, seed, options)
+        curves = [json.loads((run_dir / f"curve-{rank}.json").read_text()) for rank in range(NUM_WORKERS)]
+    return outcome(curves, counts, options.target)
+
+
+def _play(
+    network: ShapedNetwork, spec: ClusterSpec, policy: str, seed: int, options: argparse.Namespace
+) -> list[Counts]:
+    """Start the processes and count what the workers send until they have ended; return the counts of each."""
+    run_dir, environment = Path(spec.run_dir), os.environ | {NUM_THREADS: "1"}
+    server_command = network.command(
+        network.server, sys.executable, str(HERE / "managed_server.py"), str(run_dir / SPEC_NAME)
+    )
+    server = subprocess.Popen(server_command, stdin=subprocess.PIPE, env=environment)
+    workers = list[subprocess.Popen[bytes]]()
+    try:
+        deadline = time.monotonic() + START_S
+        book = AddressBook(spec)
+        while not book.poll():
+            _check(server.poll() is None and time.monotonic() < deadline, "the server did not start")
+            time.sleep(0.01)
+        for rank in range(NUM_WORKERS):
+            arguments = ["--policy", policy, "--seed", str(seed), "--out", spec.run_dir]
+            for name in ("budget_mbps", "seconds", "clock_ms", "lr", "bound"):
+                arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+            command = network.command(network.worker(rank), sys.executable, str(HERE / "managed_worker.py"), *arguments)
+            place = Place(run_dir / CLUSTER_NAME, rank, rank).as_environment()
+            workers.append(subprocess.Popen(command, env=environment | place))
+        return _count(network, workers, deadline + options.seconds + END_S)
+    finally:
+        for process in workers:
+            process.kill()
+            process.wait()
+        server.communicate(timeout=END_S)
+
+
+def _count(network: ShapedNetwork, workers: list[subprocess.Popen[bytes]], deadline: float) -> list[Counts]:
+    counts: list[Counts] = [[] for _ in workers]
+    while any(worker.poll() is None for worker in workers):
+        _check(time.monotonic() < deadline, "the workers did not end in time")
+        for rank, own in enumerate(counts):
+            own.append(network.sent_bytes(rank))
+        time.sleep(SAMPLE_S)
+    _check(not any(worker.returncode for worker in workers), "a worker failed")
+    return counts
+
+
+def outcome(curves: list[Curve], counts: list[Counts], target: float) -> Outcome:
+    """Sum a run up: the loss of all is the mean of what each worker found last."""
+    start, end = min(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    events = sorted((when, rank, clock, loss) for rank, curve in enumerate(curves) for when, clock, loss in curve)
+    latest = dict[int, tuple[int, float]]()
+    reached: tuple[float, int] | None = None
+    loss = float("nan")
+    for when, rank, clock, own in events:
+        latest[rank] = clock, own
+        if len(latest) == len(curves) and when <= end:
+            loss = sum(each for _, each in latest.values()) / len(curves)
+            if reached is None and loss <= target:
+                reached = when, min(each for each, _ in latest.values())
+    sent = [_between(own, start, reached[0]) for own in counts] if reached else []
+    inside = [[(when, num) for when, num in own if start <= when <= end] for own in counts]
+    return Outcome(
+        reached[0] - start if reached else None,
+        reached[1] if reached else None,
+        sum(sent) / 1e6 if reached else None,
+        loss,
+        min(len(curve) for curve in curves),
+        max(_mbps(own[0], own[-1]) for own in inside),
+        max(_peak(own) for own in inside),
+    )
+
+
+def _between(counts: Counts, start: float, end: float) -> float:
+    """Return the bytes sent from start to end, on straight lines between the counts."""
+
+    def at(moment: float) -> float:
+        for (before, low), (after, high) in pairwise(counts):
+            if before <= moment <= after:
+                return low + (high - low) * (moment - before) / (after - before)
+        return float(counts[-1][1])
+
+    return at(end) - at(start)
+
+
+def _mbps(first: tuple[float, int], last: tuple[float, int]) -> float:
+    return (last[1] - first[1]) * 8e-6 / (last[0] - first[0])
+
+
+def _peak(counts: Counts) -> float:
+    """Return the highest rate between a count and the first that came a window later."""
+    windows = [(first, [last for last in counts if last[0] - first[0] >= WINDOW_S]) for first in counts]
+    return max(_mbps(first, later[0]) for first, later in windows if later)
+
+
+def _check(fine: bool, problem: str) -> None:
+    if not fine:
+        raise SystemExit(f"managed.py: {problem}")
+
+
+def summary(outcomes: dict[str, list[Outcome]], options: argparse.Namespace) -> dict[str, object]:
+    """Return what is printed as JSON; seconds to the target are null where a seed did not reach it."""
+    managed = [each for policy in POLICIES[1:] for each in outcomes[policy]]
+    pairs = zip(outcomes["random"], outcomes["relative_magnitude"], strict=True)
+    result: dict[str, object] = {
+        "name": "managed",
+        "budget_mbps": options.budget_mbps,
+        "highest_rate_over_budget": round(max(each.mbps for each in managed) / options.budget_mbps, 3),
+        "busiest_second_over_budget": round(max(each.peak_mbps for each in managed) / options.budget_mbps, 3),
+        "no_later_than_random": all(_no_later(ours.megabytes, theirs.megabytes) for theirs, ours in pairs),
+    }
+    for policy, each in outcomes.items():
+        result[policy] = {
+            "seconds": [_rounded(one.seconds) for one in each],
+            "clock": [one.clock for one in each],
+            "megabytes": [_rounded(one.megabytes) for one in each],
+            "last_loss": [_rounded(one.loss) for one in each],
+            "mbps": round(median(one.mbps for one in each), 3),
+        }
+    return result
+
+
+def _no_later(ours: float | None, theirs: float | None) -> bool:
+    return ours is not None and (theirs is None or ours <= theirs)
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None or number != number else round(number, 3)
+
+
+def _end(_signal: int, _frame: object) -> NoReturn:
+    raise SystemExit("managed.py: ended by a signal")
+
+
+def main() -> None:
+    """Run every policy with every seed, in turn, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of training, of each run")
+    parser.add_argument("--budget-mbps", type=float, default=0.9)
+    parser.add_argument("--line-mbps", type=float, default=1.0, help="what a worker's line carries")
+    parser.add_argument("--down-mbps", type=float, default=6.0, help="what the server's end of a line carries")
+    parser.add_argument("--clock-ms", type=float, default=300.0)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--bound", type=int, default=16)
+    parser.add_argument("--target", type=float, default=0.5, help="mean squared error")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+    try:
+        for seed in range(options.seeds):
+            for policy, own in outcomes.items():
+                own.append(run(policy, seed, options))
+                print(f"seed {seed}, {policy}: {own[-1]}", file=sys.stderr)
+    except CannotShapeError as problem:
+        print(f"managed.py: skipped, since {problem}", file=sys.stderr)
+        print(json.dumps({"name": "managed", "skipped": str(problem)}))
+        return
+    for policy, own in outcomes.items():
+        times = ", ".join("not reached" if each.seconds is None else f"{each.seconds:.1f} s" for each in own)
+        print(
+            f"{policy:19} loss {options.target} after {times}; {median(each.mbps for each in own):.2f} Mbit/s a worker"
+        )
+    if options.json:
+        print(json.dumps(summary(outcomes, options)))
+
+
+if __name__ == "__main__":
+    main()
