@@ -97,9 +97,9 @@ def managed(
     """Let this worker sum its pushes to a row table, and send them within a clock as far as a budget allows.
 
     For tables whose rule adds (`Add`, plain `SGD`) under a staleness bound of 1 or more. What is sent first is what
-    changes most, so that other workers see it soon. What has waited `hold` clocks goes before the clock is finished: half
-    of the budget is for that, and where this is not enough `clock` blocks until the rest is sent. Each worker may choose
-    for itself.
+    changes most, so that other workers see it soon. What has waited `hold` clocks goes before the clock is finished:
+    half of the budget is for that, and where this is not enough `clock` blocks until the rest is sent. Each worker may
+    choose for itself.
 
     Args:
         budget_mbps: what this worker may send for the table, in millions of bits a second, headers included. Reads are
