@@ -70,7 +70,7 @@ def plan(
 
 def _estimates(task: Task, machines: Machines, look: StrategyOptions) -> list[Estimate]:
     """Return the estimates of the strategies that are named, as they are; otherwise of all that are possible."""
-    num_servers = look.num_servers(machines.num_devices)
+    num_servers = look.num_servers(machines)
     named = [parse_strategy(name, machines.num_devices) for name in look.names()]
     if not named:
         return survey(task, machines, num_servers, look.schedule, look.micro_batches)

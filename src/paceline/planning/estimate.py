@@ -149,7 +149,7 @@ def _roles(task: Task, strategy: Strategy, machines: Machines, stages: Sequence[
     if strategy.joint == "colocated-server":
         alone, beside = server_shares(strategy.data, strategy.num_servers)
     server = server_memory(task.model.num_parameters, strategy, task.recipe, alone)
-    if machines.link_over(count).is_shared and not beside and strategy.pipeline == strategy.tensor == 1:
+    if machines.server_link.is_shared and not beside and strategy.pipeline == strategy.tensor == 1:
         worker, server = over_shared_memory(worker, server, task.recipe, strategy.data)
     elif not machines.device.is_host:
         worker = Memory(worker.weights, worker.gradients, 0.0, worker.activations)  # values arrive in the host's memory
@@ -214,7 +214,7 @@ def _reduced(stage: Sequence[Layer], samples: float, strategy: Strategy) -> list
 def _joined(strategy: Strategy, recipe: Recipe, num_parameters: float, machines: Machines) -> tuple[float, float]:
     """Return bytes and seconds of keeping the replicas of a stage the same, gradients there and values back."""
     replicas, size = strategy.data, recipe.gradient_bytes * num_parameters
-    link = machines.link_over(strategy.num_devices if strategy.has_servers else strategy.tensor * replicas)
+    link = machines.server_link if strategy.has_servers else machines.link_over(strategy.tensor * replicas)
     if strategy.joint == "parameter-server":
         if link.is_shared:
             return 0.0, _through_memory_s(strategy, recipe, num_parameters, link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from paceline.errors import UsageError
@@ -15,6 +16,7 @@ _GIGABITS: Final = re.compile(r"([0-9.]+)(g|m)bit", re.IGNORECASE)
 _NETWORK_LATENCY_S: Final = 20e-6
 _CPU_FLOPS: Final = 100e9  # of a few cores; a guess, replaced by what is measured
 SHARED_MEMORY: Final = "shm"
+_TO_HOST: Final = "pcie4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,18 @@ class Machines:
         if not 0 < self.utilisation <= 1:
             raise UsageError(f"--utilisation is {self.utilisation}, expected more than 0 and at most 1.")
 
+    @property
+    def num_machines(self) -> int:
+        """How many machines the devices fill."""
+        return ceil(self.num_devices / self.devices_per_machine)
+
+    @property
+    def server_link(self) -> Link:
+        """The link between workers and servers: on one machine through the host's memory, or to it from a device."""
+        if self.num_machines > 1:
+            return self.network
+        return self.link if self.device.is_host else LINKS[_TO_HOST]
+
     def link_over(self, extent: int) -> Link:
         """Return the slowest link among this many neighbouring devices."""
         return self.link if extent <= self.devices_per_machine else self.network
@@ -143,7 +157,7 @@ full_flops=30000000000000.0, link='pcie4', is_host=False)
         parse_bytes(size, f"the memory of {what}"),
         rate,
         rate,
-        SHARED_MEMORY if is_host else "pcie4",
+        SHARED_MEMORY if is_host else _TO_HOST,
         is_host,
     )
 

@@ -13,7 +13,18 @@ from typing import Final
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, MultiheadAttention, Sequential
+from torch.nn import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    Embedding,
+    Linear,
+    Module,
+    ModuleDict,
+    ModuleList,
+    MultiheadAttention,
+    Sequential,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.planning.attention import FusedAttention
@@ -164,10 +175,18 @@ def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> Layer:
         kept_bytes=(sum(size for _, size in cost.saved) - sum(split)) / batch,
         split_bytes=sum(split) / batch,
         output_bytes=cost.output_bytes / batch,
-        working_bytes=(largest + cost.output_bytes) / batch,
+        working_bytes=_copies(unit) * max(largest, cost.output_bytes) / batch,
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
         num_all_reduces=(2 if len(matrices) >= _ATTENTION_AND_PERCEPTRON else 1) if is_split else 0,
     )
+
+
+def _copies(unit: Module) -> int:
+    """Return how many tensors as large as its largest the backward pass works on: gradients of output and input.
+
+    Convolutions of torch's libraries bring both into a layout of their own, which makes it twice as many.
+    """
+    return 4 if any(isinstance(part, Conv1d | Conv2d | Conv3d) for part in unit.modules()) else 2
 
 
 def _matrices(unit: Module) -> Iterator[Tensor]:

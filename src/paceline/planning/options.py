@@ -142,7 +142,7 @@ class StrategyOptions:
         colocated-server:SERVERS, pipeline:STAGES, tensor:RANKS, recompute, or several of these joined by +. By default
         all that are possible.
     servers
-        Servers of those with servers, where no strategy says; by default as many as devices.
+        Servers of those with servers, where no strategy says; by default one for each machine.
     micro_batches
         Micro-batches of a replica; by default up to four for each stage.
     schedule
@@ -158,13 +158,13 @@ class StrategyOptions:
         """Yield the strategies that are named, each once."""
         yield from dict.fromkeys(name.strip() for text in self.strategies for name in text.split(","))
 
-    def num_servers(self, num_devices: int) -> int:
+    def num_servers(self, machines: Machines) -> int:
         """Return how many servers there are, or raise UsageError."""
         if self.servers is not None and self.servers < 1:
             raise UsageError(f"--servers is {self.servers}, expected 1 or more.")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise UsageError(f"--micro-batches is {self.micro_batches}, expected 1 or more.")
-        return num_devices if self.servers is None else self.servers
+        return machines.num_machines if self.servers is None else self.servers
 
 
 def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, num_devices: int) -> Task:

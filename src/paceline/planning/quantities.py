@@ -10,7 +10,8 @@ from typing import Final
 from paceline.errors import UsageError
 
 GB: Final = 1e9
-_MB: Final = 1e6
+MB: Final = 1e6
+_BILLION: Final = 1e9
 _DECIMAL: Final = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _BINARY: Final = {"KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 _BYTES: Final = {**_DECIMAL, **_BINARY}
@@ -79,17 +80,24 @@ def in_gb(size_bytes: float) -> str:
 
 def in_bytes(size_bytes: float) -> str:
     """Write a size in the unit that suits it: "84 MB", "5.12 GB"."""
-    return in_gb(size_bytes) if size_bytes >= GB or size_bytes == 0 else f"{three_digits(size_bytes / _MB)} MB"
+    return in_gb(size_bytes) if size_bytes >= GB or size_bytes == 0 else f"{three_digits(size_bytes / MB)} MB"
 
 
 def in_seconds(seconds: float) -> str:
     """Write a time in the unit that suits it: "84 ms", "5.12 s"."""
-    return f"{three_digits(seconds)} s" if seconds >= 1 or seconds == 0 else f"{three_digits(seconds * 1e3)} ms"
+    if seconds >= 1 or seconds == 0:
+        return f"{three_digits(seconds)} s"
+    return f"{three_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{three_digits(seconds * 1e6)} us"
 
 
 def in_billions(count: float) -> str:
     """Write a number of parameters as "0.32 B"."""
     return f"{three_digits(count / 1e9)} B"
+
+
+def in_count(count: float) -> str:
+    """Write a number of parameters in the unit that suits it: "3.32 M", "1.5 B"."""
+    return in_billions(count) if count >= _BILLION else f"{three_digits(count / 1e6)} M"
 
 
 def _parse(text: str, what: str, units: Mapping[str, float], expected: str) -> float:

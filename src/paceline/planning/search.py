@@ -26,7 +26,7 @@ def survey(
 ) -> list[Estimate]:
     """Estimate every strategy that is possible, and of those that mix several kinds the best.
 
-    A strategy that does not fit as it is comes with recomputation where that helps.
+    A strategy that does not fit as it is comes with recomputation where that lessens what it needs.
     """
     tried = partial(_try, task, machines, schedule, num_micro_batches)
     plain = [found for strategy in _plain(machines, num_servers) if (found := tried(strategy))]
@@ -97,9 +97,9 @@ def _nothing_fits(task: Task, machines: Machines, estimates: Sequence[Estimate])
     state = task.model.num_parameters * task.recipe.state_bytes
     return (
         f"Nothing fits. {nearest.strategy} comes nearest: its {short.name} needs {in_bytes(short.memory.total)}, and "
-        f"{short.device} has less. Weights, gradients and optimizer state alone are {in_bytes(state)}, so it takes "
-        f"{ceil(state / machines.device.memory_bytes)} such devices at least; a smaller batch and recompute lessen "
-        "what the activations take."
+        f"{short.device} has less. Weights, gradients and optimizer state alone are {in_bytes(state)}, so "
+        f"without servers it takes {ceil(state / machines.device.memory_bytes)} such devices at least. A smaller batch "
+        "lessens what activations take."
     )
 
 
@@ -111,7 +111,8 @@ def _plain(machines: Machines, num_servers: int) -> Iterator[Strategy]:
         return
     yield Strategy(data=count, joint="all-reduce")
     yield Strategy(data=count, joint="parameter-server", num_servers=num_servers)
-    yield Strategy(data=count, joint="colocated-server", num_servers=num_servers)
+    if num_servers < count:
+        yield Strategy(data=count, joint="colocated-server", num_servers=num_servers)
     for joint in ("zero-1", "zero-2", "fsdp"):
         yield Strategy(data=count, joint=joint)
     yield Strategy(pipeline=count)
@@ -135,7 +136,7 @@ def _mixed(machines: Machines, num_servers: int) -> Iterator[Strategy]:
 def _try(
     task: Task, machines: Machines, schedule: Schedule, num_micro_batches: int | None, strategy: Strategy
 ) -> Estimate | None:
-    """Estimate a strategy, recomputing if only that makes it fit; None when the model or the batch cannot be cut so."""
+    """Estimate a strategy, recomputing if it does not fit without; None when model or batch cannot be cut so."""
     strategy = replace(strategy, schedule=schedule)
     wanted = num_micro_batches if strategy.pipeline > 1 else None
     try:
@@ -145,7 +146,7 @@ def _try(
     if found.fits or not task.model.knows_activations:
         return found
     again = estimate(task, replace(strategy, recompute=True), machines, wanted)
-    return again if again.fits else found
+    return min(again, found, key=lambda one: one.fullness)
 
 
 def _rank(one: Estimate) -> tuple[bool, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.planning.estimate import Estimate, Role, Task
 from paceline.planning.known import COMPARED_DEVICES, KNOWN_MODELS, KnownModel
 from paceline.planning.machine import DEVICES, Machines
-from paceline.planning.quantities import GB, in_billions, in_gb, in_seconds, three_digits
+from paceline.planning.quantities import GB, MB, in_billions, in_count, in_gb, in_seconds, three_digits
 from paceline.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -56,19 +56,22 @@ def _needed(model: KnownModel, recipe: Recipe) -> dict[str, int]:
 def plan_table(task: Task, machines: Machines, estimates: Sequence[Estimate]) -> Table:
     """Return what each strategy needs and how long it takes, a row for each of its roles."""
     title = (
-        f"{task.model.name}: {in_billions(task.model.num_parameters)} parameters, {task.recipe.precision} "
+        f"{task.model.name}: {in_count(task.model.num_parameters)} parameters, {task.recipe.precision} "
         f"{task.recipe.optimizer}, batch {task.batch}, on {machines.num_devices} x {machines.device}"
     )
-    table = _empty(title)
+    unit, size = ("GB", GB) if any(role.memory.total >= GB for one in estimates for role in one.roles) else ("MB", MB)
+    table = _empty(f"{title}; in {unit}")
     table.add_column("strategy", header_style="dim", overflow="fold")
     table.add_column("role", header_style="dim")
-    for heading in ("weights", "grads", "optim", "activ", "buffers", "GB", "fits", "sent GB", "bubble", "step"):
+    for heading in ("weights", "grads", "optim", "activ", "buffers", "all", "fits", "sent", "bubble", "step"):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
     for one in estimates:
         for role in one.roles:
             is_first = role is one.worker
-            paced = (three_digits(one.sent.total / GB), f"{one.bubble_share:.0%}", in_seconds(one.step.total))
-            table.add_row(str(one.strategy) if is_first else "", role.name, *_cells(role), *(paced if is_first else ()))
+            paced = (three_digits(one.sent.total / size), f"{one.bubble_share:.0%}", in_seconds(one.step.total))
+            table.add_row(
+                str(one.strategy) if is_first else "", role.name, *_cells(role, size), *(paced if is_first else ())
+            )
     return table
 
 
@@ -129,8 +132,8 @@ def _estimate_json(one: Estimate) -> dict[str, object]:
     }
 
 
-def _cells(role: Role) -> list[str]:
-    sizes = [three_digits(size / GB) for size in (*role.memory.by_part().values(), role.memory.total)]
+def _cells(role: Role, unit: float) -> list[str]:
+    sizes = [three_digits(size / unit) for size in (*role.memory.by_part().values(), role.memory.total)]
     return [*sizes, "yes" if role.fits else "no"]
 
 

@@ -1,0 +1,137 @@
+"""What `paceline plan` expects of memory, beside the peak of processes that do it.
+
+    python benchmarks/plan.py --workers 2
+
+Three small models with momentum SGD in float32, alone and under a parameter server over shared memory and over tcp.
+What a process of an almost empty model takes (the interpreter and torch) is measured in the same run and taken off.
+Memory that several processes map counts in equal parts on each (PSS).
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import torch
+from cyclopts import App, Parameter
+from measuring import machine, print_json, progress
+from memory import GIVE_BACK, MB, server_pid, watch
+from plan_models import EMPTY, WORK
+from plan_worker import ALONE
+from turns import BENCHMARKS, PlayFailed, Stage
+
+from paceline.planning.estimate import Task, estimate
+from paceline.planning.machine import Machines, parse_device, parse_link
+from paceline.planning.measuring import measured_model
+from paceline.planning.recipe import Recipe
+from paceline.planning.sample import Sample
+from paceline.planning.strategy import Strategy
+
+STRATEGIES: Final = (ALONE, "shm", "tcp")
+
+app = App(name="plan.py", help="Compare planned with measured memory.", help_format="plaintext")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One role of one model under one strategy, in bytes beyond those of an almost empty model."""
+
+    model: str
+    strategy: str
+    role: str
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By which share the plan is more than what was measured."""
+        return self.planned / self.measured - 1
+
+
+@app.default
+def plan(
+    *,
+    workers: Annotated[int, Parameter(alias="-n")] = 2,
+    models: Annotated[tuple[str, ...], Parameter(negative="")] = tuple(WORK),
+    strategies: Annotated[tuple[str, ...], Parameter(negative="")] = STRATEGIES,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Train each model under each strategy; print each role's planned and measured peak.
+
+    Parameters
+    ----------
+    workers
+        Number of workers under a parameter server.
+    models
+        Which ones: perceptron, transformer, convolution.
+    strategies
+        Which ones: single, shm, tcp.
+    json
+        Print only one line of JSON on stdout.
+    """
+    try:
+        found = [one for strategy in strategies for one in compare(strategy, models, workers)]
+    except PlayFailed as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    if not json:
+        print(f"momentum SGD in float32, {workers} workers and a server; {machine()}")
+        for one in found:
+            print(
+                f"  {one.strategy:7} {one.model:12} {one.role:7} planned {one.planned / MB:5.0f} MB, measured "
+                f"{one.measured / MB:5.0f} MB, {one.error:+.1%}"
+            )
+    errors = {f"{one.strategy}.{one.model}.{one.role}_error": one.error for one in found}
+    print_json({"name": "plan", "workers": workers, **errors, "worst": max(map(abs, errors.values()))})
+    return 0
+
+
+def compare(strategy: str, models: tuple[str, ...], num_workers: int) -> Iterator[Found]:
+    """Yield what was planned and measured of each model's roles."""
+    progress(f"Measuring {', '.join(models)} under {strategy}, and an almost empty model")
+    base = peaks(strategy, EMPTY, num_workers)
+    for name in models:
+        planned, measured = planned_bytes(strategy, name, num_workers), peaks(strategy, name, num_workers)
+        yield from (Found(name, strategy, role, planned[role], measured[role] - base[role]) for role in planned)
+
+
+def planned_bytes(strategy: str, name: str, num_workers: int) -> dict[str, float]:
+    """Return the peak of each role by the plan."""
+    work = WORK[name]
+    with torch.device("meta"):
+        module = work.make()
+    recipe = Recipe("fp32", "momentum")
+    model = measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes)
+    host, link = parse_device("cpu:1TB"), parse_link("shm" if strategy == "shm" else "10gbit", "--link")
+    count = 1 if strategy == ALONE else num_workers
+    machines = Machines(
+        device=host,
+        num_devices=count,
+        devices_per_machine=count,
+        link=link,
+        network=link,
+        server_device=host,
+        utilisation=1.0,
+    )
+    chosen = Strategy() if strategy == ALONE else Strategy(data=count, joint="parameter-server", num_servers=1)
+    found = estimate(Task(model=model, batch=count * work.batch, recipe=recipe), chosen, machines)
+    return {role.name: role.memory.total for role in found.roles}
+
+
+def peaks(strategy: str, name: str, num_workers: int) -> dict[str, float]:
+    """Train and return the peak of each role: of workers the highest."""
+    script = [str(BENCHMARKS / "plan_worker.py"), "{stage}", name, strategy]
+    options = ["-m", "paceline", "run", "-n", str(num_workers), "--transport", strategy, "--quiet"]
+    command = [sys.executable, *(() if strategy == ALONE else options), *script]
+    with Stage() as stage:
+        side = stage.start("paceline", command, 1 if strategy == ALONE else num_workers, GIVE_BACK)
+        side.ask("step", 1)
+        servers = [] if strategy == ALONE else [server_pid(side)]
+        found = [peak.pss for peak in watch(side, [*side.pids, *servers])]
+    if strategy == ALONE:
+        return {"worker": found[0]}
+    return {"worker": max(found[:-1]), "server": found[-1]}
+
+
+if __name__ == "__main__":
+    sys.exit(app())
