@@ -169,7 +169,7 @@ def parse() -> Namespace:
     parser.add_argument("--picture", type=Path, default=Path("matrix_factorization.png"))
     parser.add_argument("--workers", type=int, default=4, help="that learn; one more takes the copies")
     parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--clocks", type=int, default=200)
+    parser.add_argument("--clocks", type=int, default=150)
     parser.add_argument("--clock-ms", type=float, default=50.0, help="what computing a clock takes, by sleeping")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.75, help="of bsp's largest stable step")

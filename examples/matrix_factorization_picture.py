@@ -79,13 +79,13 @@ def _draw_curves(axes: Axes, by_policy: Mapping[str, Sequence[Outcome]], column:
     axes.set_ylim(0.9 * least, 1.15 * first)
     axes.set_xlim(left=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _plain_numbers(axes)
+    _plain_numbers(axes, (1, 1.5, 2, 3, 5, 7) if first > 4 * least else (1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8))
 
 
-def _plain_numbers(axes: Axes) -> None:
+def _plain_numbers(axes: Axes, digits: Sequence[float]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_locator(LogLocator(subs=digits))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda loss, _: f"{loss / 1000:,.0f} k")
 

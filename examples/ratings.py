@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 # Made-up ratings: products of hidden rows, and noise. Some items are rated far more often than others (Zipf). The mean
 # of the hidden numbers is not 0, so some items please most users, and some users are pleased by most items.
 NUM_USERS, NUM_ITEMS, NUM_RATINGS, ZIPF = 1000, 500, 100_000, 0.5
-HIDDEN, MEAN, NOISE = 8, 0.5, 0.3
+HIDDEN, MEAN, NOISE = 8, 0.5, 1.2
 
 
 @dataclass(frozen=True, slots=True)
