@@ -50,13 +50,21 @@ class SharedCounts:
     """The counts on the servers: a row of topics for each word, and one row for all words together."""
 
     def __init__(self, ps: paceline.Session, num_topics: int) -> None:
-        rule, policy = paceline.update.Add(), paceline.ssp(2)
+        add, policy = paceline.update.Add(), paceline.ssp(2)
         # A worker keeps rows, and asks for them again only when they are too old. Batches come again in every sweep,
         # so the list of their words is sent once. float32 holds whole numbers up to 16 million, float64 far more.
         self.words = ps.table(
-            "words", rows=num_topics, update=rule, consistency=policy, cache=True, filters=[paceline.filters.KeyCache()]
+            "words",
+            rows=num_topics,
+            update=add,
+            consistency=policy,
+            scale="sum",
+            cache=True,
+            filters=[paceline.filters.KeyCache()],
         )
-        self.totals = ps.table("totals", rows=num_topics, update=rule, consistency=policy, cache=True, dtype="float64")
+        self.totals = ps.table(
+            "totals", rows=num_topics, update=add, consistency=policy, scale="sum", cache=True, dtype="float64"
+        )
 
     def pull(self, vocabulary: np.ndarray, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the counts of these words, (words, topics), and of all words, (topics,)."""
@@ -73,7 +81,9 @@ def sample_together(
 ) -> tuple[np.ndarray, np.ndarray, Sequence[float]]:
     """Return the final counts of each word and of all words, and the perplexity after each sweep."""
     counts = SharedCounts(ps, model.num_topics)
-    judged = ps.table("judged", rows=2, update=paceline.update.Add(), consistency=paceline.ssp(2), dtype="float64")
+    judged = ps.table(
+        "judged", rows=2, update=paceline.update.Add(), consistency=paceline.ssp(2), scale="sum", dtype="float64"
+    )
     rng = np.random.default_rng([options.seed, ps.rank])
     num_batches = math.ceil(len(corpus.train) / ps.size / BATCH_DOCUMENTS)  # the same for all: each ends a clock
     batches = make_batches(corpus.train.part(ps.rank, ps.size), num_batches, model, rng)
