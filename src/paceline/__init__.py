@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.data.prefetching import prefetch
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.node.rows.managed import managed
+    from paceline.patterns import all_gather, all_reduce, broadcast, pull, push, reduce, wait
     from paceline.session import Session, connect
     from paceline.tensors import filters, functions, update
     from paceline.tensors.rows import first
@@ -25,9 +26,12 @@ __all__ = [
     "EmbeddingBag",
     "Lifecycle",
     "Session",
+    "all_gather",
+    "all_reduce",
     "asynchronous",
     "backup",
     "barrier",
+    "broadcast",
     "bsp",
     "connect",
     "distributed",
@@ -39,12 +43,16 @@ __all__ = [
     "local_rank",
     "managed",
     "prefetch",
+    "pull",
+    "push",
     "rank",
+    "reduce",
     "report",
     "shard",
     "size",
     "ssp",
     "update",
+    "wait",
 ]
 
 # Where a name is, if not in paceline.current.
@@ -52,6 +60,7 @@ _HOMES = {
     **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.embedding"),
     **dict.fromkeys(("Session", "connect"), "paceline.session"),
+    **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
     "Lifecycle": "paceline.tensors.rows.spec",
     "managed": "paceline.node.rows.managed",
     "prefetch": "paceline.data.prefetching",

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 from cyclopts import App, CycloptsError, Parameter
 
 from paceline import __version__
+from paceline.core.strategies import check_strategy
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel, TransportName
 
@@ -42,6 +43,7 @@ def run(
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     consistency: str | None = None,
+    strategy: str | None = None,
     transport: TransportName = "shm",
     scale: ScaleName | None = None,
     on_crash: OnCrash = "continue",
@@ -71,6 +73,8 @@ def run(
         Number of server processes, which hold the parameters between them.
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
+    strategy
+        parameter-server or all-reduce, for every optimizer whose script names none.
     transport
         How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
     scale
@@ -101,6 +105,8 @@ def run(
     from paceline.launch.policy import Policy
 
     check_consistency(consistency)
+    if strategy is not None:
+        check_strategy(strategy)
     return run_local(
         LocalRun(
             script=script,
@@ -109,6 +115,7 @@ def run(
             num_servers=servers,
             transport=transport,
             consistency=consistency,
+            strategy=strategy,
             scale=scale,
             trace=trace,
             run_dir=run_dir,

@@ -10,7 +10,9 @@ from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
 from paceline.session import Session, connect
 from paceline.tensors.table import NonFinite, Scale
-from paceline.training.optimizer import DistributedOptimizer, Settings
+from paceline.training.choice import choose_strategy
+from paceline.training.optimizer import ParameterServer, Settings
+from paceline.training.strategy import Distributed, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +153,7 @@ def shard(source: _Source, *, seed: int = 0) -> _Source:
 def distributed(
     optimizer: torch.optim.Optimizer,
     *,
+    strategy: Strategy | str | None = None,
     consistency: Consistency | str | None = None,
     scale: Scale | None = None,
     fetch_every: int | None = 1,
@@ -159,7 +162,7 @@ def distributed(
     overlap: bool = False,
     model: nn.Module | None = None,
     name: str = "model",
-) -> DistributedOptimizer:
+) -> Distributed:
     """Move an optimizer's update to the servers: the one changed line of an ordinary training loop.
 
     The result is used like the optimizer it wraps: `zero_grad`, `step`, `param_groups`, schedulers, `state_dict`. Its
@@ -169,6 +172,8 @@ def distributed(
 
     Args:
         optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
+        strategy: "parameter-server" by default, or what the launcher was told with --strategy; see
+            `paceline.all_reduce` for the other one, which needs `model` and knows `scale`, `nonfinite` and `name`.
         consistency: bsp() by default, or what the launcher was told with --consistency.
         scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
@@ -203,6 +208,9 @@ def distributed(
         >>> optimizer.step()
     """
     session = current()
+    chosen = choose_strategy(strategy, session.strategy)
+    if consistency is not None and not isinstance(chosen, ParameterServer):
+        raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)
     settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name, views, overlap)
-    return session.distributed(optimizer, model=model, settings=settings)
+    return session.distributed(optimizer, model=model, settings=settings, strategy=chosen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,12 +12,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, overload
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
+from paceline.collective.exchange import Exchange
+from paceline.collective.group import Company
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.messages import Sender
-from paceline.core.settings import ServerSettings, WorkerSettings
+from paceline.core.settings import WorkerSettings
 from paceline.data.sharding import Sharding
 from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
@@ -26,13 +26,14 @@ from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.environment import Place, find_place
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.declaration import Declaration
+from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
+from paceline.node.named import Named
 from paceline.node.opening import Opening, first_values
 from paceline.node.requests import Meet
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
-from paceline.node.server import ServerNode
 from paceline.node.table import Table
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
@@ -41,12 +42,14 @@ from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
 from paceline.training.lookup import Lookups
-from paceline.training.optimizer import DistributedOptimizer, Settings
+from paceline.training.optimizer import Settings
+from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 _START_TIMEOUT_S = 60.0
@@ -79,18 +82,22 @@ class Session:
     meter: Meter
     consistency: Consistency | None  # what the launcher was told; a script that names its own wins
     scale: Scale | None
-    server: _Embedded | None = None
+    exchange: Exchange
+    strategy: str | None = None  # what the launcher was told
+    server: Embedded | None = None
     num_samples: int = 0
     # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
-    _optimizers: WeakSet[DistributedOptimizer] = field(default_factory=WeakSet)
+    _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: Opening = field(init=False)
+    named: Named = field(init=False)
     lookups: Lookups = field(default_factory=Lookups)
     closed: bool = False
 
     def __post_init__(self) -> None:
         """Start without tables."""
         self.tables = Opening(self.rank, self.node, self.meter)
+        self.named = Named(self.tables)
 
     def __enter__(self) -> Self:
         """Return this session."""
@@ -270,9 +277,11 @@ class Session:
         self._settle_parameters(politely=politely)
         try:
             if politely:
+                self.exchange.close(politely=True)
                 self.node.leave()
         finally:
             self.node.close()
+            self.exchange.close(politely=False)
             self.meter.trace.close()
             if self.server is not None:
                 self.server.close()
@@ -289,10 +298,10 @@ class Session:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def distributed(
-        self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings
-    ) -> DistributedOptimizer:
-        """Make an optimizer whose update runs on the servers; see `paceline.distributed`."""
-        made = DistributedOptimizer(optimizer, model, settings, self)
+        self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
+    ) -> Distributed:
+        """Distribute an optimizer by a strategy; see `paceline.distributed`."""
+        made = strategy.distribute(optimizer, model, settings, self)
         self._optimizers.add(made)
         return made
 
@@ -309,20 +318,8 @@ class Session:
         with self.communicating():
             for _ in range(max(1, len(self._optimizers))):
                 self.clock()
-            for optimizer in list(self._optimizers):
+            for optimizer in sorted(self._optimizers, key=lambda one: one.turn_s):
                 optimizer.follow()
-
-
-@dataclass(slots=True)
-class _Embedded:
-    """A server in a thread of this process."""
-
-    node: ServerNode
-    thread: threading.Thread
-
-    def close(self) -> None:
-        self.node.stop()
-        self.thread.join(timeout=10.0)
 
 
 def connect(*, transport: Transport | None = None, place: Place | None = None) -> Session:
@@ -371,6 +368,8 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         Meter(trace, place.rank),
         consistency,
         spec.scale,
+        Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
+        spec.strategy,
     )
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))
@@ -380,14 +379,11 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
 def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
-    listener = transport.listen("memory://server-0")
-    addresses = (listener.address,)
-    server = ServerNode(ServerSettings(0, 1, workers=(0,)), listener, transport, lambda: addresses, Trace(None))
-    thread = threading.Thread(target=server.run, name="paceline-server", daemon=True)
-    thread.start()
-    node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, addresses)
+    server = Embedded.start(transport)
+    node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
     node.join()
-    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, server=_Embedded(server, thread))
+    alone = Exchange(Company(0, 1, node, None))
+    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, server=server)
     atexit.register(session.close)
     return session
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from paceline.core.strategies import ALL_REDUCE
 from paceline.errors import UsageError
 from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
@@ -67,6 +68,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         run_dir=str(run_dir),
         consistency=run.consistency,
         scale=run.scale,
+        strategy=run.strategy,
         trace=run.trace,
         grace_s=run.grace_s,
         server_threads=run.server_threads,
@@ -92,7 +94,8 @@ def open_board(trace_folder: Path, num_workers: int) -> Board:
 
 
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
-    num_processes = 1 if run.transport == "memory" else run.num_workers + run.num_servers
+    num_servers = 0 if run.strategy == ALL_REDUCE else run.num_servers  # then they hardly have anything to do
+    num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers
     num_cores = len(cores_here())
     environment = child_environment(num_processes, num_cores, traceback=run.traceback)
     if not (run.quiet or chose_num_threads()):

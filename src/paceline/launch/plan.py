@@ -46,6 +46,7 @@ class LocalRun:
     transport: TransportName = "shm"
     consistency: str | None = None
     scale: ScaleName | None = None
+    strategy: str | None = None
     trace: TraceLevel = "steps"
     run_dir: Path | None = None
     policy: Policy = field(default_factory=Policy)

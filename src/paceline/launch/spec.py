@@ -39,6 +39,7 @@ class ClusterSpec:
     run_dir: str
     consistency: str | None = None
     scale: ScaleName | None = None
+    strategy: str | None = None
     addresses: tuple[str, ...] = ()
     trace: TraceLevel = "steps"
     generation: int = 1

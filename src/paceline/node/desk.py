@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -14,6 +15,7 @@ from paceline.node.requests import (
     AwaitValues,
     Declare,
     DeclareRows,
+    Describe,
     Done,
     Failed,
     Initialise,
@@ -42,6 +44,8 @@ class Desk:
     send: Send
     # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # Table -> who waits for its declaration, and the number of their request. Invariant: no entry is empty.
+    _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Meeting point -> who has come, and the number of their request. Invariant: no entry is empty.
     _meetings: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # The last meeting that each life was released from: a copy of its request is not another meeting.
@@ -64,6 +68,10 @@ class Desk:
         for table in [table for table in self._awaiting if self._has_values(table)]:
             for life, number in self._awaiting.pop(table).items():
                 self._answer(life, Done(number))
+        for table in [table for table in self._asking if table in self.shelf.specs]:
+            settings = memoryview(msgspec.msgpack.encode(self.shelf.specs[table]))
+            for life, number in self._asking.pop(table).items():
+                self.send(*life, Done(number), settings)
         if members:
             self._ask_for_values(min(members))
 
@@ -71,6 +79,7 @@ class Desk:
         """Drop what a worker that takes part no longer was waiting for."""
         self._met.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
+        self._asking = _without(self._asking, life)
         self._meetings = _without(self._meetings, life)
 
     def _ask_for_values(self, first: int) -> None:
@@ -101,6 +110,8 @@ class Desk:
                     self._meetings.setdefault(request.place, {})[life] = request.number
             case AwaitValues():
                 self._awaiting.setdefault(self._known(request.table), {})[life] = request.number
+            case Describe():
+                self._asking.setdefault(request.table, {})[life] = request.number
             case Initialise():
                 self.shelf.initialise(self._known(request.table), body)
                 self._answer(life, Done(request.number))

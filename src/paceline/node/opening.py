@@ -55,6 +55,16 @@ class Opening:
         self.meter.begin()
         return Table(spec, shape, self.node, self.meter)
 
+    def shared(self, spec: TableSpec, shape: tuple[int, ...]) -> Table:
+        """Declare a table that begins with zeros, whoever comes first: no other worker is waited for.
+
+        May be repeated after it was refused.
+        """
+        spec.validate()
+        self.node.open_table(spec)
+        self._give_values(spec.name, Tensor.zero_)  # those of others are the same, and count only once
+        return Table(spec, shape, self.node, self.meter)
+
     def rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
         """Declare a table of rows. Nobody gives first values: they follow from the declaration."""
         self._take(spec.name)

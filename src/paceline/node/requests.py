@@ -33,6 +33,14 @@ class DeclareRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Describe:
+    """Send me the settings of this table, as soon as somebody has declared it."""
+
+    number: int
+    table: str
+
+
+@dataclass(frozen=True, slots=True)
 class Initialise:
     """These are the first values of your part (beside this, raw); they count only if there are none yet."""
 
@@ -132,5 +140,5 @@ class Failed:
     reason: str
 
 
-Request = Declare | DeclareRows | Initialise | AwaitValues | SaveState | LoadState | Meet
+Request = Declare | DeclareRows | Describe | Initialise | AwaitValues | SaveState | LoadState | Meet
 WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # what is asked of all of a table

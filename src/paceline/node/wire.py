@@ -144,6 +144,7 @@ _KINDS: tuple[type, ...] = (
     requests.CountRows,
     requests.ReadRows,
     requests.WriteRows,
+    requests.Describe,
 )
 _NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -109,7 +109,7 @@ class Applied(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
-    """A server refused a request for good."""
+    """A server refused a request for good; server -1: all workers together did not take a step."""
 
     t: float
     server: int

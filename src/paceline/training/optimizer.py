@@ -11,8 +11,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.collective.exchange import Exchange
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Table
 from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
@@ -25,6 +27,7 @@ from paceline.training.gradients import Gradients
 from paceline.training.lookup import Lookups
 from paceline.training.overlap import Overlap
 from paceline.training.state import StateOf, check_state, fetch_state, send_state
+from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
 
 
@@ -73,6 +76,16 @@ class Job(Protocol):
         """The embeddings of this worker."""
         ...
 
+    @property
+    def meter(self) -> Meter:
+        """What a clock costs."""
+        ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """The calls among the workers."""
+        ...
+
     def open_table(
         self,
         spec: TableSpec,
@@ -102,7 +115,7 @@ class Job(Protocol):
         ...
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Distributed):
     """Used like the optimizer it wraps; its state lives on the servers.
 
     `param_groups` are those of the wrapped optimizer, so schedulers that change the learning rate are followed: the
@@ -114,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job) -> None:
         rule = from_optimizer(optimizer)
-        _require_fresh(optimizer)
+        require_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.num_refused = 0
         self._settings = settings
@@ -342,7 +355,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.num_refused += not pushed.result().applied
 
 
-def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
+def require_fresh(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that has taken steps: its state would be lost without a word."""
     for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
         steps = cast("Tensor | float", state.get("step", 0))
@@ -351,3 +364,14 @@ def _require_fresh(optimizer: torch.optim.Optimizer) -> None:
                 "this optimizer has already taken steps: distribute a new one, then give that the state with "
                 "load_state_dict(...)."
             )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterServer:
+    """Gradients go to servers, which hold the parameters and apply the updates: under every consistency there is."""
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+    ) -> DistributedOptimizer:
+        """Make an optimizer whose update runs on the servers."""
+        return DistributedOptimizer(optimizer, model, settings, job)

@@ -1,0 +1,115 @@
+"""What a worker says of a call before it sends anything: all must mean the same one."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers"]
+Op = Literal["", "sum", "mean", "min", "max", "product"]
+
+_PATTERNS: Final[tuple[Pattern, ...]] = ("broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers")
+OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
+_DTYPES: Final = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MAX_DIMS: Final = 12
+NUM_WORDS: Final = 9 + _MAX_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one worker.
+
+    Args:
+        number: counts the calls of this worker on this group.
+        root: the one worker that gives or gets, -1 where none is special.
+        sparse_dim: of a sparse tensor; 0 for a dense one.
+        num_values: of a sparse tensor. May differ between workers, as may `weight`, which is theirs to tell.
+    """
+
+    number: int
+    pattern: Pattern
+    op: Op = ""
+    root: int = -1
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
+    sparse_dim: int = 0
+    num_values: int = 0
+    weight: float = 0.0
+
+    @staticmethod
+    def over(tensor: Tensor, pattern: Pattern, op: Op = "", root: int = -1) -> Call:
+        """Describe a call over a tensor; a sparse one is coalesced.
+
+        Raises:
+            UsageError: a tensor of a dtype or with more dimensions than can be told.
+        """
+        if tensor.dtype not in _DTYPES or tensor.ndim > _MAX_DIMS:
+            raise UsageError(
+                f"{pattern} got a tensor of {name_of(tensor.dtype)} with {tensor.ndim} dimensions, expected one of "
+                f"{', '.join(map(name_of, _DTYPES))} with at most {_MAX_DIMS}."
+            )
+        call = Call(0, pattern, op, root, tensor.dtype, tuple(tensor.shape))
+        if tensor.layout == torch.strided:
+            return call
+        return replace(call, sparse_dim=tensor.sparse_dim(), num_values=tensor.values().shape[0])
+
+    def words(self) -> Tensor:
+        """Return the call as (NUM_WORDS,) int64: what travels."""
+        dims = (*self.shape, *(0 for _ in range(_MAX_DIMS - len(self.shape))))
+        (weight,) = struct.unpack("q", struct.pack("d", self.weight))
+        words = (
+            *(self.number, _PATTERNS.index(self.pattern), OPS.index(self.op), self.root, _DTYPES.index(self.dtype)),
+            *(self.sparse_dim, self.num_values, weight, len(self.shape), *dims),
+        )
+        return torch.tensor(words, dtype=torch.int64)
+
+    @staticmethod
+    def read(words: Tensor) -> Call:
+        """Return the call that these words tell."""
+        number, pattern, op, root, dtype, sparse_dim, num_values, bits, num_dims, *dims = words.tolist()
+        (weight,) = struct.unpack("d", struct.pack("q", bits))
+        shape = tuple(dims[:num_dims])
+        return Call(number, _PATTERNS[pattern], OPS[op], root, _DTYPES[dtype], shape, sparse_dim, num_values, weight)
+
+    def __str__(self) -> str:
+        """Say what is called: "all_reduce (sum) of float32 (3, 4)"."""
+        op = f" ({self.op})" if self.op else ""
+        if self.pattern == "backward":
+            return "backward of an all-reduced model"
+        if self.pattern == "buffers":
+            return "step of an all-reduced model with buffers"
+        sparse = f" with {self.sparse_dim} sparse dimensions" if self.sparse_dim else ""
+        root = {"broadcast": f" from worker {self.root}", "reduce": f" to worker {self.root}"}.get(self.pattern, "")
+        return f"{self.pattern}{op} of {name_of(self.dtype)} {self.shape}{sparse}{root}"
+
+    @property
+    def where(self) -> str:
+        """Say which call this is: "call 7, all_reduce"."""
+        return f"call {self.number}, {self.pattern}"
+
+
+def require_same(own: Call, calls: Sequence[Call], rank: int) -> None:
+    """Raise UsageError where another worker means another call than this one; nothing has been sent then."""
+    told = replace(own, num_values=0, weight=0.0)
+    for other, call in enumerate(calls):
+        if replace(call, num_values=0, weight=0.0) != told:
+            number = f" as its call {call.number}" if call.number != own.number else ""
+            raise UsageError(
+                f"worker {rank}, call {own.number}: expected {own} of every worker, got {call} from worker "
+                f"{other}{number}. All workers must make the same calls in the same order."
+            )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return what a dtype is called: "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,98 @@
+"""What a session offers beside tables: the patterns by name, and tensors by name on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from paceline.collective import patterns
+from paceline.collective.call import Call, Op, Pattern
+from paceline.collective.group import Company
+from paceline.collective.lane import Lane, Turn
+from paceline.errors import UsageError
+
+T = TypeVar("T")
+
+LANE_NAME = "collective calls"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """The calls of one worker among all workers. Every worker makes the same calls in the same order.
+
+    Each returns a future; what it raises is told there, except for a mistake that this worker alone can see.
+    """
+
+    company: Company
+    _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
+    _closers: list[WeakMethod[Callable[[], None]]] = field(default_factory=list[WeakMethod[Callable[[], None]]])
+
+    def lane(self, name: str) -> Lane:
+        """Return the lane of this name, over which calls go independently of those of other lanes."""
+        return self._lanes.setdefault(name, Lane(self.company, name))
+
+    def when_closed(self, call: WeakMethod[Callable[[], None]]) -> None:
+        """Have a method called when this worker leaves, if its owner still lives."""
+        self._closers.append(call)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None) -> Future[Tensor]:
+        """Give every worker the root's tensor."""
+        return self._ask(tensor, "broadcast", "", self._checked(root, "broadcast"), patterns.broadcast, timeout_s)
+
+    def reduce(self, tensor: Tensor, root: int, op: Op, timeout_s: float | None) -> Future[Tensor | None]:
+        """Give the root the reduction of all tensors."""
+        patterns.require_reducible(tensor, op, "reduce")
+        return self._ask(tensor, "reduce", op, self._checked(root, "reduce"), patterns.reduce, timeout_s)
+
+    def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float | None) -> Future[Tensor]:
+        """Give every worker the reduction of all tensors."""
+        patterns.require_reducible(tensor, op, "all_reduce")
+        return self._ask(tensor, "all_reduce", op, -1, patterns.all_reduce, timeout_s)
+
+    def all_gather(self, tensor: Tensor, timeout_s: float | None) -> Future[list[Tensor]]:
+        """Give every worker all tensors."""
+        return self._ask(tensor, "all_gather", "", -1, patterns.all_gather, timeout_s)
+
+    def finish(self, future: Future[T], what: str, timeout_s: float | None) -> T:
+        """Return the result of a call; blocks until it is there."""
+        return self.lane(LANE_NAME).wait(future, what, timeout_s)
+
+    def close(self, *, politely: bool) -> None:
+        """End all lanes. Politely: after all calls that were asked for are over. May be repeated."""
+        while self._closers:
+            close = self._closers.pop()()
+            if close is not None:
+                close()
+        while self._lanes:
+            self._lanes.popitem()[1].close(politely=politely)
+
+    def _ask(
+        self,
+        tensor: Tensor,
+        pattern: Pattern,
+        op: Op,
+        root: int,
+        act: Callable[[Turn, Tensor], T],
+        timeout_s: float | None,
+    ) -> Future[T]:
+        if timeout_s is not None and timeout_s <= 0:
+            raise UsageError(f"{pattern}: timeout_s is {timeout_s:g}, expected more than 0 seconds.")
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise UsageError(
+                f"{pattern} got a tensor with layout {tensor.layout}: use .to_dense() or .to_sparse_coo()."
+            )
+        given = tensor.detach()
+        given = given.coalesce() if given.layout == torch.sparse_coo else given
+        call = Call.over(given, pattern, op, root)
+        return self.lane(LANE_NAME).ask(call, lambda turn: act(turn, given), timeout_s)
+
+    def _checked(self, root: int, pattern: str) -> int:
+        if not 0 <= root < self.company.size:
+            raise UsageError(f"{pattern}: root is worker {root}, expected 0 to {self.company.size - 1}.")
+        return root

@@ -1,0 +1,180 @@
+"""A process group of torch among all workers of a job: made when it is first used, and ended with the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import ProcessGroup, Work
+
+from paceline.collective.accounts import Accounts, names
+from paceline.collective.call import NUM_WORDS, Call, require_same
+from paceline.errors import DeadlineExceeded, PeerError
+from paceline.node.requests import Meet
+from paceline.node.worker import WorkerNode
+
+STORE_NAME: Final = "collectives.store"
+_LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
+_HEADER_TAG: Final = 1
+_ABORT_TAG: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The workers of a job, and how one of them meets the others.
+
+    Args:
+        run_dir: the folder of the job; None for a worker that is alone.
+    """
+
+    rank: int
+    size: int
+    node: WorkerNode
+    run_dir: Path | None
+
+    @property
+    def patience_s(self) -> float:
+        """How long a wait may take."""
+        return self.node.options.wait_timeout_s
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the others."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def store(self, group: str) -> Store:
+        """Return where the members of a group find each other: a file in the folder of the job."""
+        store = HashStore() if self.run_dir is None else FileStore(str(self.run_dir / STORE_NAME), -1)
+        store.set_timeout(timedelta(seconds=self.patience_s))
+        return PrefixStore(group, store)
+
+    def absent(self, store: Store) -> list[int]:
+        """Return the ranks of those who have not come to the meeting of a group."""
+        return [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
+
+
+@dataclass(slots=True)
+class Group:
+    """Connections between all workers, over which calls go one after the other.
+
+    What fails ends the group for good: the connections are closed, so that nobody waits for nothing.
+    """
+
+    company: Company
+    accounts: Accounts
+    process_group: ProcessGroup
+    _words: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Have memory for what the others tell."""
+        self._words = [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in range(self.company.size)]
+
+    @staticmethod
+    def meet(company: Company, name: str) -> Group:
+        """Connect to all other workers; blocks until each has come here too.
+
+        Raises:
+            PeerError: a worker has left the job or has died, or was in the group in an earlier life.
+            DeadlineExceeded: not all have come in time.
+        """
+        store = company.store(name)
+        if store.add(f"here/{company.rank}", 1) > 1:
+            raise PeerError(
+                f"worker {company.rank} was among those of '{name}' in an earlier life: a worker that was started "
+                "again cannot join the collective calls of the others. Start the job again."
+            )
+        try:
+            company.node.calls.ask(0, lambda number: Meet(number, f"group {name}"), f"all workers to come to '{name}'")
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}: {names(company.absent(store))} did not come") from error
+        absent = company.absent(store)
+        if absent:
+            raise PeerError(
+                f"worker {company.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
+            )
+        return Group(company, Accounts(store, company.rank), connect(company, store))
+
+    def agree(self, call: Call, deadline_s: float) -> list[Call]:
+        """Tell all others of a call and hear theirs, by rank; blocks until all have come to it.
+
+        Each is heard by itself, so that it is known who is missing.
+
+        Raises:
+            UsageError: another worker means another call. The group can be used on.
+            PeerError: a worker is gone, or has not come in time; the group is over.
+        """
+        words, others = call.words(), self.company.others
+        self._words[self.company.rank].copy_(words)
+        began_s, detail = time.monotonic(), ""
+        missing: list[int] = []
+        receiving = {rank: self.process_group.recv([self._words[rank]], rank, _HEADER_TAG) for rank in others}
+        try:
+            sending = [self.process_group.send([words], rank, _HEADER_TAG) for rank in others]
+        except RuntimeError:  # a connection has ended: whose, is found below
+            sending = []
+        for rank, work in receiving.items():
+            try:
+                work.wait(_left(deadline_s))
+            except RuntimeError as error:
+                missing.append(rank)
+                detail = detail or str(error)
+        if missing:
+            late = time.monotonic() >= deadline_s
+            raise self.accounts.explain(call.where, missing, deadline_s - began_s if late else None, detail)
+        for work in sending:
+            work.wait(_left(deadline_s))
+        calls = [Call.read(told) for told in self._words]
+        require_same(call, calls, self.company.rank)
+        return calls
+
+    def do(self, begin: Callable[[ProcessGroup, timedelta], Work | None], call: Call, deadline_s: float) -> None:
+        """Have a collective of torch done; blocks until this worker's part in it is over.
+
+        Raises:
+            PeerError: a worker has died meanwhile, or is stopped; the group is over.
+        """
+        began_s = time.monotonic()
+        try:
+            work = begin(self.process_group, _left(deadline_s))
+            if work is not None:
+                work.wait(_left(deadline_s))
+        except RuntimeError as error:
+            late = time.monotonic() >= deadline_s
+            waited_s = deadline_s - began_s if late else None
+            raise self.accounts.explain(call.where, self.company.others, waited_s, str(error)) from error
+
+    def abort(self) -> None:
+        """End all connections, so that whatever waits for them fails at once. For another thread than theirs."""
+        for other in self.company.others[:1]:
+            try:  # a wait that runs out of time has torch close every connection of the group
+                self.process_group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                return
+
+
+def connect(company: Company, store: Store) -> ProcessGroup:
+    """Return a process group of all workers, of which torch knows nothing globally: there may be several a process."""
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
+    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = timedelta(seconds=company.patience_s)
+    try:
+        backend = ProcessGroupGloo(store, company.rank, company.size, options)
+    except RuntimeError as error:
+        raise PeerError(f"worker {company.rank} could not connect to all other workers: {error}") from error
+    group = ProcessGroup(store, company.rank, company.size)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def _left(deadline_s: float) -> timedelta:
+    """Return the time that is left, at least a moment."""
+    return timedelta(seconds=max(0.001, deadline_s - time.monotonic()))

@@ -1,0 +1,35 @@
+"""A server in a thread of this process, for a worker that nobody launched."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from paceline.core.settings import ServerSettings
+from paceline.node.server import ServerNode
+from paceline.observe.trace import Trace
+from paceline.transport.memory import MemoryTransport
+
+
+@dataclass(slots=True)
+class Embedded:
+    """The server, its thread, and where it listens."""
+
+    node: ServerNode
+    thread: threading.Thread
+    addresses: tuple[str, ...]
+
+    @staticmethod
+    def start(transport: MemoryTransport) -> Embedded:
+        """Start a server for one worker."""
+        listener = transport.listen("memory://server-0")
+        addresses = (listener.address,)
+        node = ServerNode(ServerSettings(0, 1, workers=(0,)), listener, transport, lambda: addresses, Trace(None))
+        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
+        thread.start()
+        return Embedded(node, thread, addresses)
+
+    def close(self) -> None:
+        """End the server and its thread."""
+        self.node.stop()
+        self.thread.join(timeout=10.0)

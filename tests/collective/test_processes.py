@@ -1,0 +1,38 @@
+"""Collective calls among real processes: one that dies, calls that do not match, and what travels."""
+
+from pathlib import Path
+
+import pytest
+from tests.faults.running import run_to_end
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+def test_calls_that_do_not_match_and_a_worker_that_dies_are_told_by_name(tmp_path: Path) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "perils.py", "kill", options=("-n", "3"))
+
+    assert code == 0, run.output
+    assert "Traceback" not in run.output
+    for what, words, times in (
+        ("shape: UsageError", "all_reduce (sum) of float32 (3,) from worker 1", 2),
+        ("shape: UsageError", "worker 1, call 2: expected all_reduce (sum) of float32 (3,) of every worker", 1),
+        ("pattern: UsageError", "got broadcast of float32 (2,) from worker 0 from worker 1", 2),
+        ("death: PeerError", "worker 2 is gone", 2),
+        ("after: PeerError", "an earlier call has failed", 2),
+    ):
+        assert len([line for line in run.saying(what) if words in line]) == times, run.output
+    assert run.told() == ["paceline: worker 2 was killed by SIGKILL; the run went on without it"]
+
+
+def test_the_launcher_can_say_all_reduce_and_a_ring_is_all_that_travels(tmp_path: Path) -> None:
+    num_workers = 3
+    options = ("-n", str(num_workers), "--strategy", "all-reduce")
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "ring.py", "later", options=options)
+
+    assert code == 0, run.output
+    assert run.told() == [], run.output
+    learned = {line.split("learned ")[1] for line in run.wait_for("learned", num_workers)}
+    assert len(learned) == 1, run.output
+    assert "ReplicatedOptimizer" in learned.pop()
+    for line in run.wait_for("of a ring", num_workers):
+        assert float(line.split()[-4]) == pytest.approx(1.0, rel=0.02)

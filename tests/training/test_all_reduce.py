@@ -1,0 +1,232 @@
+"""All-reduce data parallelism: what several workers learn is what one process with the whole batch learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.jobs import run_job
+from tests.training.recipes import adam, loss_of, mlp, parameters, seeded, sgd
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import UsageError
+from paceline.observe.runs import read_run
+from paceline.session import Session
+from paceline.training.strategy import Distributed
+
+BATCH_SIZE = 4
+TOLERANCES = {torch.float64: {"rtol": 1e-10, "atol": 1e-14}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}
+
+
+def samples(num_samples: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(num_samples, 9, generator=torch.Generator().manual_seed(7), dtype=dtype)
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer, **options: object) -> Distributed:
+    return paceline.distributed(optimizer, strategy=paceline.all_reduce(**options), model=model)
+
+
+def train_on_shard(data: Tensor, make: Callable[[nn.Module], torch.optim.Optimizer], num_epochs: int) -> Tensor:
+    model = mlp().to(data.dtype)
+    optimizer = attach(model, make(model))
+    for _ in range(num_epochs):
+        for (batch,) in paceline.shard(DataLoader(TensorDataset(data), batch_size=BATCH_SIZE)):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    return parameters(model)
+
+
+def train_on_all(
+    data: Tensor, make: Callable[[nn.Module], torch.optim.Optimizer], num_epochs: int, num_workers: int
+) -> Tensor:
+    model = mlp().to(data.dtype)
+    optimizer = make(model)
+    for _ in range(num_epochs):
+        for batch in data.split(BATCH_SIZE * num_workers):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize(("num_workers", "dtype"), [(2, torch.float64), (4, torch.float64), (2, torch.float32)])
+def test_workers_learn_what_one_process_learns(
+    tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], num_workers: int, dtype: torch.dtype
+) -> None:
+    # An uneven last round: of the last batches one is short, and some workers have none.
+    data = samples(5 * BATCH_SIZE * num_workers + BATCH_SIZE + 1, dtype)
+    expected = train_on_all(data, make, 2, num_workers)
+    found = run_job(tmp_path, lambda _: train_on_shard(data, make, 2), workers=num_workers)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    torch.testing.assert_close(found[0], expected, **TOLERANCES[dtype])
+
+
+def test_the_face_is_that_of_every_optimizer(tmp_path: Path) -> None:
+    """Schedulers, clipping of the combined gradient, accumulation, state and evaluation, as in one process."""
+    data = samples(32)
+    reference = mlp().double()
+    plain = adam(reference)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
+    for step in range(4):
+        plain.zero_grad()
+        loss_of(reference, data[8 * step : 8 * step + 8]).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        plain.step()
+        schedule.step()
+
+    def work(worker: Session) -> dict[str, object]:
+        model = mlp().double()
+        if worker.rank:
+            nn.init.zeros_(model[0].weight)  # what worker 0 has counts
+        optimizer = attach(model, adam(model), bucket_mb=0.0005)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        names = [name for name, _ in model.named_parameters()]
+        for step in range(4):
+            mine = data[8 * step + 4 * worker.rank : 8 * step + 4 * worker.rank + 4]
+            optimizer.zero_grad()
+            with optimizer.accumulate():
+                (loss_of(model, mine[:2]) / 2).backward()
+            (loss_of(model, mine[2:]) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            schedule.step()
+        torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-10, atol=1e-14)
+        with optimizer.snapshot():
+            assert not model(mine).requires_grad
+        assert [name for name, _ in model.named_parameters()] == names
+        assert "Distributed Adam, all-reduce" in repr(optimizer)
+        state = optimizer.state_dict()
+        with torch.no_grad():
+            model[0].weight.add_(worker.rank)
+        optimizer.load_state_dict(state)
+        torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-10, atol=1e-14)
+        assert worker.node.clock == 4
+        return state
+
+    first, second = run_job(tmp_path, work, workers=2)
+    torch.testing.assert_close(first["state"], plain.state_dict()["state"], rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+class Branches(nn.Module):
+    """Every worker uses the trunk; which branch it takes is its own affair, and one branch nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.branches = nn.ModuleList([nn.Linear(3, 1) for _ in range(3)])
+
+    def forward(self, batch: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](self.trunk(batch))
+
+
+def test_parameters_may_be_left_out_if_the_strategy_knows(tmp_path: Path) -> None:
+    def work(worker: Session) -> list[Tensor | None]:
+        model = seeded(Branches).double()
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), unused=True)
+        before = model.branches[2].weight.clone()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3, dtype=torch.float64), worker.rank).sum().backward()
+            optimizer.step()
+        assert torch.equal(model.branches[2].weight, before)  # no gradient, so no decay either
+        assert model.branches[2].weight.grad is None
+        return [parameter.detach() for parameter in model.parameters()]
+
+    first, second = run_job(tmp_path, work, workers=2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_what_cannot_be_combined_is_refused_on_every_worker(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = seeded(Branches)
+        sgd_of = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="give model="):
+            paceline.distributed(sgd_of, strategy="all-reduce")
+        with pytest.raises(UsageError, match=r"both .* and consistency='ssp:3'"):
+            paceline.distributed(sgd_of, strategy="all-reduce", consistency="ssp:3", model=model)
+        with pytest.raises(UsageError, match="no strategy 'ring'"):
+            paceline.distributed(sgd_of, strategy="ring", model=model)
+        with pytest.raises(UsageError, match="parameters that the model has not"):
+            attach(model.trunk, sgd_of)
+        sparse = nn.Embedding(3, 2, sparse=True)
+        with pytest.raises(UsageError, match="makes sparse gradients"):
+            attach(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
+        optimizer = attach(model, sgd_of)
+        with pytest.raises(UsageError, match="no backward has combined"):
+            optimizer.step()
+        model(torch.ones(2, 3), 0).sum().backward()
+        with pytest.raises(UsageError, match=r"no gradient came to branches.1.weight.*unused=True"):
+            optimizer.step()
+
+    run_job(tmp_path, work, workers=2)
+
+
+def test_gradients_that_are_not_finite_step_nobody(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[Tensor, int]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for step in range(3):
+            optimizer.zero_grad()
+            bad = step == 1 and worker.rank == 1
+            model(torch.tensor([[1.0, float("nan") if bad else 1.0]])).sum().backward()
+            optimizer.step()
+        return model.weight.detach(), optimizer.num_refused
+
+    for weight, num_refused in run_job(tmp_path, work, workers=2):
+        assert (weight.tolist(), num_refused) == ([[-1.0, -1.0]], 1)
+    refusals = read_run(tmp_path).refusals
+    assert [(refusal.server, refusal.worker) for refusal in sorted(refusals, key=lambda r: r.worker)] == [
+        (-1, 0),
+        (-1, 1),
+    ]
+
+
+def test_samples_weigh_and_buffers_are_averaged(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[Tensor, Tensor]:
+        model = nn.Sequential(nn.BatchNorm1d(1, affine=False, momentum=1.0), nn.Linear(1, 1, bias=False)).double()
+        nn.init.zeros_(model[1].weight)
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        optimizer.weigh(1 if worker.rank == 0 else 3)
+        mine = torch.tensor([[0.0], [2.0]], dtype=torch.float64) + 10 * worker.rank
+        (model(mine)[1].sum() * worker.rank).backward()  # the gradient is 0 for worker 0, 1 for worker 1
+        optimizer.step(samples=1 if worker.rank == 0 else 3)
+        mean = model[0].running_mean.clone()
+        model(mine).sum().backward()
+        with pytest.raises(UsageError, match=r"call optimizer.weigh\(5\) before"):
+            optimizer.step(samples=5)
+        return model[1].weight.detach(), mean
+
+    for weight, mean in run_job(tmp_path, work, workers=2):
+        torch.testing.assert_close(weight, torch.full((1, 1), -0.75, dtype=torch.float64), rtol=1e-4, atol=0)
+        assert mean.item() == 6.0  # of 1 and 11
+
+
+def test_a_job_beside_row_tables_and_traces_says_what_it_took(tmp_path: Path) -> None:
+    """Embeddings stay on the servers under a policy of their own; each step is a clock with its time."""
+
+    def work(worker: Session) -> int:
+        rows = paceline.Embedding(10, 2, name="rows", consistency="ssp:2", update=paceline.update.SGD(lr=0.1))
+        model = nn.Sequential(rows, nn.Linear(2, 1))
+        dense = list(model[1].parameters())
+        optimizer = attach(model, torch.optim.SGD(dense, lr=0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([step, worker.rank])).sum().backward()
+            paceline.report(loss=float(step))
+            optimizer.step()
+        return worker.node.clock
+
+    assert run_job(tmp_path, work, workers=2) == [3, 3]
+    steps = [step for step in read_run(tmp_path).steps if step.worker == 0]
+    assert [(step.clock, step.loss) for step in steps] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert all(0 <= step.wait_s <= step.comm_s <= step.step_s for step in steps)
+    assert steps[1].comm_s > 0
