@@ -3,8 +3,8 @@
     python benchmarks/plan.py --workers 2
 
 Three small models with momentum SGD in float32, alone and under a parameter server over shared memory and over tcp.
-What a process of an almost empty model takes (the interpreter and torch) is measured in the same run and taken off.
-Memory that several processes map counts in equal parts on each (PSS).
+What a process takes for a tiny model of the same kind (the interpreter, torch, its libraries) is measured in the same
+run and taken off, as it is from the plan. Memory that several processes map counts in equal parts on each (PSS).
 """
 
 import sys
@@ -16,8 +16,8 @@ import torch
 from cyclopts import App, Parameter
 from measuring import machine, print_json, progress
 from memory import GIVE_BACK, MB, server_pid, watch
-from plan_models import EMPTY, WORK
-from plan_worker import ALONE
+from plan_models import WORK
+from plan_worker import ALONE, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage
 
 from paceline.planning.estimate import Task, estimate
@@ -34,7 +34,7 @@ app = App(name="plan.py", help="Compare planned with measured memory.", help_for
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One role of one model under one strategy, in bytes beyond those of an almost empty model."""
+    """One role of one model under one strategy, in bytes beyond those of a tiny model."""
 
     model: str
     strategy: str
@@ -88,16 +88,17 @@ def plan(
 
 def compare(strategy: str, models: tuple[str, ...], num_workers: int) -> Iterator[Found]:
     """Yield what was planned and measured of each model's roles."""
-    progress(f"Measuring {', '.join(models)} under {strategy}, and an almost empty model")
-    base = peaks(strategy, EMPTY, num_workers)
     for name in models:
-        planned, measured = planned_bytes(strategy, name, num_workers), peaks(strategy, name, num_workers)
-        yield from (Found(name, strategy, role, planned[role], measured[role] - base[role]) for role in planned)
+        progress(f"Measuring a tiny {name} under {strategy}, then the whole one")
+        tiny, whole = (planned_bytes(strategy, size, name, num_workers) for size in SIZES)
+        below, above = (peaks(strategy, size, name, num_workers) for size in SIZES)
+        for role in whole:
+            yield Found(name, strategy, role, whole[role] - tiny[role], above[role] - below[role])
 
 
-def planned_bytes(strategy: str, name: str, num_workers: int) -> dict[str, float]:
+def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict[str, float]:
     """Return the peak of each role by the plan."""
-    work = WORK[name]
+    work = SIZES[size][name]
     with torch.device("meta"):
         module = work.make()
     recipe = Recipe("fp32", "momentum")
@@ -118,9 +119,9 @@ def planned_bytes(strategy: str, name: str, num_workers: int) -> dict[str, float
     return {role.name: role.memory.total for role in found.roles}
 
 
-def peaks(strategy: str, name: str, num_workers: int) -> dict[str, float]:
+def peaks(strategy: str, size: str, name: str, num_workers: int) -> dict[str, float]:
     """Train and return the peak of each role: of workers the highest."""
-    script = [str(BENCHMARKS / "plan_worker.py"), "{stage}", name, strategy]
+    script = [str(BENCHMARKS / "plan_worker.py"), "{stage}", size, name, strategy]
     options = ["-m", "paceline", "run", "-n", str(num_workers), "--transport", strategy, "--quiet"]
     command = [sys.executable, *(() if strategy == ALONE else options), *script]
     with Stage() as stage:

@@ -7,6 +7,7 @@ Each returns its loss, so that the whole of a step is in the module. `paceline p
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -103,7 +104,12 @@ WORK: Final = {
     "transformer": Work(Transformer, f"{LENGTH}:ids", 8),
     "convolution": Work(Convolution, "3,64,64", 8),
 }
-EMPTY: Final = "nothing"  # an almost empty model, to see what a process takes without one
+# The same operations on next to nothing: what a process takes for itself, and for the libraries that they need.
+TINY: Final = {
+    "perceptron": Work(partial(Perceptron, width=16), "16", 1),
+    "transformer": Work(partial(Transformer, width=16), f"{LENGTH}:ids", 1),
+    "convolution": Work(partial(Convolution, channels=4), "3,64,64", 1),
+}
 
 
 def perceptron() -> nn.Module:
