@@ -5,7 +5,6 @@ gradient, a look at the loss, and sleep for the rest.
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +115,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with paceline.connect() as ps:
         curve = train(ps, chosen)
-        (chosen.out / f"curve-{ps.rank}.json").write_text(json.dumps(curve))
+        lines = [" ".join(map(repr, point)) for point in curve]
+        (chosen.out / f"curve-{ps.rank}").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -123,12 +123,12 @@ def test_what_was_sent_and_what_waits_are_what_was_pushed(
 
 def test_a_row_of_low_priority_goes_before_the_clock_that_bounds_its_wait_is_finished() -> None:
     desk, now = Desk(room=1000), 0.0
-    rows = budgeted(desk, Managed(budget_mbps=0.2), hold=1)  # 500 bytes at a time: 19 rows
+    rows = budgeted(desk, Managed(budget_mbps=0.2), hold=1)  # 4000 bytes at a time: 159 rows
     push(rows, [99], value=1e-9)
     num_sent = list[int]()
     for desk.clock in range(2):
         for _ in range(3):
-            push(rows, list(range(40)))
+            push(rows, list(range(100, 2100)))
             now += 1.0
             rows.act(now)
         due = rows.deferral.due(desk.clock)
@@ -185,16 +185,18 @@ def test_own_pushes_are_in_rows_here_and_in_rows_that_come() -> None:
 
 @settings(max_examples=40)
 @given(
-    bursts=st.lists(st.tuples(st.floats(0.05, 1.0), st.floats(0, 0.5)), min_size=1, max_size=100),
-    start=st.integers(0, 199),
+    bursts=st.lists(
+        st.tuples(st.floats(0.05, 1.0), st.sampled_from([0.0, 0.0, 0.0, 0.003, 0.02, 0.4])), min_size=1, max_size=100
+    ),
+    start=st.integers(0, 99),
 )
 def test_no_window_of_a_second_or_more_carries_more_than_the_budget_and_two_percent(
     bursts: list[tuple[float, float]], start: int
 ) -> None:
-    pace, now, sent = Pace(1e6), 5.0, list[tuple[float, int]]()
-    for share, idle_s in bursts:
-        now += max(idle_s * (share < 0.2), pace.wait_s(now))
-        size = int(share * 0.02 * 1e6)
+    pace, now, sent = Pace(1e6, credit_s=0.01), 5.0, list[tuple[float, int]]()
+    for share, late_s in bursts:
+        now += pace.wait_s(now) + late_s
+        size = int(share * 0.01 * 1e6)
         pace.pay(size, now)
         sent.append((now, size))
     window = sent[start % len(sent) :]
@@ -203,16 +205,24 @@ def test_no_window_of_a_second_or_more_carries_more_than_the_budget_and_two_perc
         assert sum(size for _, size in window[:count]) <= 1.02 * 1e6 * length_s + 1
 
 
+def test_a_thread_that_wakes_late_loses_nothing() -> None:
+    pace, now = Pace(1e6, credit_s=0.01), 0.0
+    for _ in range(100):
+        pace.pay(10_000, now)
+        now += pace.wait_s(now) + 0.004
+    assert now == pytest.approx(1.0, abs=0.02)
+
+
 def test_sends_keep_to_the_budget_and_say_when_to_go_on() -> None:
     desk = Desk(room=1000)
     rows = budgeted(desk, Managed(budget_mbps=8.0))  # 1 MB a second
     push(rows, list(range(20_000)))
     now, end = 0.0, 0.0
     while (pause_s := rows.act(now)) is not None:
-        assert 0 < pause_s < 0.03
+        assert 0 < pause_s < 0.02
         end = now = now + pause_s
-    assert sent_bytes(desk.traffic) / 1e6 == pytest.approx(end, rel=0.02)
-    assert max(len(ids) for ids, _ in desk.sent) * ROW_BYTES <= rows.settings.burst_bytes == 20_000
+    assert sent_bytes(desk.traffic) / 1e6 == pytest.approx(end, abs=0.03)
+    assert max(len(ids) for ids, _ in desk.sent) * ROW_BYTES <= rows.settings.burst_bytes == 10_000
 
 
 def test_reads_are_paid_for_before_more_is_sent() -> None:
@@ -222,7 +232,7 @@ def test_reads_are_paid_for_before_more_is_sent() -> None:
     push(rows, [1])
     pause_s = rows.act(0.0)
     assert not desk.sent
-    assert pause_s == pytest.approx(0.52, abs=0.01)
+    assert pause_s == pytest.approx(0.51, abs=0.02)
     assert rows.act(pause_s) is None
     assert len(desk.sent) == 1
 

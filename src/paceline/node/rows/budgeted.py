@@ -62,7 +62,8 @@ class BudgetedRows:
 
     def __post_init__(self) -> None:
         """Begin with a budget that is free."""
-        self._pace = Pace(self.settings.bytes_per_s)
+        burst_s = self.settings.burst_bytes / self.settings.bytes_per_s
+        self._pace = Pace(self.settings.bytes_per_s, credit_s=burst_s)
         if self.replays:
             # The rows here contain what waits; those that come do not.
             self.cache.unsent = self.change_of

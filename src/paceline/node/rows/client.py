@@ -33,7 +33,7 @@ from paceline.tensors.table import Hyper
 from paceline.transport.base import EMPTY
 
 MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
-MAX_BURSTS_UNDER_WAY = 64  # the same under a budget, which a burst uses up for 20 ms: more than a second's worth
+MAX_BURSTS_UNDER_WAY = 100  # the same under a budget, which a burst uses up for 10 ms or more: a second's worth
 MAX_UNSETTLED = 1000  # from the oldest push of any table that some server has yet to answer to the newest
 MAX_READS = 1000  # of one table that are under way
 

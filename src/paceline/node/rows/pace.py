@@ -18,28 +18,30 @@ SEGMENT_BODY_BYTES: Final = 1448
 
 @dataclass(slots=True)
 class Pace:
-    """Says when the next bytes may go, so that no second carries more than a budget allows.
+    """Says when the next bytes may go, so that what is sent stays within a budget.
 
-    What was sent is paid for afterwards, and unused time earns nothing. So a window of W seconds carries what the
-    budget allows in W seconds, and one burst at most.
+    What was sent is paid for afterwards, and unused time earns `credit_s` at most: enough to make up for a thread that
+    wakes late. So a window of W seconds carries what the budget allows in W + `credit_s`, and one burst.
 
     Args:
         bytes_per_s: the budget.
+        credit_s: for how much time that went unused more may be sent later.
 
     Example:
-        >>> pace = Pace(bytes_per_s=1000.0)
+        >>> pace = Pace(bytes_per_s=1000.0, credit_s=0.0)
         >>> pace.pay(500, now=7.0)
         >>> pace.wait_s(now=7.0), pace.wait_s(now=8.0)
         (0.5, 0.0)
     """
 
     bytes_per_s: float
+    credit_s: float
     _free_at: float = -inf
 
     def pay(self, size_bytes: int, now: float) -> None:
         """Note what was sent just now."""
         if size_bytes:
-            self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+            self._free_at = max(self._free_at, now - self.credit_s) + size_bytes / self.bytes_per_s
 
     def wait_s(self, now: float) -> float:
         """Return the seconds until something may be sent."""
