@@ -158,7 +158,7 @@ def _roles(task: Task, strategy: Strategy, machines: Machines, stages: Sequence[
         roles.append(Role("server", server, machines.server_device, strategy.num_servers))
     if beside:
         part = server_memory(task.model.num_parameters, strategy, task.recipe, beside)
-        roles.append(Role("server beside a worker", part, machines.server_device, strategy.data))
+        roles.append(Role("beside worker", part, machines.server_device, strategy.data))
     return tuple(roles)
 
 

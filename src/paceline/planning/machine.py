@@ -171,8 +171,8 @@ def parse_link(text: str, what: str) -> Link:
     Example:
         >>> parse_link("100mbit", "--network").bytes_per_s
         12500000.0
-        >>> parse_link("12.5GB:10us", "--link").latency_s
-        1e-05
+        >>> parse_link("12.5GB:20ms", "--link").latency_s
+        0.02
     """
     if text.lower() in LINKS:
         return LINKS[text.lower()]

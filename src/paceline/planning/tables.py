@@ -62,7 +62,7 @@ def plan_table(task: Task, machines: Machines, estimates: Sequence[Estimate]) ->
     unit, size = ("GB", GB) if any(role.memory.total >= GB for one in estimates for role in one.roles) else ("MB", MB)
     table = _empty(f"{title}; in {unit}")
     table.add_column("strategy", header_style="dim", overflow="fold")
-    table.add_column("role", header_style="dim")
+    table.add_column("role", header_style="dim", no_wrap=True)
     for heading in ("weights", "grads", "optim", "activ", "buffers", "all", "fits", "sent", "bubble", "step"):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
     for one in estimates:
