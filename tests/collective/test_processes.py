@@ -9,7 +9,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
 
 
 def test_calls_that_do_not_match_and_a_worker_that_dies_are_told_by_name(tmp_path: Path) -> None:
-    code, run = run_to_end(tmp_path / "run", SCRIPTS / "perils.py", "kill", options=("-n", "3"))
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "perils.py", options=("-n", "3"))
 
     assert code == 0, run.output
     assert "Traceback" not in run.output

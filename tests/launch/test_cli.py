@@ -28,7 +28,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
 
 def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
     line = (
-        "run -n 4 -m 3 --consistency ssp:3 --transport tcp --scale sum --on-crash restart --on-error continue "
+        "run -n 4 -m 3 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum --on-crash restart --on-error continue "
         "--max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress train.py"
     )
 
@@ -39,6 +39,7 @@ def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
             num_workers=4,
             num_servers=3,
             consistency="ssp:3",
+            strategy="all-reduce",
             transport="tcp",
             scale="sum",
             policy=Policy(on_crash="restart", on_error="continue", max_restarts=9),
@@ -80,6 +81,7 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
     [
         ("run --consistency spp:3 train.py", "unknown consistency 'spp:3'"),
         ("run --consistency ssp:-1 train.py", "bound is -1, expected 0 or more"),
+        ("run --strategy ring train.py", "no strategy 'ring'; expected one of parameter-server, all-reduce"),
         ("run -n two train.py", 'unable to convert "two" into int'),
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),

@@ -59,8 +59,10 @@ class Accounts:
         silent = [rank for rank in suspects if rank not in accounts]
         about = f"worker {self.rank}, {where}"
         if silent and waited_s is not None:
-            self.give(f"gave up: it waited {waited_s:g} s for {names(silent)} ({where})")
-            return DeadlineExceeded(f"{about}: waited {waited_s:g} s for {names(silent)}, which did not come in time")
+            self.give(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
+            return DeadlineExceeded(
+                f"{about}: waited {round(waited_s, 1):g} s for {names(silent)}, which did not come in time"
+            )
         if silent:
             self.give(f"gave up: it lost {names(silent)} ({where})")
             return PeerError(f"{about}: {names(silent)} is gone: its connection has ended. {first_line(detail)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -19,7 +19,9 @@ from paceline.errors import UsageError
 
 T = TypeVar("T")
 
-LANE_NAME = "collective calls"
+Closer = Callable[[bool], None]
+
+LANE_NAME: Final = "collective calls"
 
 
 @dataclass(slots=True)
@@ -31,14 +33,14 @@ class Exchange:
 
     company: Company
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
-    _closers: list[WeakMethod[Callable[[], None]]] = field(default_factory=list[WeakMethod[Callable[[], None]]])
+    _closers: list[WeakMethod[Closer]] = field(default_factory=list[WeakMethod[Closer]])
 
     def lane(self, name: str) -> Lane:
         """Return the lane of this name, over which calls go independently of those of other lanes."""
         return self._lanes.setdefault(name, Lane(self.company, name))
 
-    def when_closed(self, call: WeakMethod[Callable[[], None]]) -> None:
-        """Have a method called when this worker leaves, if its owner still lives."""
+    def when_closed(self, call: WeakMethod[Closer]) -> None:
+        """Have a method called when this worker leaves, if its owner still lives, with whether that is polite."""
         self._closers.append(call)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None) -> Future[Tensor]:
@@ -68,7 +70,7 @@ class Exchange:
         while self._closers:
             close = self._closers.pop()()
             if close is not None:
-                close()
+                close(politely)
         while self._lanes:
             self._lanes.popitem()[1].close(politely=politely)
 

@@ -110,26 +110,24 @@ class Group:
             UsageError: another worker means another call. The group can be used on.
             PeerError: a worker is gone, or has not come in time; the group is over.
         """
-        words, others = call.words(), self.company.others
+        words, began_s = call.words(), time.monotonic()
         self._words[self.company.rank].copy_(words)
-        began_s, detail = time.monotonic(), ""
-        missing: list[int] = []
-        receiving = {rank: self.process_group.recv([self._words[rank]], rank, _HEADER_TAG) for rank in others}
-        try:
-            sending = [self.process_group.send([words], rank, _HEADER_TAG) for rank in others]
-        except RuntimeError:  # a connection has ended: whose, is found below
-            sending = []
-        for rank, work in receiving.items():
+        missing: dict[int, str] = {}
+        under_way: list[tuple[int, Work]] = []
+        for rank in self.company.others:
+            try:
+                under_way.append((rank, self.process_group.recv([self._words[rank]], rank, _HEADER_TAG)))
+                under_way.append((rank, self.process_group.send([words], rank, _HEADER_TAG)))
+            except RuntimeError as error:
+                missing[rank] = str(error)
+        for rank, work in under_way:
             try:
                 work.wait(_left(deadline_s))
             except RuntimeError as error:
-                missing.append(rank)
-                detail = detail or str(error)
+                missing.setdefault(rank, str(error))
         if missing:
-            late = time.monotonic() >= deadline_s
-            raise self.accounts.explain(call.where, missing, deadline_s - began_s if late else None, detail)
-        for work in sending:
-            work.wait(_left(deadline_s))
+            waited_s = deadline_s - began_s if time.monotonic() >= deadline_s else None
+            raise self.accounts.explain(call.where, sorted(missing), waited_s, next(iter(missing.values())))
         calls = [Call.read(told) for told in self._words]
         require_same(call, calls, self.company.rank)
         return calls
@@ -149,6 +147,12 @@ class Group:
             late = time.monotonic() >= deadline_s
             waited_s = deadline_s - began_s if late else None
             raise self.accounts.explain(call.where, self.company.others, waited_s, str(error)) from error
+
+    def leave(self, *, politely: bool) -> None:
+        """Say that this worker is leaving; if it is not polite, end all connections at once."""
+        self.accounts.give("has left the job" if politely else "has ended with an error")
+        if not politely:
+            self.abort()
 
     def abort(self) -> None:
         """End all connections, so that whatever waits for them fails at once. For another thread than theirs."""

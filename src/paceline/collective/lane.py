@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _ERRORS: Final = (PacelineError, RuntimeError, ValueError, TypeError, MemoryError)  # what torch and we raise
 _CLOSE_TIMEOUT_S: Final = 5.0
-_SLACK_S: Final = 5.0  # a call tells of its own deadline; this is for one that has not even begun
+_SLACK_S: Final = 5.0  # for a call that is at its deadline to say who is to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,12 @@ class Lane:
     def wait(self, future: Future[T], what: str, timeout_s: float | None = None) -> T:
         """Return the result of a call; blocks until it is there. Raises what the call raises."""
         patience_s = self.company.patience_s if timeout_s is None else timeout_s
-        try:
-            return future.result(timeout=patience_s + _SLACK_S)
-        except TimeoutError:
-            if future.done():
-                raise
+        for more_s in (patience_s, _SLACK_S if self._group is not None else 0.0):
+            try:
+                return future.result(timeout=more_s)
+            except TimeoutError:
+                if future.done():
+                    raise
         absent = self.company.absent(self.company.store(self.name))
         whom = f"{names(absent)}, which did not come" if absent else "earlier calls to be over"
         raise DeadlineExceeded(f"worker {self.company.rank}, {what}: waited {patience_s:g} s for {whom}")
@@ -118,8 +119,7 @@ class Lane:
             self._failure = self._failure or f"worker {self.company.rank} is leaving the job"
             group = self._group
             if group is not None:
-                group.accounts.give("has ended with an error")
-                group.abort()
+                group.leave(politely=False)
         thread.join(None if politely else _CLOSE_TIMEOUT_S)
 
     def _put(self, make: Callable[[], None]) -> None:
@@ -137,7 +137,7 @@ class Lane:
             del make  # it holds a group, and the tensors of its call
         group, self._group = self._group, None
         if group is not None:
-            group.accounts.give("has left the job")
+            group.leave(politely=True)
 
     def _met(self, call: Call) -> Group:
         if self._failure:

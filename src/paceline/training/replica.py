@@ -154,8 +154,9 @@ class Replica:
             with torch.no_grad():
                 tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
 
-    def close(self) -> None:
+    def close(self, politely: bool) -> None:
         """Detach from the others; the model stays as it is, and can be used as any other."""
+        self._group.leave(politely=politely)
         while self._handles:
             self._handles.pop().remove()
         self._round = self._done = None
