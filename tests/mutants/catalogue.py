@@ -100,7 +100,7 @@ MUTANTS: tuple[Mutant, ...] = (
         WORKER,
         "            effects.append(Send(server, entry.message, entry.bare))\n",
         "            if isinstance(entry.message, Push):\n"
-        "                self._on_push(entry.message.table, now, effects)\n"
+        "                self._on_push(WantPush(entry.message.table), now, effects)\n"
         "                continue\n"
         "            effects.append(Send(server, entry.message, entry.bare))\n",
     ),
@@ -225,8 +225,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a late worker stays behind",
         WORKER,
-        "if table.consistency.backups and oldest > self.clock:",
-        "if table.consistency.backups and oldest < 0:",
+        "if consistency.backups and oldest > self.clock:",
+        "if consistency.backups and oldest < 0:",
     ),
     # -- deliveries --------------------------------------------------------------------------------------------------
     Mutant(
