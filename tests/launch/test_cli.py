@@ -28,8 +28,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
 
 def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
     line = (
-        "run -n 4 -m 3 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum --on-crash restart --on-error continue "
-        "--max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress train.py"
+        "run -n 4 -m 3 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum --on-crash restart "
+        "--on-error continue --max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress train.py"
     )
 
     assert cli.answer(line.split()) == 7

@@ -132,10 +132,12 @@ def test_parameters_may_be_left_out_if_the_strategy_knows(tmp_path: Path) -> Non
         model = seeded(Branches).double()
         optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), unused=True)
         before = model.branches[2].weight.clone()
-        for _ in range(2):
+        data = TensorDataset(torch.ones(10, 3, dtype=torch.float64))  # five batches: worker 1 has one less
+        for (batch,) in paceline.shard(DataLoader(data, batch_size=2)):
             optimizer.zero_grad()
-            model(torch.ones(2, 3, dtype=torch.float64), worker.rank).sum().backward()
+            model(batch, worker.rank).sum().backward()
             optimizer.step()
+        assert worker.node.clock == 3
         assert torch.equal(model.branches[2].weight, before)  # no gradient, so no decay either
         assert model.branches[2].weight.grad is None
         return [parameter.detach() for parameter in model.parameters()]
@@ -160,6 +162,8 @@ def test_what_cannot_be_combined_is_refused_on_every_worker(tmp_path: Path) -> N
         with pytest.raises(UsageError, match="makes sparse gradients"):
             attach(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
         optimizer = attach(model, sgd_of)
+        with pytest.raises(UsageError, match=r"has distributed 'model' already: give each optimizer a name"):
+            attach(model, sgd_of)
         with pytest.raises(UsageError, match="no backward has combined"):
             optimizer.step()
         model(torch.ones(2, 3), 0).sum().backward()
@@ -230,3 +234,25 @@ def test_a_job_beside_row_tables_and_traces_says_what_it_took(tmp_path: Path) ->
     assert [(step.clock, step.loss) for step in steps] == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert all(0 <= step.wait_s <= step.comm_s <= step.step_s for step in steps)
     assert steps[1].comm_s > 0
+
+
+def test_gradients_leave_while_backward_still_runs(tmp_path: Path) -> None:
+    def work(worker: Session) -> list[int]:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.0001)
+        left: list[int] = []
+
+        def look(_: Tensor) -> None:
+            under_way = optimizer._replica._round
+            left.append(0 if under_way is None else len(under_way.under_way))
+
+        model[0].weight.register_hook(look)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+        return left
+
+    # When backward comes to the first layer, the buckets of the last ones have been sent. In the first step torch has
+    # yet to see in which order gradients come, and makes one bucket of them all.
+    assert all(left[1] >= 2 for left in run_job(tmp_path, work, workers=2))

@@ -35,9 +35,19 @@ class Exchange:
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
     _closers: list[WeakMethod[Closer]] = field(default_factory=list[WeakMethod[Closer]])
 
-    def lane(self, name: str) -> Lane:
-        """Return the lane of this name, over which calls go independently of those of other lanes."""
-        return self._lanes.setdefault(name, Lane(self.company, name))
+    def open_lane(self, name: str) -> Lane:
+        """Return a new lane, over which calls go independently of those of other lanes.
+
+        Raises:
+            UsageError: there is one of this name.
+        """
+        if name in self._lanes:
+            raise UsageError(
+                f"worker {self.company.rank} has distributed '{name}' already: give each optimizer a name of its own "
+                "(name=...)."
+            )
+        self._lanes[name] = Lane(self.company, name)
+        return self._lanes[name]
 
     def when_closed(self, call: WeakMethod[Closer]) -> None:
         """Have a method called when this worker leaves, if its owner still lives, with whether that is polite."""
@@ -63,7 +73,7 @@ class Exchange:
 
     def finish(self, future: Future[T], what: str, timeout_s: float | None) -> T:
         """Return the result of a call; blocks until it is there."""
-        return self.lane(LANE_NAME).wait(future, what, timeout_s)
+        return self._calls.wait(future, what, timeout_s)
 
     def close(self, *, politely: bool) -> None:
         """End all lanes. Politely: after all calls that were asked for are over. May be repeated."""
@@ -92,7 +102,11 @@ class Exchange:
         given = tensor.detach()
         given = given.coalesce() if given.layout == torch.sparse_coo else given
         call = Call.over(given, pattern, op, root)
-        return self.lane(LANE_NAME).ask(call, lambda turn: act(turn, given), timeout_s)
+        return self._calls.ask(call, lambda turn: act(turn, given), timeout_s)
+
+    @property
+    def _calls(self) -> Lane:
+        return self._lanes.get(LANE_NAME) or self.open_lane(LANE_NAME)
 
     def _checked(self, root: int, pattern: str) -> int:
         if not 0 <= root < self.company.size:

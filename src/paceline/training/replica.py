@@ -74,12 +74,12 @@ class Replica:
         self._model = model
         self._named = named
         self._num_samples = job.num_samples
-        self._lane = job.exchange.lane(settings.name)
         self._flat_buffers = _flat_buffers(model)
         self._round: Round | None = None  # of the backward under way
         self._done: float | None = None  # what the last backward weighed, until its step
         self._weights: list[float] = []  # of all workers in that step
         _require_combinable(model, named, settings.name)
+        self._lane = job.exchange.open_lane(settings.name)
         self._group = Group.meet(job.exchange.company, f"{settings.name}, its model")
         self._ddp = self._attached(model)
         self._ddp.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
