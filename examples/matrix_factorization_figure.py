@@ -1,7 +1,7 @@
 """What staleness costs, and what fresh values save: matrix factorization under eight policies, with one step size.
 
     python examples/matrix_factorization_figure.py
-    python examples/matrix_factorization_figure.py ml-1m/ratings.dat --clock-ms 100
+    python examples/matrix_factorization_figure.py ml-1m/ratings.dat --clock-ms 200
 
 First the largest step is searched at which bsp is stable. Then every policy learns with the same share of it, on the
 same ratings in the same order: real jobs of `matrix_factorization.py`. Under ssp a worker asks for a row again only
@@ -170,7 +170,7 @@ def parse() -> Namespace:
     parser.add_argument("--workers", type=int, default=4, help="that learn; one more takes the copies")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--clocks", type=int, default=150)
-    parser.add_argument("--clock-ms", type=float, default=50.0, help="what computing a clock takes, by sleeping")
+    parser.add_argument("--clock-ms", type=float, default=60.0, help="what computing a clock takes, by sleeping")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.75, help="of bsp's largest stable step")
     parser.add_argument("--limit", type=float, help="bsp's largest stable step, if it is known already")
