@@ -1,7 +1,7 @@
 """A worker of the managed benchmark: matrix factorization whose items are rows on the server.
 
-Users are dealt out, so their factors stay with their worker. Each clock is so many milliseconds of computing: the
-gradient, a look at the loss, and sleep for the rest.
+Users are dealt out, so their factors stay with their worker. Each clock is so many milliseconds of computing, more
+or less: the gradient, a look at the loss, and sleep for the rest.
 """
 
 import argparse
@@ -98,13 +98,16 @@ def begin(ps: Session, chosen: argparse.Namespace) -> Factorization:
 
 def train(ps: Session, chosen: argparse.Namespace) -> list[tuple[float, int, float]]:
     """Train until the time is over; return (seconds of the monotonic clock, clock, loss) after each step."""
+    paces = torch.Generator().manual_seed(ps.rank)
     job, curve = begin(ps, chosen), list[tuple[float, int, float]]()
     ps.barrier()
     end = time.monotonic() + chosen.seconds
     while (began := time.monotonic()) < end:
         loss = job.step()
         curve.append((time.monotonic(), ps.node.clock, loss))
-        time.sleep(max(0.0, chosen.clock_ms / 1000 - (time.monotonic() - began)))
+        # Half as long to half as long again, so that workers do not all read at the same moment.
+        computing_s = chosen.clock_ms / 1000 * (0.5 + float(torch.rand((), generator=paces)))
+        time.sleep(max(0.0, computing_s - (time.monotonic() - began)))
         ps.clock()
     return curve
 
