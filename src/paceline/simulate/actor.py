@@ -6,11 +6,23 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
+from paceline.core.effects import (
+    Fail,
+    Forget,
+    Install,
+    InstallRows,
+    JoinDone,
+    LeaveDone,
+    ReadDone,
+    Release,
+    Send,
+    WorkerEffect,
+)
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
 from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
+from paceline.errors import ProtocolBug
 from paceline.simulate.history import Part, Read, Violation
 
 if TYPE_CHECKING:
@@ -133,6 +145,8 @@ class Actor:
                 self._fail(effect.reason)
             case Release():
                 pass
+            case InstallRows() | Forget():
+                raise ProtocolBug(f"a rehearsal has no tables of rows, but its core asked for {effect}")
 
     def _fail(self, reason: str) -> None:
         """End this process with an error; only a worker that was given up or replaced may have to."""
