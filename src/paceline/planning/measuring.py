@@ -176,6 +176,7 @@ def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> Layer:
         split_bytes=sum(split) / batch,
         output_bytes=cost.output_bytes / batch,
         working_bytes=_copies(unit) * max(largest, cost.output_bytes) / batch,
+        largest_parameters=max((parameter.numel() for parameter in own), default=0),
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
         num_all_reduces=(2 if len(matrices) >= _ATTENTION_AND_PERCEPTRON else 1) if is_split else 0,
     )

@@ -131,13 +131,20 @@ def _gathered(stage: Sequence[Layer], strategy: Strategy, recipe: Recipe) -> flo
     return weights + recipe.gradient_bytes * largest[0]
 
 
+def _fresh(layer: Layer, strategy: Strategy, recipe: Recipe) -> float:
+    """Return the bytes of a gradient that backward makes before it is added to the one that is kept."""
+    if not strategy.keeps_gradients or strategy.sharding >= 2:  # there, whole layers are counted as buffers
+        return 0.0
+    return recipe.gradient_bytes * layer.largest_of(strategy.tensor)
+
+
 def _activations(
     stage: Sequence[Layer], input_bytes: float, strategy: Strategy, recipe: Recipe, samples: float, in_flight: int
 ) -> float:
     """Return the most that activations take, walking back through the layers of the last micro-batch."""
     ranks = strategy.tensor
     kept = [samples * layer.kept_by(ranks) for layer in stage]
-    working = [samples * layer.working_of(ranks) for layer in stage]
+    working = [samples * layer.working_of(ranks) + _fresh(layer, strategy, recipe) for layer in stage]
     if strategy.recompute:
         inputs = samples * (input_bytes + sum(layer.output_bytes for layer in stage[:-1]))
         again = max(one + moment for one, moment in zip(kept, working, strict=True))

@@ -20,6 +20,7 @@ class Layer:
         split_bytes: activations kept for the backward pass of which it holds its part.
         output_bytes: what goes on to the next layer, and has to be sent where a pipeline is cut behind it.
         working_bytes: what the backward pass needs for a moment, beside what was kept.
+        largest_parameters: how many of the parameters are in its largest tensor.
         buffer_bytes: of the layer itself, whatever the number of samples.
         num_all_reduces: how many of its output tensor parallelism needs in the forward pass, and again in the backward.
     """
@@ -32,6 +33,7 @@ class Layer:
     split_bytes: float = 0.0
     output_bytes: float = 0.0
     working_bytes: float = 0.0
+    largest_parameters: float = 0.0
     buffer_bytes: float = 0.0
     num_all_reduces: int = 0
 
@@ -43,6 +45,10 @@ class Layer:
     def parameters_of(self, num_ranks: int) -> float:
         """Return how many parameters each rank of tensor parallelism holds."""
         return self.num_parameters - self.split_parameters + self.split_parameters / num_ranks
+
+    def largest_of(self, num_ranks: int) -> float:
+        """Return how many parameters each rank of tensor parallelism holds of the largest tensor."""
+        return self.largest_parameters / num_ranks if self.is_split else self.largest_parameters
 
     def kept_by(self, num_ranks: int) -> float:
         """Return the bytes of activations that each rank of tensor parallelism keeps."""
@@ -96,6 +102,7 @@ class Model:
                 layer,
                 num_parameters=layer.num_parameters * factor,
                 split_parameters=layer.split_parameters * factor,
+                largest_parameters=layer.largest_parameters * factor,
             )
             for layer in self.layers
         ]

@@ -68,6 +68,7 @@ class Transformer:
             "embedding",
             words + output,
             split_parameters=words,
+            largest_parameters=words,
             kept_bytes=_ID_BYTES * self.sequence + output,  # the ids, and a byte a number for dropout's mask
             output_bytes=number_bytes * output,
             num_all_reduces=1,  # one forward here, and one backward for the head that uses the same matrix
@@ -87,6 +88,7 @@ class Transformer:
             12 * width**2 + 13 * width,
             flops=24 * length * width**2 + 4 * length**2 * width,
             split_parameters=split,
+            largest_parameters=4 * width**2,
             # Whole: the inputs of two norms, of attention and of the perceptron, and the masks of two dropouts.
             kept_bytes=(4 * number_bytes + 2) * numbers,
             # Split: queries, keys, values, what attention gives, and the perceptron's inside twice.
