@@ -113,7 +113,9 @@ def watch(side: Side, pids: Sequence[int]) -> list[Peak]:
     most: list[dict[str, int]] = [dict.fromkeys(FIELDS, 0) for _ in pids]
     with ThreadPoolExecutor(1) as threads:
         steps = threads.submit(side.ask, "step", NUM_STEPS)  # ends by its own deadline
-        while not wait([steps], timeout=SAMPLE_S).done:
+        over = False
+        while not over:
+            over = bool(wait([steps], timeout=SAMPLE_S).done)  # quick steps are over before the first look
             for pid, known in zip(pids, most, strict=True):
                 now = read_fields(Path(f"/proc/{pid}/smaps_rollup"), FIELDS)
                 known.update({name: max(known[name], now[name]) for name in FIELDS})
