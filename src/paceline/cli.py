@@ -13,7 +13,6 @@ from typing import Annotated, Final
 from cyclopts import App, CycloptsError, Parameter
 
 from paceline import __version__
-from paceline.core.strategies import check_strategy
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel, TransportName
 
@@ -74,7 +73,9 @@ def run(
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
     strategy
-        parameter-server or all-reduce, for every optimizer whose script names none.
+        How workers share the work where the script says nothing: parameter-server, a consistency such as ssp:3,
+        all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by + pipeline:STAGES and
+        tensor:RANKS.
     transport
         How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
     scale
@@ -105,8 +106,7 @@ def run(
     from paceline.launch.policy import Policy
 
     check_consistency(consistency)
-    if strategy is not None:
-        check_strategy(strategy)
+    consistency = consistency or check_strategy(strategy, workers)
     return run_local(
         LocalRun(
             script=script,
@@ -140,6 +140,20 @@ def check_consistency(text: str | None) -> None:
 
     if text is not None:
         Consistency.parse(text)
+
+
+def check_strategy(text: str | None, num_workers: int) -> str | None:
+    """Return the consistency that a strategy names, if it does.
+
+    Raises UsageError when the text names no strategy, or one that so many workers cannot share.
+    """
+    from paceline.core.strategies import Distribution
+
+    if text is None:
+        return None
+    distribution = Distribution.parse(text)
+    distribution.num_replicas(num_workers)
+    return distribution.consistency
 
 
 def main() -> None:

@@ -172,8 +172,8 @@ def distributed(
 
     Args:
         optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
-        strategy: "parameter-server" by default, or what the launcher was told with --strategy; see
-            `paceline.all_reduce` for the other one, which needs `model` and knows `scale`, `nonfinite` and `name`.
+        strategy: "parameter-server" by default, or what the launcher was told with --strategy, "ssp:3" for example;
+            see `paceline.all_reduce`, which needs `model` and knows `scale`, `nonfinite` and `name`.
         consistency: bsp() by default, or what the launcher was told with --consistency.
         scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
@@ -208,8 +208,8 @@ def distributed(
         >>> optimizer.step()
     """
     session = current()
-    chosen = choose_strategy(strategy, session.strategy)
-    if consistency is not None and not isinstance(chosen, ParameterServer):
+    chosen = choose_strategy(strategy, session.distribution)
+    if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)
     settings = Settings(policy, scale or session.scale or "samples", fetch_every, nonfinite, name, views, overlap)

@@ -19,6 +19,7 @@ from paceline.collective.group import Company
 from paceline.core.consistency import Consistency, bsp
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
+from paceline.core.strategies import Distribution
 from paceline.data.sharding import Sharding
 from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
@@ -83,7 +84,7 @@ class Session:
     consistency: Consistency | None  # what the launcher was told; a script that names its own wins
     scale: Scale | None
     exchange: Exchange
-    strategy: str | None = None  # what the launcher was told
+    distribution: Distribution = field(default_factory=Distribution)  # what the launcher was told of strategies
     server: Embedded | None = None
     num_samples: int = 0
     # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
@@ -369,7 +370,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         consistency,
         spec.scale,
         Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
-        spec.strategy,
+        Distribution.parse(spec.strategy) if spec.strategy else Distribution(),
     )
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))

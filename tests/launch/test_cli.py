@@ -81,7 +81,7 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
     [
         ("run --consistency spp:3 train.py", "unknown consistency 'spp:3'"),
         ("run --consistency ssp:-1 train.py", "bound is -1, expected 0 or more"),
-        ("run --strategy ring train.py", "no strategy 'ring'; expected one of parameter-server, all-reduce"),
+        ("run --strategy ring train.py", "strategy 'ring': 'ring' is not known"),
         ("run -n two train.py", 'unable to convert "two" into int'),
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -95,33 +95,24 @@ class ReplicatedOptimizer(Distributed):
         super().zero_grad(set_to_none)
         self._job.lookups.zero_grad()
 
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], float] | None = None, *, samples: float | None = None
-    ) -> float | None:
-        """Step with the gradients that the last backward has combined, and finish the clock.
+    def send(self, samples: float | None) -> float:
+        """Step with the gradients that the last backward has combined.
 
         Args:
-            closure: computes the loss and its gradients first, once.
-            samples: how many samples the gradients stand for. They are weighed while backward runs, by the samples
-                that loaders from `shard` have handed out since the last step; say other numbers before, with `weigh`.
-
-        Returns:
-            What the closure returned.
+            samples: how many samples they stand for. They are weighed while backward runs, by the samples that loaders
+                from `shard` have handed out since the last step; say other numbers before, with `weigh`.
 
         Raises:
             UsageError: backward has not combined gradients since the last step, or weighed them differently; or they
                 are not finite under nonfinite="halt".
             PeerError: a worker is gone.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         weight = self._replica.take_round(samples)
         self._apply()
-        self._num_samples = self._job.num_samples
-        self._job.clock(samples=weight)
-        return loss
+        return weight
+
+    def receive(self) -> None:
+        """Ask for nothing: every worker has stepped itself."""
 
     def weigh(self, samples: float) -> None:
         """Say before backward how many samples the gradients of this step stand for, their weight in the mean.

@@ -165,28 +165,12 @@ class DistributedOptimizer(Distributed):
         super().zero_grad(set_to_none)
         self._job.lookups.zero_grad()
 
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], float] | None = None, *, samples: float | None = None
-    ) -> float | None:
-        """Push gradients, finish the clock, fetch values; blocks as long as the consistency asks for.
-
-        Args:
-            closure: computes the loss and its gradients first, once.
-            samples: how many samples the gradients stand for, their weight under scale="samples". By default as many
-                as loaders from `shard` have handed out since the last step, or 1 where there are none.
-
-        Returns:
-            What the closure returned.
+    def send(self, samples: float | None) -> float:
+        """Push the gradients.
 
         Raises:
             UsageError: a gradient that is sparse, or one that is not finite under nonfinite="halt".
-            DeadlineExceeded: the values did not become fresh enough in time.
-            PeerError: a server is gone, or this worker was given up.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         with self._job.communicating():
             weight = samples if samples is not None else self._num_new_samples or 1
             self._num_samples = self._job.num_samples
@@ -197,19 +181,22 @@ class DistributedOptimizer(Distributed):
                 self._buffers.push()
             if self._overlap is not None:
                 self._overlap.begin_step()
-            self._job.clock(samples=weight)
-            self.follow()
-        return loss
+        return weight
+
+    def receive(self) -> None:
+        """Fetch values, as far as the cadence and the consistency ask for."""
+        self._num_steps += 1
+        every = self._settings.fetch_every
+        eager = self._settings.consistency.deliver == "on_clock"
+        with self._job.communicating():
+            self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
 
     def follow(self) -> None:
         """Fetch what the others have done, as far as `step` would: for a clock that was finished without a gradient.
 
         `shard` calls this where an epoch has one more batch for others than for this worker.
         """
-        self._num_steps += 1
-        every = self._settings.fetch_every
-        eager = self._settings.consistency.deliver == "on_clock"
-        self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
+        self.receive()
 
     def arrive(self) -> None:
         """Wait until the parameters have the values that the last step asked for: with `overlap` some may not yet."""
@@ -368,10 +355,18 @@ def require_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterServer:
-    """Gradients go to servers, which hold the parameters and apply the updates: under every consistency there is."""
+    """Gradients go to servers, which hold the parameters and apply the updates: under every consistency there is.
+
+    Args:
+        consistency: "ssp:3" for example; by default what `paceline.distributed` or the launcher was told, else bsp.
+    """
+
+    consistency: str | None = None
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
     ) -> DistributedOptimizer:
         """Make an optimizer whose update runs on the servers."""
+        if self.consistency is not None:
+            settings = replace(settings, consistency=Consistency.parse(self.consistency))
         return DistributedOptimizer(optimizer, model, settings, job)

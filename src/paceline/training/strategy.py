@@ -24,12 +24,43 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     num_refused: int
     turn_s: float = 0.0
+    _job: Job
 
-    @abstractmethod
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
     ) -> float | None:
-        """Finish a step of the job, with gradients that stand for so many samples, and this worker's clock."""
+        """Finish a step of the job, and this worker's clock; blocks as long as the strategy asks for.
+
+        Args:
+            closure: computes the loss and its gradients first, once.
+            samples: how many samples the gradients stand for, their weight under scale="samples". By default as many
+                as loaders from `shard` have handed out since the last step, or 1 where there are none.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: gradients that cannot be used; see `send` of the strategy.
+            DeadlineExceeded: values did not become fresh enough in time.
+            PeerError: a server or a worker is gone, or this worker was given up.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        weight = self.send(samples)
+        self._job.clock(samples=weight)
+        self.receive()
+        return loss
+
+    @abstractmethod
+    def send(self, samples: float | None) -> float:
+        """Hand over the gradients of this step, before its clock is finished; return how many samples they weigh."""
+        ...
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Ask for the values of the next step, after the clock is finished."""
         ...
 
     @abstractmethod

@@ -1,0 +1,56 @@
+"""The text in which a strategy is chosen, and the replicas that it leaves room for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.strategies import Distribution
+from paceline.errors import UsageError
+
+DATA = ["parameter-server", "bsp", "ssp:3", "essp:0", "asynchronous", "backup:1", "all-reduce", "fsdp", "diloco:50"]
+
+
+@given(st.none() | st.sampled_from(DATA), st.integers(1, 8), st.integers(1, 8))
+def test_text_and_value_are_inverse(data: str | None, pipeline: int, tensor: int) -> None:
+    words = [data] * (data is not None) + [f"pipeline:{pipeline}", f"tensor:{tensor}"]
+    read = Distribution.parse(" + ".join(words).upper())
+    assert (read.pipeline, read.tensor) == (pipeline, tensor)
+    assert (read.data is None) == (data is None)
+    assert Distribution.parse(str(read)) == (
+        read if str(read) != "parameter-server" else Distribution("parameter-server")
+    )
+
+
+def test_steps_between_exchanges_have_defaults() -> None:
+    steps = [Distribution.parse(text).steps for text in ("local-sgd", "diloco", "downpour", "diloco:7", "all-reduce")]
+    assert steps == [10, 50, 1, 7, 0]
+
+
+def test_a_consistency_means_the_parameter_server() -> None:
+    assert Distribution.parse("ssp:3") == Distribution("parameter-server", consistency="ssp:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ring", "'ring' is not known"),
+        ("all-reduce:2", "'all-reduce:2' is not known"),
+        ("pipeline", "pipeline needs a number of 1 or more"),
+        ("tensor:0", "tensor needs a number of 1 or more"),
+        ("diloco:often", "diloco needs a number of 1 or more"),
+        ("ssp:3+all-reduce", "'all-reduce' says again"),
+        ("pipeline:2+pipeline:4", "'pipeline:4' says again"),
+        ("ssp", "lacks its number"),
+        ("", "'' is not known"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Distribution.parse(text)
+
+
+def test_workers_divide_into_replicas() -> None:
+    wanted = Distribution.parse("all-reduce+pipeline:2+tensor:2")
+    assert wanted.num_replicas(8) == 2
+    with pytest.raises(UsageError, match="6 workers do not divide by that: take -n 4"):
+        wanted.num_replicas(6)
