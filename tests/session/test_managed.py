@@ -67,10 +67,10 @@ def test_reads_are_recorded_by_what_they_are_sure_to_contain(tmp_path: Path) -> 
 def test_a_worker_reads_its_own_pushes_before_they_are_sent(tmp_path: Path) -> None:
     def work(ps: Session) -> list[list[float]]:
         t = ps.table(
-            "t", rows=2, update=paceline.update.SGD(lr=0.5), consistency="ssp:4", communication=paceline.managed(0.001)
+            "t", rows=2, update=paceline.update.SGD(lr=0.5), consistency="ssp:4", communication=paceline.managed(1e-6)
         )
         t.push([7, 7, 8], [[1.0, 2.0], [1.0, 2.0], [4.0, 4.0]])
-        t.push([9], [[2.0, 2.0]])  # waits: the first has used up the budget for seconds
+        t.push([9], [[2.0, 2.0]])  # waits: the first has used up the budget for hours
         read = t.pull([7, 8, 9]).tolist()
         t.push([9], [[2.0, 2.0]])
         assert len(t.opened.budgeted.pending)
