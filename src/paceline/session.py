@@ -276,6 +276,7 @@ class Session:
         self.closed = True
         atexit.unregister(self.close)
         self._settle_parameters(politely=politely)
+        self.meter.note_resources()
         try:
             if politely:
                 self.exchange.close(politely=True)

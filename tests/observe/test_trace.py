@@ -13,6 +13,7 @@ from paceline.observe.trace import (
     Read,
     Record,
     Refusal,
+    Resources,
     Step,
     Trace,
     trace_path,
@@ -23,6 +24,7 @@ ONE_OF_EACH: list[Record] = [
     Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0, 0.375),
     Step(2.5, 0, 4, 32, None, 0.0, 0.5),
     Evaluated(3.0, 0, 4, 0.4, 0.9),
+    Resources(3.5, 0, 4096, 120, 80),
     MinClock(4.0, 1, "w", 3),
     Applied(5.0, 1, "w", (2, 0, 1), 3),
     Refusal(6.0, 1, 2, "w", "not a number"),
@@ -41,7 +43,7 @@ def test_every_kind_of_record_survives_the_round_trip(tmp_path: Path) -> None:
             trace.record(record)
     run = read_run(tmp_path)
     read_back = [
-        *run.reads, *run.steps, *run.evaluations, *run.min_clocks,
+        *run.reads, *run.steps, *run.evaluations, *run.resources, *run.min_clocks,
         *run.applied, *run.refusals, *run.memberships, *run.handled,
     ]  # fmt: skip
     assert read_back == ONE_OF_EACH

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
+from paceline.observe.resources import measure
 from paceline.observe.trace import Trace
 
 
@@ -93,6 +94,14 @@ class Meter:
         """Record a measurement on held-out data."""
         self.trace.record(records.Evaluated(self.now(), self.worker, clock, loss, accuracy))
         self.trace.flush()
+
+    def note_resources(self) -> None:
+        """Record what this process has used so far, where that can be known."""
+        used = measure()
+        if used is not None:
+            self.trace.record(
+                records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)
+            )
 
     def _begin_clock(self, now: float) -> None:
         self.wait_s, self.comm_s, self._since = 0.0, 0.0, now

@@ -18,6 +18,7 @@ from paceline.observe.trace import (
     Read,
     Record,
     Refusal,
+    Resources,
     RowRead,
     Step,
 )
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
-_R = TypeVar("_R", Read, RowRead, Step, Evaluated, MinClock, Applied, Refusal, Membership, Handled)
+_R = TypeVar("_R", Read, RowRead, Step, Evaluated, Resources, MinClock, Applied, Refusal, Membership, Handled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Run:
     row_reads: tuple[RowRead, ...] = ()
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
+    resources: tuple[Resources, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
     applied: tuple[Applied, ...] = ()
     refusals: tuple[Refusal, ...] = ()
@@ -67,6 +69,7 @@ def gather(records: Iterable[Record]) -> Run:
         row_reads=_of_kind(ordered, RowRead),
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
+        resources=_of_kind(ordered, Resources),
         min_clocks=_of_kind(ordered, MinClock),
         applied=_of_kind(ordered, Applied),
         refusals=_of_kind(ordered, Refusal),

@@ -89,6 +89,16 @@ class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
     accuracy: float
 
 
+class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
+    """A worker is about to leave: the most memory its process had, and what its TCP connections carried."""
+
+    t: float
+    worker: int
+    peak_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
 class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     """On this server all workers have now finished every clock below `clock` for this table."""
 
@@ -137,7 +147,7 @@ class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     effects: list[dict[str, object]]
 
 
-Record = Read | RowRead | Step | Evaluated | MinClock | Applied | Refusal | Membership | Handled
+Record = Read | RowRead | Step | Evaluated | Resources | MinClock | Applied | Refusal | Membership | Handled
 
 
 def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:
