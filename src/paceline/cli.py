@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `demo`, `simulate` and `plan`.
+"""The command line: `paceline run`, `compare`, `demo`, `simulate` and `plan`.
 
 Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
 """
@@ -129,6 +129,7 @@ def run(
     )
 
 
+app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")

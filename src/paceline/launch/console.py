@@ -15,25 +15,39 @@ RESET: Final = "\x1b[0m"
 class Console:
     """Writes whole lines to the standard streams; a stream whose reader is gone is quietly given up.
 
-    The streams are looked up at each line, so that a live display that takes them over sees every line.
+    The streams are looked up at each line, so that a live display that takes them over sees every line. A copy, if one
+    is wanted, gets all lines without colours.
     """
+
+    def __init__(self, copy: TextIO | None = None) -> None:
+        """Write to the standard streams, and to `copy`."""
+        self._copy = copy
 
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Write one line of a child's output, after the child's name."""
         stream = sys.stderr if to_stderr else sys.stdout
         prefix = f"[{name}]"
+        self._keep(f"{prefix} {line}\n")
         if stream.isatty() and wants_colour():
             prefix = f"\x1b[{COLOURS[colour % len(COLOURS)]}m{prefix}{RESET}"
         _write(stream, f"{prefix} {line}\n")
 
     def say(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""
-        _write(sys.stderr, f"paceline: {message}\n")
+        self._tell(f"paceline: {message}\n")
 
     def quote(self, heading: str, lines: Sequence[str]) -> None:
         """Write somebody's last words under a heading, on stderr."""
         self.say(heading)
-        _write(sys.stderr, "".join(f"    {line}\n" for line in lines))
+        self._tell("".join(f"    {line}\n" for line in lines))
+
+    def _tell(self, text: str) -> None:
+        self._keep(text)
+        _write(sys.stderr, text)
+
+    def _keep(self, text: str) -> None:
+        if self._copy is not None:
+            self._copy.write(text)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -3,8 +3,9 @@
 import secrets
 import tempfile
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from paceline.core.strategies import ALL_REDUCE
 from paceline.errors import UsageError
@@ -77,13 +78,18 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    console = Console()
-    environment = _share_cores(run, console)
     terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s)
     board = open_board(trace_folder, run.num_workers) if run.progress else None
-    with Signals() as signals:
+    with Signals() as signals, open_copy(run.copy_to) as copy:
+        console = Console(copy)
+        environment = _share_cores(run, console)
         supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board)
         return supervisor.run(plan_launches(run, programs, run_dir, environment))
+
+
+def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
+    """Open the file that is to have a copy of what is told, or nothing."""
+    return nullcontext() if path is None else path.open("w", encoding="utf-8")
 
 
 def open_board(trace_folder: Path, num_workers: int) -> Board:

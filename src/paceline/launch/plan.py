@@ -36,7 +36,8 @@ class LocalRun:
     """What to run on this machine, and how.
 
     `run_dir` must be new or empty and is made private to this user; None takes a temporary one that is removed at the
-    end. `progress` shows the live board; `quiet` leaves out what the launcher has to say unless something went wrong.
+    end. `copy_to` gets a copy of all that workers write and the launcher says. `progress` shows the live board; `quiet`
+    leaves out what the launcher has to say unless something went wrong.
     """
 
     script: Path
@@ -49,6 +50,7 @@ class LocalRun:
     strategy: str | None = None
     trace: TraceLevel = "steps"
     run_dir: Path | None = None
+    copy_to: Path | None = None
     policy: Policy = field(default_factory=Policy)
     start_timeout_s: float = 30.0  # until all servers say where they listen
     grace_s: float = 5.0  # from being told to end until being killed

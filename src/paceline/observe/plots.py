@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from paceline.observe.summary import CurvePoint, RunSummary
 
-# Okabe and Ito's colours without the two that are too pale on white: told apart with every kind of colour vision.
-POLICY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colours without the two that are too pale on white, told apart with every kind of colour vision; then
+# two more.
+POLICY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A4FA3", "#7A6A2B")
 BASELINE_COLOUR = "#555555"
 INK = "#222222"
 FAINT = "#8a8a8a"
@@ -64,8 +65,8 @@ def colours(are_baselines: Sequence[bool]) -> list[str]:
 
 def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
     """Draw the training loss of every run against seconds, and name when each was done."""
-    _draw_curves(axes, [(subject, subject.summary.loss_by_time) for subject in subjects])
-    _name_ends(axes, [(subject, f"{subject.summary.seconds:.1f} s") for subject in subjects])
+    draw_curves(axes, [(subject, subject.summary.loss_by_time) for subject in subjects])
+    name_ends(axes, [(subject, f"{subject.summary.seconds:.1f} s") for subject in subjects])
     axes.set_xlabel("seconds since the first step began", color=INK)
     parallel_s = [subject.summary.seconds for subject in subjects if not subject.is_baseline]
     if parallel_s:
@@ -74,8 +75,8 @@ def draw_loss_by_time(axes: Axes, subjects: Sequence[Subject]) -> None:
 
 def draw_loss_by_clock(axes: Axes, subjects: Sequence[Subject]) -> None:
     """Draw the training loss of every run against clocks, and name the loss at which each ended."""
-    _draw_curves(axes, [(subject, subject.summary.loss_by_clock) for subject in subjects])
-    _name_ends(axes, [(subject, f"{subject.summary.loss_by_clock[-1].loss:.3f}") for subject in subjects])
+    draw_curves(axes, [(subject, subject.summary.loss_by_clock) for subject in subjects])
+    name_ends(axes, [(subject, f"{subject.summary.loss_by_clock[-1].loss:.3f}") for subject in subjects])
     axes.set_xlabel("clock", color=INK)
 
 
@@ -111,7 +112,7 @@ def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
         left += len(workers) + 1
     axes.set_xticks(ticks, tick_labels)
     _percent_axis(axes)
-    _quiet(axes, grid="y")
+    quiet(axes, grid="y")
     axes.set_ylim(0, min(1.0, 1.25 * axes.dataLim.y1) or 1.0)
     axes.set_ylabel("share of time spent waiting", color=INK)
 
@@ -121,7 +122,7 @@ def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
     known = [
         (subject, subject.summary.test_accuracy) for subject in subjects if subject.summary.test_accuracy is not None
     ]
-    _quiet(axes, grid="x")
+    quiet(axes, grid="x")
     for place, (subject, accuracy) in enumerate(known):
         if subject.is_baseline:
             axes.axvline(accuracy, color=subject.colour, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
@@ -139,8 +140,9 @@ def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
     axes.set_xlabel("test accuracy", color=INK)
 
 
-def _draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]]) -> None:
-    _quiet(axes, grid="y")
+def draw_curves(axes: Axes, drawn: Sequence[tuple[Subject, Sequence[CurvePoint]]]) -> None:
+    """Draw a loss curve of each run; a dashed line is that of a baseline."""
+    quiet(axes, grid="y")
     for subject, curve in drawn:
         xs, ys = [point.at for point in curve], [point.loss for point in curve]
         style = (0, (5, 2)) if subject.is_baseline else "-"
@@ -163,7 +165,7 @@ def _scale_by_ratio(axes: Axes) -> None:
     axes.set_ylabel("training loss (log scale)", color=INK)
 
 
-def _name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
+def name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
     """Name every curve and where it ends, top right, where falling curves leave room."""
     for line, (subject, end) in enumerate(ends):
         for x, side, text, weight in ((0.78, "right", subject.label, "bold"), (0.80, "left", end, "normal")):
@@ -192,7 +194,7 @@ def _draw_histogram(axes: Axes, subject: Subject, oldest: int, newest: int) -> N
     )  # fmt: skip
     axes.set_xlabel("clock differential", color=INK)
     _percent_axis(axes)
-    _quiet(axes, grid="y")
+    quiet(axes, grid="y")
 
 
 def _folded(counts: Mapping[int, int], oldest: int, newest: int, num_reads: int) -> dict[int, float]:
@@ -229,7 +231,8 @@ def _percent_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
 
 
-def _quiet(axes: Axes, grid: str) -> None:
+def quiet(axes: Axes, grid: str) -> None:
+    """Leave of the axes only what helps to read values along `grid`, x or y."""
     axes.grid(visible=True, axis="x" if grid == "x" else "y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

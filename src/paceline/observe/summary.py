@@ -140,8 +140,8 @@ def summarize(run: Run) -> RunSummary:
         max_lead=_max_lead(run),
         test_loss=last.loss if last else None,
         test_accuracy=last.accuracy if last else None,
-        loss_by_time=_curve([(step.t - start_t, step.loss) for step in run.steps if step.loss is not None]),
-        loss_by_clock=_curve(_mean_by_clock(run.steps)),
+        loss_by_time=curve([(step.t - start_t, step.loss) for step in run.steps if step.loss is not None]),
+        loss_by_clock=curve(_mean_by_clock(run.steps)),
     )
 
 
@@ -218,7 +218,7 @@ def _mean_by_clock(steps: Iterable[Step]) -> list[tuple[float, float]]:
     return [(clock, fmean(of_clock)) for clock, of_clock in sorted(losses.items())]
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> tuple[CurvePoint, ...]:
+def curve(points: Sequence[tuple[float, float]]) -> tuple[CurvePoint, ...]:
     """Average consecutive points in at most CURVE_POINTS groups of equal size; single steps are too noisy to read."""
     size = max(1, -(-len(points) // CURVE_POINTS))
     groups = (points[start : start + size] for start in range(0, len(points), size))

@@ -1,0 +1,95 @@
+"""Runs a script under one strategy after the other, each in a folder of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from paceline.compare.entry import Entry
+from paceline.launch.local import run_local
+from paceline.launch.plan import LocalRun
+from paceline.launch.policy import Policy
+
+# Over the first the kernel counts what travels, over the second nobody.
+Carrier = Literal["tcp", "shm"]
+
+# What somebody is quoted with at the end of a failed run; lines that are indented further only say where it was.
+_QUOTED: Final = re.compile(r"^    (?:paceline: )?(\S.*)$", re.MULTILINE)
+_FROM_SIGNALS: Final = range(129, 160)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all runs of a comparison have in common."""
+
+    script: Path
+    args: tuple[str, ...]
+    num_servers: int
+    carrier: Carrier
+    folder: Path
+
+    def run_dir(self, entry: Entry) -> Path:
+        """Where the traces of a run are kept."""
+        return self.folder / entry.file_name
+
+    def output(self, entry: Entry) -> Path:
+        """Where the output of a run is kept."""
+        return self.folder / f"{entry.file_name}.txt"
+
+    def launch(self, entry: Entry) -> LocalRun:
+        """Return how a run is started."""
+        alone = entry.strategy is None
+        return LocalRun(
+            script=self.script,
+            args=self.args,
+            num_workers=entry.num_workers,
+            num_servers=1 if alone else self.num_servers,
+            transport="memory" if alone else self.carrier,
+            consistency=None if entry.strategy is None else entry.strategy.consistency,
+            strategy=None if entry.strategy is None else str(entry.strategy),
+            run_dir=self.run_dir(entry),
+            copy_to=self.output(entry),
+            policy=Policy(on_crash="stop"),
+            progress=True,
+            quiet=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run has ended: its exit code, and its last words where that is not 0."""
+
+    entry: Entry
+    code: int
+    last_words: str = ""
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether somebody stopped it, and with it the comparison."""
+        return self.code in _FROM_SIGNALS and "stopped by" in self.last_words
+
+
+def run_entry(plan: Plan, entry: Entry) -> Ended:
+    """Run the script under one strategy to its end; blocks. Call it from the main thread.
+
+    Raises:
+        UsageError: the script is not there, or the folder of the run has something in it.
+    """
+    code = run_local(plan.launch(entry))
+    return Ended(entry, code, last_words(plan.output(entry).read_text(encoding="utf-8")) if code else "")
+
+
+def last_words(output: str) -> str:
+    r"""Return the line that says best why a run has failed.
+
+    Example:
+        >>> last_words("paceline: the last lines of worker 0:\n    paceline: no data\n      at a.py:3")
+        'no data'
+        >>> last_words("paceline: stopped by SIGINT")
+        'paceline: stopped by SIGINT'
+    """
+    quoted = _QUOTED.findall(output)
+    lines = [line for line in output.splitlines() if line.strip()]
+    return quoted[-1] if quoted else lines[-1] if lines else "it has said nothing"
