@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.tensors import filters, functions, update
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
+    from paceline.training.downpour import downpour
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "bsp",
     "connect",
     "distributed",
+    "downpour",
     "essp",
     "filters",
     "first",
@@ -62,6 +64,7 @@ _HOMES = {
     **dict.fromkeys(("Session", "connect"), "paceline.session"),
     **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
     "Lifecycle": "paceline.tensors.rows.spec",
+    "downpour": "paceline.training.downpour",
     "managed": "paceline.node.rows.managed",
     "prefetch": "paceline.data.prefetching",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,9 +11,9 @@ from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
 from paceline.session import Session, connect
 from paceline.tensors.table import NonFinite, Scale
-from paceline.training.choice import choose_strategy
+from paceline.training.choice import Policy, choose_strategy
 from paceline.training.optimizer import ParameterServer, Settings
-from paceline.training.strategy import Distributed, Strategy
+from paceline.training.strategy import Distributed
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +154,7 @@ def shard(source: _Source, *, seed: int = 0) -> _Source:
 def distributed(
     optimizer: torch.optim.Optimizer,
     *,
-    strategy: Strategy | str | None = None,
+    strategy: Policy | Mapping[str, Policy] | None = None,
     consistency: Consistency | str | None = None,
     scale: Scale | None = None,
     fetch_every: int | None = 1,
@@ -173,7 +174,8 @@ def distributed(
     Args:
         optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
         strategy: "parameter-server" by default, or what the launcher was told with --strategy, "ssp:3" for example;
-            see `paceline.all_reduce`, which needs `model` and knows `scale`, `nonfinite` and `name`.
+            see `paceline.all_reduce`, which needs `model` and knows `scale`, `nonfinite` and `name`. Or a policy for
+            each pattern of parameter names, {"embedding.*": "ssp:3", "*": "all-reduce"}: the first that matches counts.
         consistency: bsp() by default, or what the launcher was told with --consistency.
         scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous

@@ -72,7 +72,8 @@ class ReplicatedOptimizer(Distributed):
         self._settings = settings
         self._job = job
         self._num_samples = job.num_samples  # as of the last step
-        how = ReplicaSettings(settings.name, settings.scale, settings.nonfinite, strategy.unused, strategy.bucket_mb)
+        unused, bucket_mb, average = strategy.unused, strategy.bucket_mb, settings.average_buffers
+        how = ReplicaSettings(settings.name, settings.scale, settings.nonfinite, unused, bucket_mb, average)
         self._replica = Replica(model, named, how, job)
         job.exchange.when_closed(WeakMethod(self._replica.close))
 

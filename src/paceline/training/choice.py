@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias
+
 from paceline.core.strategies import PARAMETER_SERVER, Distribution
 from paceline.errors import UsageError
 from paceline.training.all_reduce import AllReduce
+from paceline.training.downpour import Downpour
+from paceline.training.groups import Groups
 from paceline.training.optimizer import ParameterServer
 from paceline.training.strategy import Strategy
 
+Policy: TypeAlias = Strategy | str
 
-def choose_strategy(given: Strategy | str | None, launched: Distribution) -> Strategy:
+
+def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
     """Return the strategy that the script gives, else the one the launcher was told, else the parameter server.
+
+    Args:
+        given: a strategy, its name, or one or the other for each pattern of names of parameters.
+        launched: what the launcher was told.
 
     Raises:
         UsageError: there is none of this name.
@@ -19,6 +30,8 @@ def choose_strategy(given: Strategy | str | None, launched: Distribution) -> Str
         >>> choose_strategy(None, Distribution.parse("all-reduce"))
         AllReduce(unused=False, bucket_mb=25.0)
     """
+    if isinstance(given, Mapping):
+        return Groups(tuple((pattern, choose_strategy(policy, launched)) for pattern, policy in given.items()))
     if given is not None and not isinstance(given, str):
         return given
     wanted = launched if given is None else Distribution.parse(given)
@@ -27,5 +40,7 @@ def choose_strategy(given: Strategy | str | None, launched: Distribution) -> Str
             return ParameterServer(wanted.consistency)
         case "all-reduce":
             return AllReduce()
+        case "downpour":
+            return Downpour(push_every=wanted.steps, fetch_every=wanted.steps)
         case name:
             raise UsageError(f"there is no strategy {name!r} for an optimizer")

@@ -42,6 +42,7 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
+    average_buffers: bool = True  # those of the model; not where another part of the same model sees to that
 
     def __post_init__(self) -> None:
         """Refuse cadences that never fetch."""
@@ -311,7 +312,7 @@ class DistributedOptimizer(Distributed):
             bucket.send(self._num_new_samples or 1, self._hyper())
 
     def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
-        named = floating_buffers(model) if model is not None else {}
+        named = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
         if not named:
             return None
         flat = Flat.over(named)

@@ -40,6 +40,7 @@ class ReplicaSettings:
     nonfinite: NonFinite
     unused: bool
     bucket_mb: float
+    average_buffers: bool
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Replica:
         self._model = model
         self._named = named
         self._num_samples = job.num_samples
-        self._flat_buffers = _flat_buffers(model)
+        self._flat_buffers = _flat_buffers(model) if settings.average_buffers else None
         self._round: Round | None = None  # of the backward under way
         self._done: float | None = None  # what the last backward weighed, until its step
         self._weights: list[float] = []  # of all workers in that step

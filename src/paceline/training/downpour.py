@@ -1,0 +1,324 @@
+"""Downpour SGD: workers step copies of their own, push what has accrued now and then, and fetch as they like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.consistency import asynchronous
+from paceline.errors import UsageError
+from paceline.node.outgoing import PushOutcome
+from paceline.node.table import Asked, Table
+from paceline.observe import trace as records
+from paceline.tensors.table import Hyper, Segment, TableSpec
+from paceline.tensors.torch_rule import from_optimizer, hyper_of
+from paceline.tensors.update import Add
+from paceline.training.accrual import Accrual, descend, gradients_of
+from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
+from paceline.training.flat import Flat, segments_of
+from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.state import check_state, fetch_state, send_state
+from paceline.training.strategy import Distributed
+from paceline.training.weights import Weights
+
+_POLICY: Final = asynchronous()
+
+
+@dataclass(frozen=True, slots=True)
+class Downpour:
+    """Workers that go their own way between pushes and fetches; see `paceline.downpour`.
+
+    Args:
+        push_every: steps whose gradients make one push.
+        fetch_every: steps between two fetches.
+        warm_start_steps: that worker 0 takes alone before the others begin.
+        local_lr: of the steps on a worker's own copy; None takes the rate of the optimizer.
+    """
+
+    push_every: int = 1
+    fetch_every: int = 1
+    warm_start_steps: int = 0
+    local_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse cadences of nothing."""
+        for name, value, least in (
+            ("push_every", self.push_every, 1),
+            ("fetch_every", self.fetch_every, 1),
+            ("warm_start_steps", self.warm_start_steps, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name} of downpour is {value}, expected {least} or more steps.")
+        if self.local_lr is not None and not 0 <= self.local_lr < math.inf:
+            raise UsageError(f"local_lr of downpour is {self.local_lr}, expected 0 or a number above.")
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+    ) -> DownpourOptimizer:
+        """Make an optimizer whose update runs on the servers, at each push of what has accrued."""
+        return DownpourOptimizer(optimizer, model, settings, self, job)
+
+
+def downpour(
+    push_every: int = 1, fetch_every: int = 1, *, warm_start_steps: int = 0, local_lr: float | None = None
+) -> Downpour:
+    """Name Downpour SGD (Dean et al., 2012) as a strategy of training: nobody waits for anybody.
+
+    Every worker adds up its gradients and at once steps its own copy of the parameters, with a fixed rate. Each
+    `push_every` steps it pushes the sum, an update of its own on the servers, by the wrapped optimizer; Adagrad bears
+    many workers. Each `fetch_every` steps it fetches the servers' values, and steps again on them what it has not
+    pushed yet. With `model` given, it waits for the values when the next forward begins, else in `step`.
+
+    Args:
+        push_every: 1 or more steps.
+        fetch_every: 1 or more steps.
+        warm_start_steps: that worker 0 takes alone, from the first values; meanwhile the others wait in
+            `paceline.distributed`, and finish these clocks with it. Each of the waits has the deadline of the job.
+        local_lr: of a worker's steps on its own copy; by default the rate of the optimizer's group.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> optimizer = paceline.distributed(adagrad, strategy=paceline.downpour(push_every=2), name="pour")
+        >>> model(torch.ones(2)).sum().backward()
+        >>> optimizer.step()
+    """
+    return Downpour(push_every, fetch_every, warm_start_steps, local_lr)
+
+
+class DownpourOptimizer(Distributed):
+    """Used like the optimizer it wraps, whose update and state are on the servers.
+
+    Attributes:
+        num_refused: steps that were not added, as a gradient was not finite, and pushes that were not applied.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, how: Downpour, job: Job
+    ) -> None:
+        rule = from_optimizer(optimizer)
+        require_fresh(optimizer)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.num_refused = 0
+        self._settings = settings
+        self._how = how
+        self._job = job
+        self._num_steps = 0
+        self._num_samples = job.num_samples  # as of the last step
+        named, segments = segments_of(optimizer, model)
+        self._flat = Flat.over(named)
+        self._accrual = Accrual(self._flat)
+        scale, nonfinite = settings.scale, settings.nonfinite
+        self._spec = TableSpec(settings.name, segments, self._flat.dtype, rule, str(_POLICY), scale, nonfinite)
+        self._table = self._open(self._spec, self._flat)
+        self._weights = Weights(self._flat, self._table)
+        job.keep(self._weights)
+        self._buffers = self._open_buffers(model)
+        self._asked: Asked | None = None
+        self._waits_in_forward = self._wait_in_forward(model)
+        if how.warm_start_steps:
+            self._start_after_first(how.warm_start_steps)
+        self._ask()
+        self.arrive()
+
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        kind = self._spec.rule.name.removeprefix("torch.optim.")
+        return super().__repr__().replace(type(self).__name__, f"Distributed {kind}, downpour", 1)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after the table was made; used by the constructor before."""
+        if "_spec" in self.__dict__:
+            raise UsageError(
+                f"table '{self._settings.name}' has all its parameters from the start: give the wrapped optimizer "
+                "every group, and freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
+
+    def send(self, samples: float | None) -> float:
+        """Add the gradients to what has accrued, step the own copy with them, and push if it is time.
+
+        Raises:
+            UsageError: a gradient that is sparse, or one that is not finite under nonfinite="halt".
+        """
+        self.arrive()  # for parameters that were used without the forward of the model
+        weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
+        self._num_samples = self._job.num_samples
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
+        gradients = gradients_of(self._flat, self._settings.nonfinite, where)
+        if gradients is None:
+            self._refuse()
+            gradients = {}
+        descend(self._flat, gradients, self._rates())
+        self._accrual.add(gradients, weight)
+        if self._accrual.num_steps == self._how.push_every:
+            self._push()
+        return weight
+
+    def receive(self) -> None:
+        """Ask for the servers' values, if it is time."""
+        self._num_steps += 1
+        if self._num_steps % self._how.fetch_every == 0:
+            self._ask()
+            if not self._waits_in_forward:
+                self.arrive()
+
+    def follow(self) -> None:
+        """Ask for the servers' values, if it is time: for a clock that was finished without a gradient."""
+        self.receive()
+
+    def arrive(self) -> None:
+        """Wait until the parameters have the values that were asked for last, with the own steps that these lack."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        with self._job.communicating():
+            self._table.take(asked, self._weights.take)
+            self._accrual.descend(self._rates())
+            if self._buffers is not None:
+                self._buffers.push()
+                self._buffers.fetch(refresh=True)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Change nothing: gradients leave in `step`, whatever was added to them until then."""
+        return nullcontext()
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Hold the servers' values in the model for the length of a `with` block: all updates that have arrived.
+
+        Embeddings read as much. Gradients are off meanwhile. Training continues with the worker's own copy.
+        """
+        with ExitStack() as held:
+            held.enter_context(torch.no_grad())
+            held.enter_context(self._job.lookups.exactly())
+            self.arrive()
+            held.enter_context(self._weights.newest())
+            if self._buffers is not None:
+                held.enter_context(self._buffers.weights.newest())
+            yield
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state on the servers in the form of the wrapped optimizer's own `state_dict`; blocks."""
+        return {**super().state_dict(), "state": fetch_state(self._table)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state on the servers, and parameters and buffers there to what they are on worker 0.
+
+        What has accrued is dropped. Every worker must call it, with the same state; blocks until all have.
+
+        Raises:
+            UsageError: the state is of another optimizer or model; nothing is changed then.
+        """
+        check_state(self._spec, state_dict)
+        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
+        self.arrive()
+        self._accrual.clear()
+        self._job.barrier()
+        if self._job.rank == 0:
+            send_state(self._table, state_dict["state"], self._flat)
+            if self._buffers is not None:
+                send_state(self._buffers.table, {}, self._buffers.flat)
+        self._job.barrier()
+        self._ask()
+        self.arrive()
+
+    # -- behind the scenes -------------------------------------------------------------------------------------------
+
+    def _open(self, spec: TableSpec, flat: Flat) -> Table:
+        return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=False, live=False)
+
+    def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
+        named = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
+        if not named:
+            return None
+        flat = Flat.over(named)
+        spec = buffers_spec(f"{self._settings.name}.buffers", named, flat, _POLICY)
+        return Buffers(flat, self._open(spec, flat), self._job.size)
+
+    def _wait_in_forward(self, model: nn.Module | None) -> bool:
+        """Have the model wait for values when its forward begins or it is saved, if it has all the parameters."""
+        if model is None or not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
+            return False
+        arrive = _calling(WeakMethod(self.arrive))
+        model.register_forward_pre_hook(arrive)
+        model.register_state_dict_pre_hook(arrive)
+        return True
+
+    def _start_after_first(self, num_steps: int) -> None:
+        """Let worker 0 take its first steps alone: the others finish these clocks without a batch, one by one with it.
+
+        A table under bsp tells them when it has finished one.
+        """
+        segments = (Segment("clock", (1,)),)
+        spec = TableSpec(f"{self._settings.name}.start", segments, "float32", Add(), "bsp", "sum", "reject")
+        shown = self._job.open_table(spec, (1,), Tensor.zero_, read_my_writes=False, live=False)
+        for _ in range(num_steps if self._job.rank else 0):
+            self._job.clock(samples=None)
+            shown.pull()
+
+    def _ask(self) -> None:
+        self.arrive()
+        self._asked = self._table.ask()
+
+    def _push(self) -> None:
+        accrual = self._accrual
+        hyper: tuple[Hyper, ...] = tuple(
+            hyper_of({key: group[key] for key in self.defaults}) for group in self.param_groups
+        )
+        pushed = self._table.push(accrual.total, samples=accrual.num_samples, absent=accrual.absent(), hyper=hyper)
+        pushed.add_done_callback(self._count_refusal)
+        accrual.clear()
+
+    def _rates(self) -> list[float]:
+        """Return the rate of each parameter for steps on the own copy, below 0 where the optimizer goes up."""
+        rates: list[float] = []
+        for group in self.param_groups:
+            rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
+            rates += [-rate if group.get("maximize") else rate] * len(group["params"])
+        return rates
+
+    def _refuse(self) -> None:
+        """Count a step whose gradients nobody will use."""
+        self.num_refused += 1
+        meter, name = self._job.meter, self._settings.name
+        reason = "a gradient has NaN or infinity: the loss was not finite, or the rate is too high"
+        meter.trace.record(records.Refusal(meter.now(), -1, self._job.rank, name, reason))
+
+    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
+        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+            self.num_refused += not pushed.result().applied
+
+
+def _calling(act: WeakMethod[Callable[[], None]]) -> Callable[..., None]:
+    """Return what modules call: it keeps nothing alive."""
+
+    def call(*_: object) -> None:
+        method = act()
+        if method is not None:
+            method()
+
+    return call

@@ -1,0 +1,316 @@
+"""A policy per group of parameters: in one model the dense part under all-reduce and the embeddings under ssp."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.tensors.table import Segment
+from paceline.training.all_reduce import ReplicatedOptimizer
+from paceline.training.downpour import Downpour
+from paceline.training.flat import segments_of
+from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.strategy import Distributed, Strategy
+
+_NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
+_WHOLE: Final = frozenset({"state", "param_groups"})  # of a state_dict: what every optimizer has
+_SHOWN: Final = 5  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Each parameter is distributed by the strategy of the first pattern that matches its name.
+
+    Args:
+        policies: patterns as for names of files ("*", "?", "[ab]"), each with its strategy.
+    """
+
+    policies: tuple[tuple[str, Strategy], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a mapping of nothing."""
+        if not self.policies:
+            raise UsageError('strategy={} maps no pattern to a policy: give {"*": "bsp"}, for example.')
+        for pattern, strategy in self.policies:
+            if isinstance(strategy, Downpour) and strategy.warm_start_steps:
+                raise UsageError(
+                    f"strategy: '{pattern}' has a warm start, in which worker 0 would wait for the others in the rest "
+                    "of the model: leave out warm_start_steps, or take downpour for all parameters."
+                )
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+    ) -> GroupedOptimizer:
+        """Make one optimizer of several, each over the parameters of one policy."""
+        require_fresh(optimizer)
+        named, segments = segments_of(optimizer, model)
+        shares = self._shares(list(named), settings.name)
+        parts: list[Part] = []
+        for number, share in enumerate(shares, start=1):
+            own, groups = _taken(optimizer, named, segments, share.indices)
+            # The last pattern, "*" mostly, is that of the bulk; buffers are averaged once, with its parameters.
+            average = settings.average_buffers and number == len(shares)
+            how = replace(settings, name=f"{settings.name}.{share.patterns}", average_buffers=average)
+            parts.append(Part(share.patterns, share.strategy.distribute(own, model, how, job), share.indices, groups))
+        return GroupedOptimizer(optimizer, parts, settings.name, job)
+
+    def _shares(self, names: Sequence[str], owner: str) -> list[Share]:
+        """Return which parameters each strategy gets; patterns of equal strategies share one.
+
+        Raises:
+            UsageError: a parameter matches no pattern, or a pattern matches no parameter.
+        """
+        free = dict(enumerate(names))
+        shares: list[Share] = []
+        idle: list[str] = []
+        for pattern, strategy in self.policies:
+            taken = [index for index, name in free.items() if fnmatchcase(name, pattern)]
+            if not taken:
+                idle.append(pattern)
+            for index in taken:
+                del free[index]
+            same = next((share for share in shares if share.strategy == strategy), None)
+            if same is not None:
+                shares.remove(same)
+                pattern, taken = f"{same.patterns},{pattern}", sorted([*same.indices, *taken])
+            shares.append(Share(pattern, strategy, tuple(taken)))
+        if idle:
+            raise UsageError(
+                f"strategy of '{owner}': {_quoted(idle)} matches no parameter that an earlier pattern has not taken; "
+                f"parameters are {_quoted(names)}."
+            )
+        if free:
+            raise UsageError(
+                f"strategy of '{owner}': no pattern matches {_quoted(list(free.values()))}: add one, or "
+                '"*" with a policy for the rest as the last.'
+            )
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The parameters of one strategy, by their indices in the optimizer, in order."""
+
+    patterns: str
+    strategy: Strategy
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What became of the parameters of one strategy.
+
+    Args:
+        patterns: that they match.
+        optimizer: over these parameters alone.
+        indices: of its parameters in the whole optimizer, in order.
+        groups: for each of its groups the index of the one in the whole optimizer whose numbers it has.
+    """
+
+    patterns: str
+    optimizer: Distributed
+    indices: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    def own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of a state of the whole optimizer is of this part, in its own form."""
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        first, own_groups = 0, list[dict[str, Any]]()
+        for number, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            stop = first + len(group["params"])
+            own_groups.append({**_numbers(groups[number]), "params": list(range(first, stop))})
+            first = stop
+        beside = state_dict.get("parts", {}).get(self.patterns, {})
+        own = {index: state[whole] for index, whole in enumerate(self.indices) if whole in state}
+        return {"state": own, "param_groups": own_groups, **beside}
+
+
+class GroupedOptimizer(Distributed):
+    """Used like the optimizer it was made from; each group of its parameters is distributed by a strategy of its own.
+
+    A step is one clock: all parts send, the clock is finished, all parts receive. `param_groups` are those of the
+    wrapped optimizer; what schedulers change there is handed on with `zero_grad` and with `step`.
+
+    Attributes:
+        num_refused: what was refused of all parts together.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], name: str, job: Job) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._name = name
+        self._job = job
+        # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
+        # before they finish their clock, for which the values of the other parts wait.
+        self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
+        self._note_turn()
+
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        parts = "".join(f"\n{part.patterns}: {part.optimizer!r}" for part in self._parts)
+        return f"Distributed by groups ({parts}\n)"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after the parts were made; used by the constructor before."""
+        if "_parts" in self.__dict__:
+            raise UsageError(
+                f"'{self._name}' has all its parameters from the start: give the wrapped optimizer every group, and "
+                "freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def num_refused(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return how many steps or pushes of this worker were not applied, over all parts."""
+        return sum(part.optimizer.num_refused for part in self._parts)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
+        self._hand_on_numbers()
+
+    def weigh(self, samples: float) -> None:
+        """Say before backward how many samples the gradients of this step stand for.
+
+        For parts under all-reduce, which weigh them while backward runs; only where that is not what loaders from
+        `shard` have handed out.
+        """
+        for part in self._parts:
+            if isinstance(part.optimizer, ReplicatedOptimizer):
+                part.optimizer.weigh(samples)
+
+    def send(self, samples: float | None) -> float:
+        """Hand over the gradients of all parts, weighed the same.
+
+        Raises:
+            UsageError: gradients that a part cannot use; see `send` of its strategy.
+        """
+        self._hand_on_numbers()
+        first, *others = self._parts
+        weight = first.optimizer.send(samples)
+        for part in others:
+            weight = part.optimizer.send(weight)
+        self._note_turn()
+        return weight
+
+    def receive(self) -> None:
+        """Ask for the values of all parts."""
+        for part in self._parts:
+            part.optimizer.receive()
+
+    def follow(self) -> None:
+        """Do this worker's part in a step for which it has no batch."""
+        self._hand_on_numbers()
+        for part in self._parts:
+            part.optimizer.follow()
+        self._note_turn()
+
+    def arrive(self) -> None:
+        """Wait until all parameters have the values that the last step asked for."""
+        for part in self._parts:
+            part.optimizer.arrive()
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Hold back the gradients of the passes inside, as more are to be added before the step."""
+        with ExitStack() as held:
+            for part in self._parts:
+                held.enter_context(part.optimizer.accumulate())
+            yield
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Hold one consistent state of each part in the model for the length of a `with` block, without gradients."""
+        with ExitStack() as held:
+            for part in self._parts:
+                held.enter_context(part.optimizer.snapshot())
+            yield
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parts in the form of the wrapped optimizer's own `state_dict`; blocks.
+
+        What a part has beside the state of its optimizer is under "parts", by its patterns.
+        """
+        state: dict[int, Any] = {}
+        beside: dict[str, dict[str, Any]] = {}
+        for part in self._parts:
+            found = part.optimizer.state_dict()
+            state.update({part.indices[index]: values for index, values in found["state"].items()})
+            beside[part.patterns] = {key: value for key, value in found.items() if key not in _WHOLE}
+        beside = {patterns: more for patterns, more in beside.items() if more}
+        whole = {**super().state_dict(), "state": dict(sorted(state.items()))}
+        return {**whole, "parts": beside} if beside else whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state of all parts, and parameters and buffers to what they are on worker 0.
+
+        Every worker must call it, with the same state; blocks until all have.
+
+        Raises:
+            UsageError: the state is of another optimizer or model; nothing is changed then.
+        """
+        self._require_same_groups(state_dict)
+        for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update(_numbers(given))
+        for part in self._parts:
+            part.optimizer.load_state_dict(part.own(state_dict))
+
+    # -- behind the scenes -------------------------------------------------------------------------------------------
+
+    def _hand_on_numbers(self) -> None:
+        """Give the parts the numbers that are in the groups now."""
+        for part in self._parts:
+            for number, own in zip(part.groups, part.optimizer.param_groups, strict=True):
+                own.update(_numbers(self.param_groups[number]))
+
+    def _note_turn(self) -> None:
+        self.turn_s = max(part.optimizer.turn_s for part in self._parts)
+
+    def _require_same_groups(self, state_dict: Mapping[str, Any]) -> None:
+        if not state_dict.keys() >= _WHOLE:
+            raise UsageError(
+                f"a state_dict of an optimizer has 'state' and 'param_groups', this has {sorted(state_dict)}."
+            )
+        given = [len(group["params"]) for group in cast("list[dict[str, Any]]", state_dict["param_groups"])]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if given != expected:
+            raise UsageError(
+                f"the state has parameter groups of {given} parameters, the optimizer of '{self._name}' has "
+                f"{expected}: it is of another model or optimizer."
+            )
+
+
+def _taken(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], segments: Sequence[Segment], indices: Sequence[int]
+) -> tuple[torch.optim.Optimizer, tuple[int, ...]]:
+    """Return an optimizer of the same kind over some of the parameters, and which groups of the whole it has."""
+    names, tensors = list(named), list(named.values())
+    pairs: dict[int, list[tuple[str, Tensor]]] = {}
+    for index in indices:
+        pairs.setdefault(segments[index].group, []).append((names[index], tensors[index]))
+    groups = [{**_numbers(optimizer.param_groups[number]), "params": own} for number, own in pairs.items()]
+    # Some classes (AdamW) have defaults that their constructor does not take: those are in the groups anyway.
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(groups, **defaults), tuple(pairs)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_NUMBERS}
+
+
+def _quoted(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more
