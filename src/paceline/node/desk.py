@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 
 from paceline.core.events import Declared
 from paceline.errors import PacelineError
+from paceline.node.dealer import Dealer, Send
 from paceline.node.requests import (
     AwaitValues,
     Declare,
@@ -23,13 +24,13 @@ from paceline.node.requests import (
     Meet,
     Request,
     SaveState,
+    TakePiece,
 )
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.transport.base import EMPTY
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
-Send = Callable[[int, int, object, memoryview], None]
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Desk:
     shelf: Shelf
     rows: RowShelf
     send: Send
+    dealer: Dealer = field(init=False)
     # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Table -> who waits for its declaration, and the number of their request. Invariant: no entry is empty.
@@ -50,6 +52,10 @@ class Desk:
     _meetings: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # The last meeting that each life was released from: a copy of its request is not another meeting.
     _met: dict[Life, int] = field(default_factory=dict[Life, int])
+
+    def __post_init__(self) -> None:
+        """Deal out work over the same lines."""
+        self.dealer = Dealer(self.send)
 
     def handle(self, life: Life, request: Request, body: memoryview) -> Declared | None:
         """Answer a request; return that there is a table, if it declares one."""
@@ -74,9 +80,11 @@ class Desk:
                 self.send(*life, Done(number), settings)
         if members:
             self._ask_for_values(min(members))
+        self.dealer.release()
 
     def forget(self, life: Life) -> None:
         """Drop what a worker that takes part no longer was waiting for."""
+        self.dealer.end(life)
         self._met.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
         self._asking = _without(self._asking, life)
@@ -108,6 +116,8 @@ class Desk:
                     self._answer(life, Done(request.number))
                 else:
                     self._meetings.setdefault(request.place, {})[life] = request.number
+            case TakePiece():
+                self.dealer.take(life, request)
             case AwaitValues():
                 self._awaiting.setdefault(self._known(request.table), {})[life] = request.number
             case Describe():

@@ -81,6 +81,22 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
+class TakePiece:
+    """Give me a piece of this work, in the round to which I have come; or tell me that there is none.
+
+    `sizes`: how many pieces the share of each home has; none behind the last round of an epoch, where the answer comes
+    when all pieces are settled or one is free again. `terms`: what all have to agree on that take pieces of the epoch.
+    """
+
+    number: int
+    work: str
+    epoch: int
+    round: int
+    sizes: tuple[int, ...]
+    terms: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Errand:
     """Something to be done once with your part of a table, when it has every update below the clock `needs`.
 
@@ -140,5 +156,5 @@ class Failed:
     reason: str
 
 
-Request = Declare | DeclareRows | Describe | Initialise | AwaitValues | SaveState | LoadState | Meet
+Request = Declare | DeclareRows | Describe | Initialise | AwaitValues | SaveState | LoadState | Meet | TakePiece
 WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # what is asked of all of a table

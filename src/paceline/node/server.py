@@ -282,6 +282,8 @@ class ServerNode:
                 self.trace.record(records.Refusal(now, rank, effect.ids[0].worker, effect.table, problem))
         else:
             self._shelf.apply(effect.table, effect.ids)
+        for push_id in effect.ids:
+            self._desk.dealer.settle((push_id.worker, push_id.incarnation))
         self._record_applied(effect)
 
     def _discard(self, push_id: PushId) -> None:
@@ -316,7 +318,7 @@ class ServerNode:
         if message.table in self._rows:
             self._serve_rows(effect, message)
             return
-        body = self._shelf.memories[message.table]
+        body = self._shelf.settled_values(message.table)
         live = (effect.worker, effect.incarnation, message.table) in self._live
         if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
             body = self._lend(connection, message)

@@ -145,6 +145,7 @@ _KINDS: tuple[type, ...] = (
     requests.ReadRows,
     requests.WriteRows,
     requests.Describe,
+    requests.TakePiece,
 )
 _NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
 _ENCODER = msgspec.msgpack.Encoder()

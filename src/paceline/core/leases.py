@@ -1,0 +1,145 @@
+"""Who works on what: each piece of work is given out until it counts, and counts once.
+
+Work comes in rounds, in the order of their names; a round has a share for each home (the samples of a worker's clock,
+say), and a share has pieces. A worker that comes to a round takes what others have left behind in earlier rounds, then
+the pieces of its own share, then those of the share that lags most: the one of which most is left.
+
+Rules that this file keeps, whatever comes in whatever order:
+1. A piece is free, held by one life, or settled; what is settled never comes back.
+2. What a life holds when it ends is free again.
+3. Nobody works on a round before coming to it, and a round that somebody has come to is the same for all.
+4. An epoch is over only when every piece of it is settled, and then for all.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Life = tuple[int, int]  # (rank, incarnation) of a worker
+# What a worker is told that gets no piece: nothing is left of this round; the epoch is over; begin with another round.
+Word = Literal["rest", "over", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Round:
+    """Part of the work that all workers share at a time; `number` counts within an epoch."""
+
+    epoch: int
+    number: int
+
+
+_BEGINNING = Round(-1, -1)  # before the first
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a round, by the home whose share it is of and its place in that."""
+
+    round: Round
+    home: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker gets that asks for work: a piece of a round, or else a word about it."""
+
+    word: Word | Literal["piece"]
+    round: Round
+    home: int = -1
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    piece: Piece
+    taken_in: Round  # where its holder was
+
+
+@dataclass(slots=True)
+class Leases:
+    """The pieces of one work, from the first round that somebody comes to."""
+
+    # Rounds up to here have been opened, in order. What the two books below do not have of them is settled.
+    _newest: Round = _BEGINNING
+    # Round -> home -> free pieces in ascending order. Invariant: nothing in it is empty.
+    _free: dict[Round, dict[int, list[int]]] = field(default_factory=dict[Round, dict[int, list[int]]])
+    _held: dict[Life, list[_Lease]] = field(default_factory=dict[Life, list[_Lease]])
+    # Where each life is that has ever asked and has not ended. Invariant: nobody goes back.
+    _places: dict[Life, Round] = field(default_factory=dict[Life, Round])
+    # Rounds behind the last one of their epoch, for pieces that came back late.
+    _extra: set[Round] = field(default_factory=set[Round])
+
+    def ask(self, life: Life, place: Round, sizes: Sequence[int]) -> Answer | None:
+        """Return what a life gets in the round to which it has come; None if it has to wait for others.
+
+        What it took in earlier rounds is settled by that: whoever goes on has delivered. Asking again after None is
+        asking once.
+
+        Args:
+            life: who asks.
+            place: the round to which it has come.
+            sizes: pieces of each share, by home; none behind the last round of an epoch, where the end is waited for.
+        """
+        last = self._places.setdefault(life, self._start(life))
+        if place < last:  # a worker that was started again: its script is at the beginning, the others are not
+            return Answer("elsewhere", last)
+        self._places[life] = place
+        self._held[life] = [lease for lease in self._held.get(life, []) if lease.taken_in >= place]
+        if place > self._newest:
+            self._open(place, sizes)
+        piece = self._take(life, place)
+        if piece is not None:
+            if not sizes:
+                self._extra.add(place)
+            return Answer("piece", piece.round, piece.home, piece.index)
+        if sizes or place in self._extra:
+            return Answer("rest", place)
+        return Answer("over", place) if self.is_settled(place) else None
+
+    def settle(self, life: Life) -> None:
+        """Count all that a life holds: the update that carries it is applied."""
+        if life in self._held:
+            self._held[life] = []
+
+    def end(self, life: Life) -> list[Piece]:
+        """Free what a life holds that takes part no longer; return it."""
+        self._places.pop(life, None)
+        back = [lease.piece for lease in self._held.pop(life, [])]
+        for piece in back:
+            insort(self._free.setdefault(piece.round, {}).setdefault(piece.home, []), piece.index)
+        return back
+
+    def is_settled(self, place: Round) -> bool:
+        """Say whether every piece of the rounds up to this one is settled."""
+        held = (lease.piece.round for leases in self._held.values() for lease in leases)
+        return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
+
+    def _open(self, place: Round, sizes: Sequence[int]) -> None:
+        self._newest = place
+        shares = {home: list(range(size)) for home, size in enumerate(sizes) if size}
+        if shares:
+            self._free[place] = shares
+
+    def _take(self, life: Life, place: Round) -> Piece | None:
+        first = min(self._free, default=None)
+        if first is None or first > place:
+            return None
+        shares = self._free[first]
+        if life[0] in shares:
+            home, at = life[0], 0
+        else:  # from behind, where the owner of the share comes last
+            home, at = max(shares, key=lambda home: (len(shares[home]), -home)), -1
+        piece = Piece(first, home, shares[home].pop(at))
+        self._held[life].append(_Lease(piece, place))
+        self._free[first] = {home: rest for home, rest in shares.items() if rest}
+        if not self._free[first]:
+            del self._free[first]
+        return piece
+
+    def _start(self, life: Life) -> Round:
+        """Return where a life begins: at the beginning, or after another of its rank where the hindmost is."""
+        return min(self._places.values(), default=self._newest) if life[1] > 0 else _BEGINNING

@@ -1,0 +1,93 @@
+"""Where a server deals out pieces of work: the first server alone, so that each piece is dealt in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.core.leases import Answer, Leases, Life, Round
+from paceline.errors import UsageError
+from paceline.node.requests import Done, Failed, TakePiece
+from paceline.transport.base import EMPTY
+
+Send = Callable[[int, int, object, memoryview], None]
+
+
+@dataclass(slots=True)
+class Dealer:
+    """Answers those who ask for work, at once or when it is clear what they get.
+
+    What a worker holds counts when one of its updates is applied, which carries all that it took before, or when it
+    goes on to another round: so that what is refused, by a worker or here, is not given out again.
+    A worker has one such request open at a time, and repeats it until it is answered: a copy gets the same answer.
+    """
+
+    send: Send
+    _works: dict[str, Leases] = field(default_factory=dict[str, Leases])
+    # Work and epoch -> what those who work on it have to agree on, and who said so first.
+    _terms: dict[tuple[str, int], tuple[tuple[int, ...], int]] = field(
+        default_factory=dict[tuple[str, int], tuple[tuple[int, ...], int]]
+    )
+    # Invariant: a life is in one of these at most, and whoever has ended in none.
+    _waiting: dict[Life, TakePiece] = field(default_factory=dict[Life, TakePiece])
+    _answers: dict[Life, tuple[int, memoryview]] = field(default_factory=dict[Life, tuple[int, memoryview]])
+    _ended: set[Life] = field(default_factory=set[Life])
+
+    def take(self, life: Life, request: TakePiece) -> None:
+        """Take a request in; `release` answers it.
+
+        Raises:
+            UsageError: this worker cuts the work in another way than the others do.
+        """
+        number, answer = self._answers.get(life, (0, EMPTY))
+        if life in self._ended:
+            self.send(*life, Failed(request.number, f"worker {life[0]} takes no part"), EMPTY)
+        elif request.number == number:
+            self.send(*life, Done(number), answer)
+        elif request.number > number:
+            self._require_agreement(life[0], request)
+            self._works.setdefault(request.work, Leases())
+            self._answers.pop(life, None)
+            self._waiting[life] = request
+
+    def release(self) -> None:
+        """Answer those for whom it is clear now what they get, in the order of their ranks."""
+        for life, request in sorted(self._waiting.items()):
+            answer = self._works[request.work].ask(life, Round(request.epoch, request.round), request.sizes)
+            if answer is not None:
+                del self._waiting[life]
+                content = memoryview(msgspec.msgpack.encode(answer))
+                self._answers[life] = request.number, content
+                self.send(*life, Done(request.number), content)
+
+    def settle(self, life: Life) -> None:
+        """Count what a life holds: an update of it is applied, and it has taken no piece since it sent that."""
+        for leases in self._works.values():
+            leases.settle(life)
+        if self._waiting:
+            self.release()
+
+    def end(self, life: Life) -> None:
+        """Give to others what a worker that takes part no longer has not delivered."""
+        self._ended.add(life)
+        self._waiting.pop(life, None)
+        self._answers.pop(life, None)
+        for leases in self._works.values():
+            leases.end(life)
+
+    def _require_agreement(self, rank: int, request: TakePiece) -> None:
+        if (request.work, request.epoch) not in self._terms:  # older epochs are over: nobody begins one before
+            self._terms = {key: value for key, value in self._terms.items() if key[1] >= request.epoch - 1}
+        terms, first = self._terms.setdefault((request.work, request.epoch), (request.terms, rank))
+        if terms != request.terms:
+            raise UsageError(
+                f"workers {first} and {rank} do not cut {request.work} alike: (samples, batch size, slices, seed, "
+                f"epoch) is {terms} there and {request.terms} here. Give all workers the same loader."
+            )
+
+
+def read_answer(body: memoryview) -> Answer:
+    """Return what the first server has answered."""
+    return msgspec.msgpack.decode(body, type=Answer)

@@ -1,0 +1,152 @@
+"""Every piece of work is done once by somebody, whoever dies, waits or begins anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.leases import Answer, Leases, Life, Piece, Round
+
+FIRST, SECOND = Round(0, 0), Round(0, 1)
+
+
+def taken(leases: Leases, rank: int, place: Round, sizes: tuple[int, ...]) -> tuple[int, int] | str:
+    """What a first life of a worker gets, as (home, index) or a word."""
+    answer = leases.ask((rank, 0), place, sizes)
+    assert answer is not None
+    return (answer.home, answer.index) if answer.word == "piece" else answer.word
+
+
+def test_a_worker_takes_its_own_pieces_and_then_of_whoever_lags_most_from_behind() -> None:
+    leases, sizes = Leases(), (2, 3, 4)
+    assert [taken(leases, 0, FIRST, sizes) for _ in range(6)] == [(0, 0), (0, 1), (2, 3), (1, 2), (2, 2), (1, 1)]
+    assert [taken(leases, 2, FIRST, sizes) for _ in range(3)] == [(2, 0), (2, 1), (1, 0)]
+    assert [taken(leases, rank, FIRST, sizes) for rank in range(3)] == ["rest"] * 3
+
+
+def test_a_round_is_not_opened_again_for_those_who_come_late() -> None:
+    leases = Leases()
+    assert [taken(leases, 0, FIRST, (1, 1)) for _ in range(3)] == [(0, 0), (1, 0), "rest"]
+    assert taken(leases, 0, SECOND, (1, 1)) == (0, 0)
+    assert taken(leases, 1, FIRST, (1, 1)) == "rest"
+    assert taken(leases, 1, SECOND, (1, 1)) == (1, 0)
+
+
+def test_what_a_dead_worker_holds_comes_first_and_its_later_shares_are_for_the_others() -> None:
+    leases = Leases()
+    assert [taken(leases, 1, FIRST, (1, 2)) for _ in range(2)] == [(1, 0), (1, 1)]
+    assert [taken(leases, 0, FIRST, (1, 2)) for _ in range(2)] == [(0, 0), "rest"]
+    assert leases.end((1, 0)) == [Piece(FIRST, 1, 0), Piece(FIRST, 1, 1)]
+    got = [leases.ask((0, 0), SECOND, (1, 1)) for _ in range(5)]
+    expected = [(FIRST, 1, 1), (FIRST, 1, 0), (SECOND, 0, 0), (SECOND, 1, 0)]
+    assert got == [*(Answer("piece", *one) for one in expected), Answer("rest", SECOND)]
+
+
+def test_what_is_settled_does_not_come_back() -> None:
+    leases = Leases()
+    assert [taken(leases, 0, FIRST, (2,)) for _ in range(2)] == [(0, 0), (0, 1)]
+    leases.settle((0, 0))
+    assert leases.end((0, 0)) == []
+    assert taken(leases, 1, FIRST, (2,)) == "rest"
+
+
+def test_to_go_on_settles_the_rounds_before_and_not_the_one_that_is_gone_on_to() -> None:
+    leases = Leases()
+    assert [taken(leases, 0, FIRST, (1,)), taken(leases, 0, SECOND, (1,))] == [(0, 0), (0, 0)]
+    assert leases.end((0, 0)) == [Piece(SECOND, 0, 0)]
+
+
+def test_an_epoch_ends_when_all_is_settled_and_has_a_round_more_for_what_comes_back() -> None:
+    leases = Leases()
+    assert [taken(leases, rank, FIRST, (1, 1, 1)) for rank in range(3)] == [(0, 0), (1, 0), (2, 0)]
+    assert leases.ask((0, 0), SECOND, ()) is None, "two pieces are still worked on"
+    leases.settle((1, 0))
+    assert leases.ask((0, 0), SECOND, ()) is None
+    leases.end((2, 0))
+    assert leases.ask((0, 0), SECOND, ()) == Answer("piece", FIRST, 2, 0)
+    assert [leases.ask((rank, 0), SECOND, ()) for rank in (0, 1)] == [Answer("rest", SECOND)] * 2, "the same for all"
+    last = Round(0, 2)
+    assert leases.ask((1, 0), last, ()) is None, "the piece that came back is still worked on"
+    assert [leases.ask((rank, 0), last, ()) for rank in (0, 1)] == [Answer("over", last)] * 2
+    assert leases.ask((0, 0), Round(1, 0), (1, 0, 0)) == Answer("piece", Round(1, 0), 0, 0)
+
+
+def test_a_worker_that_was_started_again_begins_where_the_hindmost_is() -> None:
+    leases = Leases()
+    for place in (FIRST, SECOND):
+        assert [taken(leases, rank, place, (1, 1)) for rank in range(2)] == [(0, 0), (1, 0)]
+    leases.ask((0, 0), Round(0, 2), (1, 1))
+    leases.end((1, 0))
+    leases.ask((2, 0), SECOND, (1, 1))
+    assert leases.ask((1, 1), FIRST, (1, 1)) == Answer("elsewhere", SECOND)
+    assert leases.ask((1, 1), SECOND, (1, 1)) == Answer("rest", SECOND)
+
+
+@dataclass
+class Walker:
+    """A worker that goes through the rounds of some epochs: `carried` is what its next update stands for."""
+
+    life: Life
+    place: Round = FIRST
+    carried: list[Piece] = field(default_factory=list)
+    has_finished: bool = False
+
+
+def walk(walker: Walker, leases: Leases, rounds: list[tuple[int, ...]], num_epochs: int, done: Counter[Piece]) -> None:
+    """Take one more piece, or deliver those of this round and go on."""
+    sizes = rounds[walker.place.number] if walker.place.number < len(rounds) else ()
+    answer = leases.ask(walker.life, walker.place, sizes)
+    if answer is None:
+        return
+    if answer.word == "elsewhere":
+        walker.place = answer.round
+        return
+    if answer.word == "piece":
+        assert answer.round <= walker.place
+        walker.carried.append(Piece(answer.round, answer.home, answer.index))
+        return
+    done.update(walker.carried)
+    walker.carried = []
+    leases.settle(walker.life)
+    if answer.word == "over":
+        walker.place = Round(walker.place.epoch + 1, 0)
+        walker.has_finished = walker.place.epoch == num_epochs
+    else:
+        walker.place = Round(walker.place.epoch, walker.place.number + 1)
+
+
+@given(st.data())
+def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) -> None:
+    num_workers, num_epochs = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    shares = st.lists(st.integers(0, 3), min_size=num_workers, max_size=num_workers).map(tuple)
+    rounds = data.draw(st.lists(shares, min_size=1, max_size=3))
+    leases, done = Leases(), Counter[Piece]()
+    walkers = [Walker((rank, 0)) for rank in range(num_workers)]
+    deaths = data.draw(st.lists(st.integers(0, 40), max_size=num_workers - 1))
+    for step in range(1000):
+        if all(walker.has_finished for walker in walkers):
+            break
+        working = [walker for walker in walkers if not walker.has_finished]
+        chosen = data.draw(st.sampled_from(working)) if step < 60 else working[step % len(working)]
+        if step in deaths and len(walkers) > 1:
+            walkers.remove(chosen)
+            assert sorted(leases.end(chosen.life), key=str) == sorted(chosen.carried, key=str)
+            rank, incarnation = chosen.life
+            if data.draw(st.booleans()):
+                walkers.append(Walker((rank, incarnation + 1)))
+            continue
+        walk(chosen, leases, rounds, num_epochs, done)
+    else:
+        pytest.fail(f"nobody comes to the end: {walkers}, {leases}")
+    everything = {
+        Piece(Round(epoch, number), home, index)
+        for epoch in range(num_epochs)
+        for number, sizes in enumerate(rounds)
+        for home, size in enumerate(sizes)
+        for index in range(size)
+    }
+    assert done == Counter(dict.fromkeys(everything, 1))

@@ -1,0 +1,67 @@
+"""Pieces of work are dealt by the first server: copies get the same, the dead give back, all have to agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.leases import Answer, Life, Round
+from paceline.errors import UsageError
+from paceline.node.dealer import Dealer, read_answer
+from paceline.node.requests import Done, Failed, TakePiece
+
+ONE, OTHER = (0, 0), (1, 0)
+
+
+class Table:
+    """A dealer, and what it has sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Life, object]] = []
+        self.dealer = Dealer(self._send)
+
+    def _send(self, rank: int, incarnation: int, message: object, body: memoryview) -> None:
+        self.sent.append(((rank, incarnation), read_answer(body) if isinstance(message, Done) else message))
+
+    def ask(self, life: Life, number: int, place: int = 0, sizes: tuple[int, ...] = (1, 2), epoch: int = 0) -> object:
+        """What a worker is answered; None while it has to wait."""
+        before = len(self.sent)
+        self.dealer.take(life, TakePiece(number, "slices", epoch, place, sizes, (3, 3, 2, 0, epoch)))
+        self.dealer.release()
+        return self.sent[-1][1] if len(self.sent) > before else None
+
+
+def piece(home: int, index: int) -> Answer:
+    return Answer("piece", Round(0, 0), home, index)
+
+
+def test_a_copy_of_a_request_gets_the_same_answer_and_takes_nothing() -> None:
+    table = Table()
+    assert [table.ask(OTHER, 4), table.ask(OTHER, 4), table.ask(OTHER, 5)] == [piece(1, 0), piece(1, 0), piece(1, 1)]
+    assert table.ask(OTHER, 4) is None, "its sender has had that answer"
+    assert table.ask(ONE, 1) == piece(0, 0)
+
+
+def test_who_waits_for_the_end_is_told_when_the_last_update_is_applied() -> None:
+    table = Table()
+    assert [table.ask(OTHER, number) for number in (1, 2, 3)] == [piece(1, 0), piece(1, 1), piece(0, 0)]
+    assert [table.ask(ONE, 1), table.ask(ONE, 2, 1, ())] == [Answer("rest", Round(0, 0)), None]
+    table.dealer.settle(OTHER)
+    assert table.sent[-1] == (ONE, Answer("over", Round(0, 1)))
+    assert table.ask(ONE, 2, 1, ()) == Answer("over", Round(0, 1)), "a copy"
+
+
+def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
+    table = Table()
+    assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
+    assert table.ask(ONE, 1, 1, ()) is None
+    table.dealer.end(OTHER)
+    table.dealer.release()
+    assert table.sent[-1] == (ONE, piece(1, 0))
+    assert table.ask(OTHER, 2) == Failed(2, "worker 1 takes no part")
+
+
+def test_workers_that_cut_the_work_differently_are_told() -> None:
+    table = Table()
+    table.ask(ONE, 1)
+    with pytest.raises(UsageError, match=r"workers 0 and 1 do not cut slices alike: .* is \(3, 3, 2, 0, 0\) there and"):
+        table.dealer.take(OTHER, TakePiece(1, "slices", 0, 0, (1, 2), (3, 3, 4, 0, 0)))
