@@ -201,7 +201,8 @@ class Mirror:
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:
     """Say whether a worker can compute the effect of its own pushes on this table."""
-    return consistency.visible == "on_arrival" and _is_plain(spec.rule.name, spec.rule.groups)
+    at_once = consistency.visible == "on_arrival" and spec.rule.quorum is None
+    return at_once and _is_plain(spec.rule.name, spec.rule.groups)
 
 
 def _is_plain(rule: str, groups: tuple[Hyper, ...]) -> bool:

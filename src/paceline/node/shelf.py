@@ -87,7 +87,8 @@ class Shelf:
             num_bad = shard.screen(gradient, frozenset(frame.absent))
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
-        contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper)
+        worker = frame.push.id.worker
+        contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper, worker)
         self._waiting[frame.push.id] = contribution, body
         return ""
 
@@ -117,8 +118,14 @@ class Shelf:
 
     def values_into(self, table: str, body: memoryview) -> None:
         """Copy the values of a table's shard into memory of exactly their size."""
+        self.shards[table].settle()
         if len(body):
             self.shards[table].copy_values(as_tensor(body, torch_dtype(self.specs[table])))
+
+    def settled_values(self, table: str) -> memoryview:
+        """Return the memory of a table's values, once the updates that are due have been made."""
+        self.shards[table].settle()
+        return self.memories[table]
 
     def size_bytes(self, table: str) -> int:
         """Return the size of this server's part of a table."""
@@ -138,7 +145,8 @@ class Shelf:
         shard.store(as_tensor(body, torch_dtype(self.specs[table])))
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """Return values and rule state of this server's part."""
+        """Return values and rule state of this server's part; pushes that wait for a quorum are merged before."""
+        self.shards[table].settle(all_kept=True)
         return self.shards[table].state()
 
 

@@ -84,6 +84,7 @@ class WholeTables:
         function = function_at(request.name, "range", self.allowed_paths)
         if not shard.initialised:
             raise UsageError("the table has no values yet")
+        shard.settle()
         values = shard.values.clone()
         result = _packed_result(function(values, shard.span.start, **request.numbers))
         num_changed = _num_changed(shard, values)

@@ -21,9 +21,11 @@ class Contribution:
         count: samples behind the gradient, 0 or more.
         absent: indices of the segments that have no gradient (frozen, or unused in this step).
         hyper: hyperparameters of each group as of this push; empty to leave them as they are.
+        worker: who pushed it.
     """
 
     gradient: Tensor
     count: float = 1.0
     absent: frozenset[int] = frozenset()
     hyper: tuple[Hyper, ...] = ()
+    worker: int = 0

@@ -235,8 +235,32 @@ class AdagradKernel(Kernel):
             value.addcdiv_(gradient, divisor, value=-(numbers["lr"] / (1 + (at.step - 1) * numbers["lr_decay"])))
 
 
+@final
+class DelayedNesterovKernel(Kernel):
+    """Nesterov momentum once in so many updates, of their mean; between, plain steps of that part of each.
+
+    As many updates as it waits for make together exactly one step of `torch.optim.SGD` with their mean.
+    """
+
+    known = ("momentum_buffer", "sum")
+    counts_steps = True
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+        every, lr, momentum = numbers["every"], numbers["lr"], numbers["momentum"]
+        for value, gradient, state in at.one_by_one():
+            buffer, total = state["momentum_buffer"], state["sum"]
+            total.add_(gradient)
+            value.add_(gradient, alpha=-lr / every)
+            if at.step % every == 0:
+                buffer.mul_(momentum).add_(total, alpha=1 / every)
+                value.add_(buffer, alpha=-lr * momentum)
+                total.zero_()
+
+
 _KERNELS: dict[str, type[Kernel]] = {
     "add": AddKernel,
+    "delayed_nesterov": DelayedNesterovKernel,
     "torch.optim.SGD": SGDKernel,
     "torch.optim.Adam": AdamKernel,
     "torch.optim.AdamW": AdamKernel,

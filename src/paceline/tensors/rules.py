@@ -15,16 +15,33 @@ Granularity: TypeAlias = Literal["element", "tensor"]
 
 
 @dataclass(frozen=True, slots=True)
+class Quorum:
+    """When pushes that a server keeps become one update.
+
+    Args:
+        num_pushes: so many have to be there.
+        grace_s: how long further ones are waited for once they are.
+        num_workers: once so many workers have pushed, nobody is waited for.
+    """
+
+    num_pushes: int
+    grace_s: float
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class RuleSpec:
     """An update rule as data: never code, so a server runs only what it already has.
 
     Args:
         name: "add", "torch.optim.<class>", or "package.module:Rule" for a rule of your own.
         groups: the hyperparameters of each parameter group; at least one group.
+        quorum: keep pushes until they are merged into one update; None makes an update whenever the consistency does.
     """
 
     name: str
     groups: tuple[Hyper, ...]
+    quorum: Quorum | None = None
 
 
 @runtime_checkable

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -12,6 +13,7 @@ from paceline.tensors.chunked import Chunked
 from paceline.tensors.contribution import Contribution
 from paceline.tensors.crew import Crew
 from paceline.tensors.kernels import Kernel
+from paceline.tensors.merging import Merger
 from paceline.tensors.pieces import cut
 from paceline.tensors.rules import Hyper, UpdateRule
 from paceline.tensors.summing import num_nonfinite
@@ -36,6 +38,7 @@ class Shard:
         rule: fresh, for this shard alone.
         values: (elements of the range,), memory to keep the values in, its own when left out; zeroed here.
         num_threads: how many threads may work on an update; more than 1 are the shard's own, and `close` ends them.
+        now: the time in seconds, for a rule that waits for a quorum.
 
     Raises:
         ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
@@ -60,6 +63,7 @@ class Shard:
         rule: UpdateRule | Kernel,
         values: Tensor | None = None,
         num_threads: int = 1,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
         self.span = span
@@ -74,6 +78,7 @@ class Shard:
         self._pieces = cut(spec, span)
         self._require_whole_tensors(rule)
         self._crew = Crew(num_threads)
+        self._merger = Merger(spec.rule.quorum, now) if spec.rule.quorum else None
         policy = (spec.scale, spec.nonfinite)
         self._updates = (
             Chunked(rule, self._pieces, self.values, policy, self._crew)
@@ -99,17 +104,36 @@ class Shard:
         views = (piece.view(gradient).view(-1) for piece in self._pieces if piece.segment not in absent)
         return sum(num_nonfinite(view, self._crew) for view in views)
 
-    @torch.no_grad()
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """Update the values once with all contributions: added in the order given, scaled, then given to the rule.
 
         The hyperparameters of the first contribution win and stay until others arrive. A segment that is absent from
-        all contributions stays untouched; one that is absent from some counts as zeros there.
+        all contributions stays untouched; one that is absent from some counts as zeros there. Where the rule waits for
+        a quorum the contributions are kept for the update that they are due in.
 
         Raises:
             ProtocolBug: there is no contribution, or one does not fit this shard.
         """
         self._require_contributions(contributions)
+        if self._merger is None:
+            self._update(contributions)
+            return
+        self.settle()  # what was due before these came is without them
+        self._merger.keep(contributions)
+        self.settle()
+
+    def settle(self, *, all_kept: bool = False) -> None:
+        """Make the update that has become due as time went by, if any; or of all that is kept, due or not.
+
+        Called before values are looked at, so nobody can tell that it was not made at the very moment.
+        """
+        if self._merger is not None:
+            due = self._merger.take_all() if all_kept else self._merger.take_due()
+            if due:
+                self._update(due)
+
+    @torch.no_grad()
+    def _update(self, contributions: Sequence[Contribution]) -> None:
         self.hyper = contributions[0].hyper or self.hyper
         self.num_zeroed += self._updates.apply(contributions, self.hyper)
         self.version += 1
@@ -141,6 +165,8 @@ class Shard:
                     f"{self.span.start} to {self.span.stop}. Load the state of this very range."
                 )
             named[f"{index_of[int(segment)]}.{name}"] = value
+        if self._merger is not None:
+            self._merger.take_all()  # they belong to the values of before
         self.store(state[VALUES])
         self._updates.load_state(named)
         self.version = version

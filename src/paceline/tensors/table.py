@@ -100,7 +100,8 @@ class TableSpec:
             yield "its update rule has no name. Use one of paceline.update, SGD(lr=0.1) for example."
         if not self.rule.groups:
             yield f"its rule {self.rule.name} has no hyperparameter group. Give at least one, be it empty."
-        Consistency.parse(self.consistency)
+        if Consistency.parse(self.consistency).visible == "on_clock" and self.rule.quorum is not None:
+            yield f"its rule waits for a quorum of pushes, but {self.consistency} waits for clocks: take asynchronous."
 
     def _segment_problems(self) -> Iterator[str]:
         seen: set[str] = set()
@@ -148,6 +149,7 @@ def _differences(ours: TableSpec, theirs: TableSpec) -> Iterator[str]:
     yield from _field("the dtype", ours.dtype, theirs.dtype)
     yield from _field("the update rule", ours.rule.name, theirs.rule.name)
     yield from _group_differences(ours.rule.groups, theirs.rule.groups)
+    yield from _field("the quorum", ours.rule.quorum, theirs.rule.quorum)
     yield from _field("the consistency", ours.consistency, theirs.consistency)
     yield from _field("the scale", ours.scale, theirs.scale)
     yield from _field("the treatment of non-finite gradients", ours.nonfinite, theirs.nonfinite)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from paceline.errors import UsageError
 from paceline.tensors.kernels import Kernel, kernel_of
 from paceline.tensors.own_rule import build_own, missing_members, split_path
-from paceline.tensors.rules import Granularity, Number, RuleSpec, UpdateRule
+from paceline.tensors.rules import Granularity, Number, Quorum, RuleSpec, UpdateRule
 from paceline.tensors.torch_rule import PREFIX, TorchRule, from_optimizer, torch_optim
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "AdamW",
     "AdaptiveRevision",
     "Add",
+    "DelayedNesterov",
+    "Merging",
     "Proximal",
     "RowwiseAdagrad",
     "RuleSpec",
@@ -121,6 +124,66 @@ def AdamW(  # noqa: N802 - as in torch.optim
         UsageError: a number is out of its range.
     """
     return torch_optim("AdamW", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def DelayedNesterov(  # noqa: N802 - as the optimizers beside it
+    lr: float, momentum: float = 0.9, *, every: int
+) -> RuleSpec:
+    """Return SGD whose Nesterov momentum is delayed, for updates that come one by one from workers out of step.
+
+    Momentum acts once in `every` updates, on their mean; until then each takes its part of a plain step. So `every`
+    updates make together what `SGD(lr, momentum, nesterov=True)` makes of their mean, and stale updates are not
+    repeated by a momentum that each of them sets going.
+
+    Args:
+        lr: the step size of the mean of so many updates.
+        momentum: 0 to below 1.
+        every: how many updates it waits for; as many as there are workers, for example.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> DelayedNesterov(lr=0.7, every=4).groups
+        ({'lr': 0.7, 'momentum': 0.9, 'every': 4},)
+    """
+    if not 0 < lr < math.inf:
+        raise UsageError(f"lr of DelayedNesterov is {lr}, expected a number above 0.")
+    if not 0 <= momentum < 1:
+        raise UsageError(f"momentum of DelayedNesterov is {momentum}, expected 0 or more, and less than 1.")
+    if every < 1:
+        raise UsageError(f"DelayedNesterov waits for {every} updates, expected 1 or more.")
+    return RuleSpec("delayed_nesterov", ({"lr": lr, "momentum": momentum, "every": every},))
+
+
+def Merging(  # noqa: N802 - as the optimizers beside it
+    rule: RuleSpec, *, quorum: int, num_workers: int, grace_s: float = 0.0
+) -> RuleSpec:
+    """Return a rule that acts on several pushes at once, on asynchronous tables of a shape.
+
+    A server keeps pushes until `quorum` of them are there, waits for others for the grace window, but no longer than
+    until all workers have pushed, and takes what it has to `rule` as one update, scaled as the table says. What comes
+    later waits for the next update: no push is lost, and none is counted twice. Reads never wait: whoever reads before
+    the update sees the values without it. Each server decides for its part of the table, by its own clock.
+
+    Args:
+        rule: what acts on the merged push.
+        quorum: 1 to `num_workers`.
+        num_workers: of the job.
+        grace_s: how long to wait for further pushes once the quorum is there.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> Merging(SGD(lr=0.7), quorum=2, num_workers=4, grace_s=0.5).quorum
+        Quorum(num_pushes=2, grace_s=0.5, num_workers=4)
+    """
+    if not 1 <= quorum <= num_workers:
+        raise UsageError(f"a quorum of {quorum} of {num_workers} workers cannot come, expected 1 to {num_workers}.")
+    if not 0 <= grace_s < math.inf:
+        raise UsageError(f"grace_s is {grace_s}, expected 0 s or more.")
+    return replace(rule, quorum=Quorum(quorum, grace_s, num_workers))
 
 
 def FTRL(  # noqa: N802 - as in the paper

@@ -116,6 +116,8 @@ class RowTableSpec:
             yield f"its rows have {self.width} numbers, expected 1 to {1 << 20}."
         if len(self.rule.groups) != 1:
             yield f"its rule {self.rule.name} has {len(self.rule.groups)} hyperparameter groups, expected 1."
+        if self.rule.quorum is not None:
+            yield f"its rule {self.rule.name} waits for a quorum, which only tables of a shape do."
         choices = (
             ("dtype", self.dtype, DType),
             ("scale", self.scale, Scale),
