@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
     from paceline.training.downpour import downpour
+    from paceline.training.local_sgd import diloco, local_sgd
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "broadcast",
     "bsp",
     "connect",
+    "diloco",
     "distributed",
     "downpour",
     "essp",
@@ -43,6 +45,7 @@ __all__ = [
     "functions",
     "init",
     "local_rank",
+    "local_sgd",
     "managed",
     "prefetch",
     "pull",
@@ -62,6 +65,7 @@ _HOMES = {
     **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.embedding"),
     **dict.fromkeys(("Session", "connect"), "paceline.session"),
+    **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
     **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
     "Lifecycle": "paceline.tensors.rows.spec",
     "downpour": "paceline.training.downpour",

@@ -10,6 +10,7 @@ from paceline.errors import UsageError
 from paceline.training.all_reduce import AllReduce
 from paceline.training.downpour import Downpour
 from paceline.training.groups import Groups
+from paceline.training.local_sgd import diloco, local_sgd
 from paceline.training.optimizer import ParameterServer
 from paceline.training.strategy import Strategy
 
@@ -40,6 +41,10 @@ def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distr
             return ParameterServer(wanted.consistency)
         case "all-reduce":
             return AllReduce()
+        case "local-sgd":
+            return local_sgd(wanted.steps)
+        case "diloco":
+            return diloco(wanted.steps)
         case "downpour":
             return Downpour(push_every=wanted.steps, fetch_every=wanted.steps)
         case name:

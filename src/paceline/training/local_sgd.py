@@ -1,0 +1,136 @@
+"""Local SGD and DiLoCo: workers step by themselves and exchange how far they have come, for links that are thin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.training.local_sgd_optimizer import LocalOptimizer
+from paceline.training.local_sgd_rounds import Rounds
+from paceline.training.optimizer import Job, Settings
+
+_OUTER_LR = 0.7
+_CAUTIOUS_LR = 0.07  # where momentum acts on stale pushes one by one
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD:
+    """Every worker steps its own model; servers merge them every so many steps. See `paceline.diloco`."""
+
+    rounds: Rounds
+
+    def distribute(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+    ) -> LocalOptimizer:
+        """Make an optimizer that steps on its worker, and exchanges."""
+        return LocalOptimizer(optimizer, model, settings, self.rounds, job)
+
+
+def local_sgd(
+    steps: int = 10,
+    *,
+    outer_lr: float = 1.0,
+    fragments: int = 1,
+    overlap_steps: int = 0,
+    merge: float = 1.0,
+    asynchronous: bool = False,
+    quorum: int | None = None,
+    grace_s: float = 0.0,
+) -> LocalSGD:
+    """Return local SGD for `paceline.distributed(strategy=...)`: after so many steps all go on from their mean.
+
+    The same as `paceline.diloco` with an outer optimizer that does no more than to take the mean.
+
+    Args:
+        steps: between two exchanges; the bytes that travel fall by this factor. 1 exchanges after every step.
+        outer_lr: how far to go towards the mean; asynchronous, how far each push moves the values.
+        fragments: as `paceline.diloco`, and so are all that follow.
+        overlap_steps: while these are taken, values are under way.
+        merge: how much the servers' values count where they arrive.
+        asynchronous: never wait for another worker.
+        quorum: how many pushes make an update.
+        grace_s: how long more are waited for.
+
+    Raises:
+        UsageError: a number is out of its range.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.Adam(model.parameters())
+        >>> optimizer = paceline.distributed(inner, strategy=paceline.local_sgd(steps=2), model=model, name="local")
+        >>> for _ in range(4):
+        ...     model(torch.ones(2)).sum().backward()
+        ...     optimizer.step()
+    """
+    return LocalSGD(Rounds(steps, outer_lr, 0.0, fragments, overlap_steps, merge, asynchronous, quorum, grace_s))
+
+
+def diloco(
+    steps: int = 50,
+    *,
+    outer_lr: float | None = None,
+    outer_momentum: float = 0.9,
+    fragments: int = 1,
+    overlap_steps: int = 0,
+    merge: float = 1.0,
+    asynchronous: bool = False,
+    quorum: int | None = None,
+    grace_s: float = 0.0,
+    delayed: int | None = None,
+) -> LocalSGD:
+    """Return DiLoCo for `paceline.distributed(strategy=...)`: workers step alone, servers step with what comes of it.
+
+    The wrapped optimizer is the inner one: it steps on its worker, and its state stays there from round to round. Every
+    `steps` steps, what a worker has changed goes to the servers as a gradient (old values minus new), weighted by the
+    samples behind it; these take a step of SGD with Nesterov momentum, and the worker goes on from the new values.
+    Buffers of the model are averaged.
+
+    Args:
+        steps: of each worker between two exchanges; the bytes that travel fall by this factor.
+        outer_lr: step size of the outer optimizer, 0.7 by default. Asynchronous, where momentum would act on every
+            stale push, it is 0.07; 0.7 again with `delayed`, or without momentum.
+        outer_momentum: of the outer optimizer.
+        fragments: exchange the parameters in so many parts, one after the other, evenly over a round: the same bytes,
+            in smaller bursts.
+        overlap_steps: take the servers' answer so many steps after the push, instead of waiting for it.
+        merge: where values arrive, go this far from the worker's own to them; 1 takes them as they are. What the
+            worker did while they were under way stays in part with less, and goes with its next push.
+        asynchronous: each push is a step of the outer optimizer when it arrives, and no worker waits for another.
+        quorum: asynchronous; so many pushes are merged into one step.
+        grace_s: so long after a quorum others may join its step; see `paceline.update.Merging`.
+        delayed: asynchronous; let momentum act once in so many pushes, see `paceline.update.DelayedNesterov`.
+
+    Raises:
+        UsageError: a number is out of its range, or has no use beside the others.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.AdamW(model.parameters())
+        >>> optimizer = paceline.distributed(inner, strategy=paceline.diloco(steps=2), model=model, name="diloco")
+        >>> for _ in range(4):
+        ...     model(torch.ones(2)).sum().backward()
+        ...     optimizer.step()
+    """
+    if outer_lr is None:
+        is_naive = asynchronous and outer_momentum > 0 and delayed is None
+        outer_lr = _CAUTIOUS_LR if is_naive else _OUTER_LR
+    return LocalSGD(
+        Rounds(
+            steps,
+            outer_lr,
+            outer_momentum,
+            fragments,
+            overlap_steps,
+            merge,
+            asynchronous,
+            quorum,
+            grace_s,
+            delayed,
+        )
+    )

@@ -1,0 +1,255 @@
+"""An optimizer that steps on its worker alone, and every so many steps exchanges how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.node.outgoing import PushOutcome
+from paceline.tensors.rules import RuleSpec
+from paceline.tensors.summing import num_nonfinite, zeroed
+from paceline.tensors.table import Segment, TableSpec
+from paceline.training.buffers import floating_buffers
+from paceline.training.flat import Flat, segments_of
+from paceline.training.local_sgd_fragment import Fragment
+from paceline.training.local_sgd_rounds import Rounds
+from paceline.training.optimizer import Job, Settings
+from paceline.training.state import StateOf, check_state, fetch_state
+from paceline.training.strategy import Distributed
+
+OUTER = "outer"  # what of a state_dict is of the servers
+
+
+class LocalOptimizer(Distributed):
+    """Used like the optimizer it wraps, which steps on this worker and keeps its state from round to round.
+
+    At the end of a round the way from the last common values to this worker's goes to the servers as a gradient, which
+    their outer optimizer takes; the worker goes on from what that makes. Every step is a clock, so losses compare with
+    those of other strategies clock by clock. Workers may join late and leave early.
+
+    Attributes:
+        num_refused: steps of this worker that were not taken, and pushes that were not applied, as they were not
+            finite.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, rounds: Rounds, job: Job
+    ) -> None:
+        named, _ = segments_of(optimizer, model)
+        _require_fit(named, settings, rounds)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.num_refused = 0
+        self.state = optimizer.state
+        self._optimizer = optimizer
+        self._settings, self._rounds, self._job = settings, rounds, job
+        self._num_samples = job.num_samples  # as of the last step
+        self._fragments = self._open_fragments(named, model)
+        # As the others count: who joins late, with a clock that is theirs, exchanges when they do.
+        self._num_steps = self._fragments[0].table.node.clock
+
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        own, kind = type(self).__name__, type(self._optimizer).__name__
+        how = f"Distributed {kind}, exchanged every {self._rounds.steps} steps"
+        return super().__repr__().replace(own, how, 1)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after the tables were made; used by the constructor before."""
+        if "_fragments" in self.__dict__:
+            raise UsageError(
+                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
+                "group, and freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
+
+    def send(self, samples: float | None) -> float:
+        """Take a step here, and push the fragments whose turn it is.
+
+        Args:
+            samples: how many samples (or tokens) the gradients stand for. Their sum since a fragment's last exchange
+                is the weight of its push under scale="samples".
+
+        Raises:
+            UsageError: gradients, or what came of them, are not finite under nonfinite="halt".
+        """
+        weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
+        self._num_samples = self._job.num_samples
+        self._num_steps += 1
+        if self._may_step():
+            self._optimizer.step()
+        for fragment in self._fragments:
+            fragment.num_samples += weight
+            if self._rounds.is_pushed(fragment.turn, self._num_steps):
+                with self._job.communicating():
+                    fragment.push().add_done_callback(self._count_refusal)
+        return weight
+
+    def receive(self) -> None:
+        """Ask for the values of the fragments that were pushed, and take those that are due."""
+        self._exchange(was_pushed=True)
+
+    def follow(self) -> None:
+        """Exchange with the others in a step for which this worker has no batch.
+
+        What it has done since the last exchange goes with the next one, and is not lost until then.
+        """
+        self._num_steps += 1
+        self._exchange(was_pushed=False)
+
+    def arrive(self) -> None:
+        """Take all values that are under way, also those that overlap with steps to come."""
+        with self._job.communicating():
+            for fragment in self._fragments:
+                fragment.take(self._rounds.merge)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Do nothing: gradients stay here until the step."""
+        return nullcontext()
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Hold the servers' values in the model for the length of a `with` block, for evaluation or saving.
+
+        They contain every exchange of all clocks below this worker's own (asynchronous: all that was merged by now);
+        blocks until they are in. Embeddings read as much. Gradients are off meanwhile. Training continues from where
+        it was.
+        """
+        with ExitStack() as held:
+            held.enter_context(torch.no_grad())
+            held.enter_context(self._job.lookups.exactly())
+            for fragment in self._fragments:
+                held.enter_context(fragment.weights.newest())
+            yield
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer on this worker, and under "outer" that of the servers, by table.
+
+        Blocks; take it at a barrier, where no pushes are under way. Pushes that wait for a quorum are merged by it.
+        The values that belong to it are those in a `snapshot`.
+        """
+        outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
+        return {**self._optimizer.state_dict(), OUTER: outer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state here and on the servers, and parameters and buffers everywhere to what they are on worker 0.
+
+        Every worker must call it, each with a state of its own or all with the same; "outer" counts on worker 0, and
+        where it is left out the outer optimizer starts anew. Blocks until all have called.
+
+        Raises:
+            UsageError: the state is of another optimizer or model; nothing is changed on the servers then.
+        """
+        outer = self._outer_of(state_dict)
+        self.arrive()
+        self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != OUTER})
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self._job.barrier()
+        if self._job.rank == 0:
+            for fragment in self._fragments:
+                fragment.load(outer.get(fragment.table.name, {}))
+        self._job.barrier()
+        for fragment in self._fragments:
+            fragment.start()
+
+    def _outer_of(self, state_dict: dict[str, Any]) -> dict[str, StateOf]:
+        """Return the servers' part of a state, once it is known to fit."""
+        outer = cast("dict[str, StateOf]", state_dict.get(OUTER, {}))
+        specs = {fragment.table.name: fragment.table.spec for fragment in self._fragments}
+        foreign = sorted(outer.keys() - specs.keys())
+        if foreign:
+            raise UsageError(
+                f"the state has the tables {', '.join(foreign)}, and '{self._settings.name}' {', '.join(specs)}: it is "
+                "of another model, or of other fragments."
+            )
+        for name, state in outer.items():
+            params = list(range(len(specs[name].segments)))
+            check_state(specs[name], {"state": state, "param_groups": [{"params": params}]})
+        return outer
+
+    # -- behind the scenes -------------------------------------------------------------------------------------------
+
+    def _open_fragments(self, named: dict[str, Tensor], model: nn.Module | None) -> list[Fragment]:
+        """Make the tables: of parameters that lie apart by the number of fragments, and of buffers."""
+        rounds, name, num_workers = self._rounds, self._settings.name, self._job.size
+        fragments: list[Fragment] = []
+        for turn in range(rounds.fragments):
+            own = dict(list(named.items())[turn :: rounds.fragments])
+            table = name if rounds.fragments == 1 else f"{name}.{turn}"
+            fragments.append(self._open(turn, table, own, rounds.rule(num_workers)))
+        buffers = floating_buffers(model) if model is not None else {}
+        if buffers:
+            rule = rounds.buffers_rule(num_workers)
+            fragments.append(self._open(rounds.fragments - 1, f"{name}.buffers", buffers, rule))
+        return fragments
+
+    def _open(self, turn: int, table: str, named: dict[str, Tensor], rule: RuleSpec) -> Fragment:
+        flat, settings = Flat.over(named), self._settings
+        segments = tuple(Segment(own, tuple(tensor.shape)) for own, tensor in named.items())
+        policy = str(self._rounds.consistency)
+        spec = TableSpec(table, segments, flat.dtype, rule, policy, settings.scale, settings.nonfinite)
+        opened = self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=False, live=False)
+        return Fragment(turn, flat, opened)
+
+    def _exchange(self, *, was_pushed: bool) -> None:
+        rounds, step = self._rounds, self._num_steps
+        with self._job.communicating():
+            for fragment in self._fragments:
+                if rounds.is_pushed(fragment.turn, step):
+                    fragment.ask(is_owing=not was_pushed)
+            for fragment in self._fragments:
+                if rounds.is_taken(fragment.turn, step):
+                    fragment.take(rounds.merge)
+
+    def _may_step(self) -> bool:
+        """Say whether the gradients can be stepped with, after what the settings have done to those that cannot."""
+        if self._settings.nonfinite == "ignore":
+            return True
+        found = [parameter.grad for group in self.param_groups for parameter in cast("list[Tensor]", group["params"])]
+        dense = [gradient for gradient in found if gradient is not None and gradient.layout == torch.strided]
+        bad = [gradient for gradient in dense if num_nonfinite(gradient)]
+        if not bad:
+            return True
+        if self._settings.nonfinite == "halt":
+            raise UsageError(
+                f"worker {self._job.rank}, step {self._num_steps} of '{self._settings.name}': {len(bad)} of "
+                f"{len(dense)} gradients are not finite. Lower the learning rate, or clip gradients."
+            )
+        if self._settings.nonfinite == "zero":
+            for gradient in bad:
+                gradient.copy_(zeroed(gradient))
+            return True
+        self.num_refused += 1
+        return False
+
+    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
+        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+            self.num_refused += not pushed.result().applied
+
+
+def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: Rounds) -> None:
+    """Refuse more fragments than there are parameters, and what only pushed gradients can do."""
+    if len(named) < rounds.fragments:
+        raise UsageError(
+            f"'{settings.name}' has {len(named)} parameters, which do not make {rounds.fragments} fragments: take "
+            f"{len(named)} or fewer."
+        )
+    if settings.overlap:
+        raise UsageError(
+            f"'{settings.name}' exchanges every {rounds.steps} steps, so backward has nothing to send: leave out "
+            "overlap=True, and take overlap_steps=... of paceline.diloco to compute while values are under way."
+        )
