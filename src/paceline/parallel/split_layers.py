@@ -1,0 +1,164 @@
+"""Layers of which each rank of a group holds a part: linear by columns or rows, and attention by heads.
+
+Their parameters are plain ones that hold this rank's part, so whatever steps, sends or saves parameters works on them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.errors import UsageError
+from paceline.parallel.split import Cut, Region, Share, enter, leave
+
+Made = dict[nn.Parameter, nn.Parameter]  # a whole parameter, and this rank's part of it
+
+
+class SplitLayer(nn.Module, ABC):
+    """A layer of which this rank has a part.
+
+    Attributes:
+        cuts: how each parameter is divided, by name; the others are whole and the same on all ranks.
+    """
+
+    cuts: Mapping[str, Cut]
+    kept: ClassVar[tuple[str, ...]] = ("weight", "bias")  # the parameters of the whole layer
+
+    def __init__(self, whole: nn.Module, cuts: Mapping[str, Cut], share: Share, made: Made) -> None:
+        super().__init__()
+        self.cuts, self.share = cuts, share
+        for name in self.kept:
+            parameter: nn.Parameter | None = getattr(whole, name)
+            cut = cuts.get(name)
+            if parameter is not None and cut is not None and parameter not in made:  # who shared it shares its part
+                part = cut.part(parameter.detach(), share.rank, share.size)
+                made[parameter] = nn.Parameter(part, parameter.requires_grad)
+            self.register_parameter(name, None if parameter is None else made.get(parameter, parameter))
+        self.train(whole.training)
+
+
+class ColumnLinear(SplitLayer):
+    """A linear layer with a part of its outputs on each rank: (..., in) to (..., out / ranks).
+
+    Args:
+        num_stacked: layers that lie one after the other in its outputs, query, key and value for example.
+        region: which this layer opens, together with others of the same inputs; None where it is by itself.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, whole: nn.Linear, share: Share, made: Made, region: Region | None, num_stacked: int = 1) -> None:
+        cut = Cut(0, num_stacked)
+        super().__init__(whole, {"weight": cut, "bias": cut}, share, made)
+        self.in_features, self.out_features = whole.in_features, whole.out_features // share.size
+        self._region = region
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return this rank's outputs."""
+        if self._region is None:
+            return functional.linear(enter(inputs, self.share), self.weight, self.bias)
+        outputs = functional.linear(self._region.enter(inputs), self.weight, self.bias)
+        if self.training:
+            self._region.draw_alone(inputs.device)
+        return outputs
+
+
+class RowLinear(SplitLayer):
+    """A linear layer with a part of its inputs on each rank: (..., in / ranks) to (..., out), the same on all."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, whole: nn.Linear, share: Share, made: Made, region: Region | None, name: str = "") -> None:
+        super().__init__(whole, {"weight": Cut(1)}, share, made)
+        self.in_features, self.out_features = whole.in_features // share.size, whole.out_features
+        self._region, self._name = region, name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs; blocks until all ranks have come."""
+        if inputs.shape[-1] != self.in_features:
+            raise UsageError(
+                f"layer '{self._name}' is split by rows: expected {self.in_features} features, this rank's part, got "
+                f"{inputs.shape[-1]}. The layer before it has to be split by columns."
+            )
+        if self._region is not None:
+            self._region.draw_together()
+        outputs = leave(functional.linear(inputs, self.weight), self.share)
+        return outputs if self.bias is None else outputs + self.bias  # once, not once a rank
+
+
+class SplitAttention(SplitLayer):
+    """Torch's `MultiheadAttention` with a part of the heads on each rank; called like it, with need_weights=False."""
+
+    in_proj_weight: Tensor
+    in_proj_bias: Tensor | None
+    kept = ("in_proj_weight", "in_proj_bias")
+
+    def __init__(self, whole: nn.MultiheadAttention, share: Share, made: Made, name: str) -> None:
+        thirds = Cut(0, num_stacked=3)
+        super().__init__(whole, {"in_proj_weight": thirds, "in_proj_bias": thirds}, share, made)
+        self.embed_dim, self.num_heads = whole.embed_dim, whole.num_heads // share.size
+        self.batch_first, self.dropout = whole.batch_first, whole.dropout
+        self._qkv_same_embed_dim = False  # tells layers of torch to call this, not to compute in its stead
+        self._region, self._name = Region(share), name
+        self.out_proj = RowLinear(whole.out_proj, share, made, self._region, f"{name}.out_proj")
+        self._region.end_with(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Return what attention gives, in the shape of the query, and no weights; blocks until all ranks have come."""
+        del average_attn_weights, is_causal  # the mask says it
+        if need_weights or query.ndim != 3 or (attn_mask is not None and attn_mask.ndim != 2):
+            raise UsageError(
+                f"attention '{self._name}' is split: call it on batches, with need_weights=False, and with masks that "
+                "are the same for all heads."
+            )
+        q, k, v = self._heads(query, key, value)
+        if self.training:
+            self._region.draw_alone(query.device)
+        mask = _combined(attn_mask, key_padding_mask, query.dtype)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        return self.out_proj(mixed if self.batch_first else mixed.transpose(0, 1)), None
+
+    def _heads(self, *inputs: Tensor) -> list[Tensor]:
+        """Return query, key and value as (batch, heads, length, features of a head)."""
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        heads: list[Tensor] = []
+        for tensor, weight, bias in zip(inputs, weights, biases, strict=True):
+            projected = functional.linear(self._region.enter(tensor), weight, bias)
+            batched = projected if self.batch_first else projected.transpose(0, 1)
+            heads.append(batched.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
+        return heads
+
+
+def _combined(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return what two masks add to the scores, (length, length) and (batch, length), for all heads."""
+    if padding is None:
+        return None if mask is None else _additive(mask, dtype)
+    added = _additive(padding, dtype)[:, None, None, :]
+    return added if mask is None else added + _additive(mask, dtype)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as what is added to the scores: torch's masks may also say True for what is left out."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

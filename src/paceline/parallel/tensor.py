@@ -1,0 +1,172 @@
+"""Tensor parallelism: each layer of a model is split over the ranks of a mesh, which compute it together.
+
+A linear layer split by columns gives each rank a part of the features, the next one split by rows takes these parts and
+adds up what comes out: one sum forward, and one backward, for the pair. Attention is such a pair around its heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from paceline.parallel.split import Cut, Region, Share, generator_of
+from paceline.parallel.split_layers import ColumnLinear, Made, RowLinear, SplitAttention, SplitLayer
+from paceline.parallel.tensor_checks import heads_of, require_splittable
+from paceline.parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
+from paceline.parallel.vocabulary import SplitEmbedding, VocabularyLinear
+
+
+def split_over(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> None:
+    """Split layers of a model over the ranks of a 1-D mesh, in place; blocks until all ranks have come.
+
+    Its parameters become those of the mesh's first rank, of which each rank keeps its part as an ordinary parameter of
+    the same name; so optimizers and tables of servers work on parts. What is not split stays whole on each rank, with
+    the same values and the same gradients. Make optimizers afterwards. Random numbers are the same on all ranks from
+    here on, except between a layer split by columns and the one split by rows. Gradients need `split_loss` around
+    forward and backward, where a vocabulary is split.
+
+    Args:
+        mesh: of the tensor ranks.
+        model: the whole one. Split it before it is cut into stages.
+        plan: how each layer is split, by patterns of layer names: "column", "column:3" (three layers that lie one
+            after the other in one, as query, key and value do), "row", "vocabulary" (an embedding, or the layer that
+            scores words) or "attention" (`nn.MultiheadAttention`). By default the model's own `tensor_plan`, or
+            what is known of its shape.
+
+    Raises:
+        UsageError: nothing to split, a layer that cannot be split, or a number of heads, features or words that does
+            not divide by the ranks. The model is as it was.
+
+    Example::
+
+        split_over(model, mesh, {"blocks.*.up": "column", "blocks.*.down": "row"})
+    """
+    share = Share.of(mesh)
+    planned = plan_for(model, plan, share.size)
+    require_splittable(model, planned, share.size)
+    _agree(model, share)
+    regions = _open_regions(model, planned, share)
+    made: Made = {}
+    for name, kind in planned.items():
+        region = regions.get(name.rpartition(".")[0])
+        model.set_submodule(name, _split(model.get_submodule(name), name, kind, share, made, region))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # a shortcut past its layers, which would be past their split
+
+
+def split_loss() -> AbstractContextManager[None]:
+    """Return a context for forward, loss and backward in which `cross_entropy` takes scores of a split vocabulary.
+
+    The loss then is a `DTensor`, which `paceline.parallel.vocabulary.plain` makes a plain one of.
+    """
+    return loss_parallel()
+
+
+def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return the state of a split module as that of the whole one, on every rank; blocks until all have come.
+
+    Every rank of the mesh must call it, with its part of the same module.
+    """
+    share, cuts = Share.of(mesh), dict(_cuts(module))
+    return {
+        name: cuts[name].whole(share.gather(tensor)) if name in cuts else tensor.detach().clone()
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def squared_norm(module: nn.Module, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the squares of all gradients of the whole module, those that all ranks have counted once.
+
+    The same bits on every rank of the mesh; blocks until all have come.
+    """
+    share, cuts = Share.of(mesh), {id(module.get_parameter(name)) for name, _ in _cuts(module)}
+    split, whole = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            total = split if id(parameter) in cuts else whole
+            total += parameter.grad.detach().double().square().sum().cpu()
+    return share.add_up(split) + whole
+
+
+def clip_gradients(module: nn.Module, mesh: DeviceMesh, max_norm: float) -> float:
+    """Scale the gradients of a split module so that the norm of the whole module's is `max_norm` at most.
+
+    What `clip_grad_norm_` of torch does for one process. Returns the norm before; blocks until all ranks have come.
+    """
+    norm = float(squared_norm(module, mesh).sqrt())
+    if norm > max_norm:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(max_norm / (norm + 1e-6))
+    return norm
+
+
+def _cuts(module: nn.Module) -> Iterator[tuple[str, Cut]]:
+    """Yield the parameters of which this rank has a part, by full name, those that layers share under each name."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, SplitLayer):
+            for name, cut in layer.cuts.items():
+                if getattr(layer, name) is not None:
+                    yield (f"{path}.{name}" if path else name), cut
+
+
+def _split(layer: nn.Module, name: str, kind: str, share: Share, made: Made, region: Region | None) -> SplitLayer:
+    """Make this rank's part of a layer."""
+    word, _, stacked = kind.partition(":")
+    if isinstance(layer, nn.MultiheadAttention):
+        return SplitAttention(layer, share, made, name)
+    if isinstance(layer, nn.Embedding):
+        return SplitEmbedding(layer, share, made, name)
+    assert isinstance(layer, nn.Linear), "the plan was looked through"
+    if word == VOCABULARY:
+        return VocabularyLinear(layer, share, made)
+    if word == COLUMN:
+        return ColumnLinear(layer, share, made, region, int(stacked or 1))
+    return RowLinear(layer, share, made, region, name)
+
+
+def _open_regions(model: nn.Module, planned: Mapping[str, str], share: Share) -> dict[str, Region]:
+    """Give modules with layers split by columns a region each, and as many heads as are this rank's.
+
+    A `Sequential` has no forward of its own when it is cut into stages, so there each dropout is a region by itself.
+    """
+    parents = {name.rpartition(".")[0] for name, kind in planned.items() if kind.startswith(COLUMN)}
+    regions: dict[str, Region] = {}
+    for path in sorted(parents):
+        parent = model.get_submodule(path)
+        if isinstance(parent, nn.Sequential):
+            _open_around_dropout(parent, path, planned, share)
+        elif not isinstance(parent, nn.ModuleList | nn.ModuleDict):
+            regions[path] = region = Region(share)
+            region.end_with(parent)
+            for name, number in heads_of(parent):
+                setattr(parent, name, number // share.size)
+    return regions
+
+
+def _open_around_dropout(chain: nn.Sequential, path: str, planned: Mapping[str, str], share: Share) -> None:
+    inside = False
+    for name, layer in chain.named_children():
+        kind = planned.get(f"{path}.{name}" if path else name, "")
+        inside = kind.startswith(COLUMN) or (inside and kind != ROW)
+        if inside and isinstance(layer, nn.Dropout):
+            Region(share).surround(layer)
+
+
+def _agree(model: nn.Module, share: Share) -> None:
+    """Let all ranks have the values of the first one, and draw the same random numbers from here on."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    with torch.no_grad():
+        for tensor in tensors:
+            share.copy_from_first(tensor)
+    for device in {tensor.device for tensor in tensors} | {torch.device("cpu")}:
+        generator = generator_of(device)
+        state = generator.get_state()
+        share.copy_from_first(state)
+        generator.set_state(state)

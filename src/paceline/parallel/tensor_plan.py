@@ -1,0 +1,154 @@
+"""Which layers of a model are split over tensor ranks, and how: as its author says, or as its shape lets on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Final
+
+from torch import nn
+
+from paceline.errors import UsageError
+
+Plan = Mapping[str, str]
+
+COLUMN: Final = "column"  # "column:3" where three layers lie one after the other in one, as query, key and value do
+ROW: Final = "row"
+VOCABULARY: Final = "vocabulary"
+ATTENTION: Final = "attention"
+SPLITTABLE: Final[Mapping[str, tuple[type[nn.Module], ...]]] = {
+    COLUMN: (nn.Linear,),
+    ROW: (nn.Linear,),
+    VOCABULARY: (nn.Linear, nn.Embedding),
+    ATTENTION: (nn.MultiheadAttention,),
+}
+_KINDS: Final = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+
+# What the numbers of heads are called in attention layers.
+HEADS: Final = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads")
+_STACKED: Final = ("qkv", "in_proj", "qkv_proj", "to_qkv", "c_attn")
+_QUERY_KEY_VALUE: Final = (
+    ("q", "k", "v"),
+    ("query", "key", "value"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+)
+_OUTPUTS: Final = ("out", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "output")
+_PAIRS: Final = (
+    *(("linear1", "linear2"), ("fc1", "fc2"), ("up", "down"), ("up_proj", "down_proj"), ("c_fc", "c_proj")),
+    *(("w1", "w2"), ("wi", "wo"), ("expand", "contract")),
+)
+_GATES: Final = ("gate", "gate_proj", "w3")
+# Modules that treat every feature by itself, so that each rank can run them on its own.
+_ELEMENTWISE: Final = (
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Hardtanh, nn.ReLU6),
+    *(nn.Mish, nn.Hardswish, nn.Dropout, nn.Identity),
+)
+
+
+def plan_for(model: nn.Module, given: Plan | None, size: int) -> dict[str, str]:
+    """Return how each layer that is to be split is, by its full name.
+
+    The first that there is counts: the plan given, the model's own `tensor_plan` (a mapping, or a method that returns
+    one), what is known of its shape.
+
+    Raises:
+        UsageError: a pattern that no layer answers to, a layer that cannot be split so, or nothing to split.
+    """
+    own: Plan | Callable[[], Plan] | None = getattr(model, "tensor_plan", None)
+    patterns = given if given is not None else own() if callable(own) else own
+    plan = found_plan(model, size) if patterns is None else _matched(model, patterns)
+    if not plan:
+        raise UsageError(
+            f"{type(model).__name__} has no layers known to be split over tensor ranks. Say which: "
+            'tensor_plan={"blocks.*.up": "column", "blocks.*.down": "row"}, for example.'
+        )
+    return plan
+
+
+def found_plan(model: nn.Module, size: int) -> dict[str, str]:
+    """Return what is known of the shapes of a model: attention, pairs of linear layers, and its vocabulary.
+
+    Args:
+        model: the whole one.
+        size: number of ranks.
+
+    Example:
+        >>> found_plan(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)), size=2)
+        {'0': 'column', '2': 'row'}
+    """
+    plan: dict[str, str] = {}
+    for path, module in model.named_modules():
+        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        found: Iterator[tuple[str, str]] = iter(())
+        if isinstance(module, nn.MultiheadAttention) and path:
+            plan[path] = ATTENTION
+        elif isinstance(module, nn.Sequential):
+            found = _sequential(module)
+        elif any(isinstance(getattr(module, name, None), int) for name in HEADS) and linears:
+            found = iter([*_attention(linears), *_pairs(linears)])
+        elif linears:
+            found = _pairs(linears)
+        plan.update({f"{path}.{name}" if path else name: kind for name, kind in found})
+    return {**plan, **_vocabulary(model, plan, size)}
+
+
+def _attention(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, str]]:
+    """Find the projections of an attention layer by their names."""
+    outputs = [name for name in _OUTPUTS if name in linears]
+    stacked = [name for name in _STACKED if name in linears and linears[name].out_features % 3 == 0]
+    apart = [names for names in _QUERY_KEY_VALUE if all(name in linears for name in names)]
+    if outputs and (stacked or apart):
+        yield from ((stacked[0], f"{COLUMN}:3"),) if stacked else ((name, COLUMN) for name in apart[0])
+        yield outputs[0], ROW
+
+
+def _pairs(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, str]]:
+    """Find a layer that widens and one that narrows by their names, and the gate beside the first if there is one."""
+    for wide, narrow in _PAIRS:
+        if wide in linears and narrow in linears and linears[wide].out_features == linears[narrow].in_features:
+            width = linears[wide].out_features
+            gates = [name for name in _GATES if name in linears and linears[name].out_features == width]
+            yield from ((name, COLUMN) for name in (wide, *gates))
+            yield narrow, ROW
+            return
+
+
+def _sequential(chain: nn.Sequential) -> Iterator[tuple[str, str]]:
+    """Pair off linear layers that have nothing between them but what treats every feature by itself."""
+    rest = [(name, layer) for name, layer in chain.named_children() if not isinstance(layer, _ELEMENTWISE)]
+    taken = ""
+    for (first, wide), (second, narrow) in pairwise(rest):
+        if first != taken and isinstance(wide, nn.Linear) and isinstance(narrow, nn.Linear):
+            taken = second
+            yield from ((first, COLUMN), (second, ROW))
+
+
+def _vocabulary(model: nn.Module, plan: Plan, size: int) -> dict[str, str]:
+    """Find embeddings whose words the last linear layer scores; words that do not divide stay together."""
+    embeddings = {name: one for name, one in model.named_modules() if isinstance(one, nn.Embedding)}
+    linears = [(name, one.out_features) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    last, num_words = linears[-1] if linears else ("", 0)
+    of_words = [name for name, one in embeddings.items() if one.num_embeddings == num_words]
+    claimed = any(last == name or last.startswith(f"{name}.") for name in plan)
+    return {} if claimed or num_words % size or not of_words else dict.fromkeys((*of_words, last), VOCABULARY)
+
+
+def _matched(model: nn.Module, patterns: Plan) -> dict[str, str]:
+    """Return the layers that patterns mean; of several patterns that match, the first counts."""
+    layers: dict[str, nn.Module] = {name: one for name, one in model.named_modules() if isinstance(one, _KINDS)}
+    plan: dict[str, str] = {}
+    for pattern, kind in patterns.items():
+        word, _, stacked = kind.partition(":")
+        if word not in SPLITTABLE or (stacked and not (word == COLUMN and stacked.isdigit() and int(stacked) > 0)):
+            raise UsageError(f"'{pattern}' is to be split by '{kind}', expected {', '.join(SPLITTABLE)} or column:3.")
+        matching = [name for name in layers if fnmatchcase(name, pattern)]
+        wrong = [name for name in matching if not isinstance(layers[name], SPLITTABLE[word])]
+        if wrong or not matching:
+            expected = " or ".join(one.__name__ for one in SPLITTABLE[word])
+            what = f"'{wrong[0]}' is a {type(layers[wrong[0]]).__name__}" if wrong else "no layer has such a name"
+            raise UsageError(f"'{pattern}' is to be split by '{kind}', which is for {expected}: {what}.")
+        plan.update({name: kind for name in matching if name not in plan})
+    return plan
