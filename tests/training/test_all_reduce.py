@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -256,3 +258,18 @@ def test_gradients_leave_while_backward_still_runs(tmp_path: Path) -> None:
     # When backward comes to the first layer, the buckets of the last ones have been sent. In the first step torch has
     # yet to see in which order gradients come, and makes one bucket of them all.
     assert all(left[1] >= 2 for left in run_job(tmp_path, work, workers=2))
+
+
+def test_the_connections_of_an_optimizer_that_was_dropped_end_with_the_session(tmp_path: Path) -> None:
+    def work(worker: Session) -> weakref.ref[object]:
+        model = seeded(Branches)
+        optimizer = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), unused=True)
+        process_group = weakref.ref(optimizer._replica._group.process_group)
+        del optimizer, model
+        gc.collect()
+        assert process_group() is not None  # else torch would wait for its threads with the interpreter's lock held
+        return process_group
+
+    process_groups = run_job(tmp_path, work, workers=2)
+    gc.collect()
+    assert [process_group() for process_group in process_groups] == [None, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.collective import patterns
 from paceline.collective.call import Call, Op, Pattern
-from paceline.collective.group import Company
+from paceline.collective.group import Company, Group
 from paceline.collective.lane import Lane, Turn
 from paceline.errors import UsageError
 
@@ -33,6 +33,9 @@ class Exchange:
 
     company: Company
     _lanes: dict[str, Lane] = field(default_factory=dict[str, Lane])
+    # Kept so that none ends with what torch made of it: ~ProcessGroupGloo waits for threads that may want the
+    # interpreter's lock, which only the Python object of a group gives up first, not a Reducer.
+    _groups: list[Group] = field(default_factory=list[Group])
     _closers: list[WeakMethod[Closer]] = field(default_factory=list[WeakMethod[Closer]])
 
     def open_lane(self, name: str) -> Lane:
@@ -48,6 +51,11 @@ class Exchange:
             )
         self._lanes[name] = Lane(self.company, name)
         return self._lanes[name]
+
+    def meet(self, name: str) -> Group:
+        """Connect to all other workers for calls of torch's own, until this worker leaves; see `Group.meet`."""
+        self._groups.append(Group.meet(self.company, name))
+        return self._groups[-1]
 
     def when_closed(self, call: WeakMethod[Closer]) -> None:
         """Have a method called when this worker leaves, if its owner still lives, with whether that is polite."""
@@ -83,6 +91,8 @@ class Exchange:
                 close(politely)
         while self._lanes:
             self._lanes.popitem()[1].close(politely=politely)
+        while self._groups:
+            self._groups.pop().leave(politely=politely)
 
     def _ask(
         self,

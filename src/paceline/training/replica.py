@@ -19,7 +19,6 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collective.call import Call
-from paceline.collective.group import Group
 from paceline.collective.lane import Turn
 from paceline.collective.patterns import reduce_in_place
 from paceline.errors import PeerError, UsageError
@@ -81,7 +80,7 @@ class Replica:
         self._weights: list[float] = []  # of all workers in that step
         _require_combinable(model, named, settings.name)
         self._lane = job.exchange.open_lane(settings.name)
-        self._group = Group.meet(job.exchange.company, f"{settings.name}, its model")
+        self._group = job.exchange.meet(f"{settings.name}, its model")
         self._ddp = self._attached(model)
         self._ddp.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
         before, after = WeakMethod(self._before), WeakMethod(self._after)
@@ -155,13 +154,12 @@ class Replica:
             with torch.no_grad():
                 tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
 
-    def close(self, politely: bool) -> None:
+    def close(self, _politely: bool) -> None:
         """Detach from the others; the model stays as it is, and can be used as any other."""
-        self._group.leave(politely=politely)
         while self._handles:
             self._handles.pop().remove()
         self._round = self._done = None
-        del self._ddp, self._group
+        del self._ddp
 
     # -- around forward and backward ---------------------------------------------------------------------------------
 
