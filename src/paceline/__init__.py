@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-    from paceline.current import barrier, distributed, init, local_rank, rank, report, shard, size
+    from paceline.current import barrier, distributed, init, local_rank, parallelize, rank, report, shard, size
     from paceline.data.prefetching import prefetch
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.node.rows.managed import managed
@@ -47,6 +47,7 @@ __all__ = [
     "local_rank",
     "local_sgd",
     "managed",
+    "parallelize",
     "prefetch",
     "pull",
     "push",

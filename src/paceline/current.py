@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.consistency import Consistency
 from paceline.data.sharding import shard_source
+from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
+from paceline.parallel.parallelize import Asked, keep_part
 from paceline.session import Session, connect
 from paceline.tensors.table import NonFinite, Scale
 from paceline.training.choice import Policy, choose_strategy
@@ -18,6 +20,11 @@ from paceline.training.strategy import Distributed
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from paceline.parallel.cutting import Placement
+    from paceline.parallel.parallel import Parallel
+    from paceline.parallel.pipeline import Schedule
+    from paceline.parallel.stage import Loss
 
 _Source = TypeVar("_Source")
 
@@ -130,7 +137,7 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
         session.meter.note_evaluation(session.node.clock, loss, accuracy)
 
 
-def shard(source: _Source, *, seed: int = 0) -> _Source:
+def shard(source: _Source, *, seed: int = 0, slices: int = 1) -> _Source:
     """Return this worker's part of a data source: a `DataLoader`, a dataset, a sequence, a tensor or an iterable.
 
     All workers together see every sample once an epoch. A loader is cut by batches and shuffled by `seed` and epoch,
@@ -139,8 +146,16 @@ def shard(source: _Source, *, seed: int = 0) -> _Source:
     divide evenly). Batches that are read while gradients are off, as in `optimizer.snapshot()`, are for evaluation:
     they count as no samples and finish no clock.
 
+    With `slices`, workers help one that lags: the batch that a worker has for a clock, `batch_size` samples, is cut in
+    so many parts. A worker takes its own first and then those of whoever has most left; `step()` keeps their gradients,
+    weighed by samples, and finishes the clock when there is none left. So each clock takes as long as all speeds
+    together allow, and each sample still counts once in it, wherever it was computed. Needs an optimizer from
+    `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0; `no_grad` loops get whole batches.
+
     Raises:
-        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead.
+        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or
+            slices of what is no loader, more slices than samples in a batch, or a loop over slices without an optimizer
+            that can add up their gradients.
 
     Example:
         >>> import paceline
@@ -148,7 +163,62 @@ def shard(source: _Source, *, seed: int = 0) -> _Source:
         >>> paceline.shard(["a", "b", "c"])  # worker 0 of 1 gets everything
         ['a', 'b', 'c']
     """
-    return shard_source(source, current().sharding(seed))
+    session = current()
+    sharding = session.sharding(seed)
+    return shard_source(source, sharding) if slices == 1 else slice_source(source, sharding, slices, session.slicing)
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    loss: Loss,
+    pipeline: int | None = None,
+    tensor: int | None = None,
+    data: str | None = None,
+    micro_batches: int | None = None,
+    schedule: Schedule = "1f1b",
+    recompute: bool = False,
+    balance: Any = None,  # noqa: ANN401 - whatever the model takes
+    placement: Placement | None = None,
+) -> Parallel:
+    """Let several workers hold a model between them: its layers cut into stages, each layer split over ranks.
+
+    Every worker calls it with the same model and keeps its own part; what others hold is freed. Where nothing is asked
+    for, here or by the launcher, the whole model is used through the same face. Blocks until all workers have come.
+
+    Args:
+        model: a `torch.nn.Sequential` (those inside of it are flattened), or a model with a method `layers()` that
+            returns the modules whose composition is its forward; any model where nothing is cut.
+        loss: of outputs and targets, the mean over the batch: `torch.nn.functional.cross_entropy` for example.
+        pipeline: stages that the layers are cut into; by default what the launcher was told, else 1.
+        tensor: ranks that each layer is split over; by default what the launcher was told, else 1.
+        data: how replicas become one model, "ssp:3" or "all-reduce" for example, where there are several: the workers
+            divided by pipeline times tensor. By default what the launcher was told, else the parameter server.
+        micro_batches: that a batch is cut into on its way through the stages, which must divide it. By default four a
+            stage, or the next lower number that divides the batch.
+        schedule: "1f1b" runs each backward as soon as it can, and keeps the activations of no more micro-batches than
+            there are stages; "gpipe" runs all forwards first.
+        recompute: keep only the input of each layer, and run it again for backward, with the same random numbers.
+        balance: inputs to measure each layer with, on worker 0, so that stages take the same time; without it they get
+            about the same number of parameters.
+        placement: where to cut instead: the stage of layers by the beginning of their names, {"features": 0,
+            "classifier": 1}, or a list of where each stage after the first begins.
+
+    Raises:
+        UsageError: a model that cannot be cut so, workers that do not divide, or threads where processes are needed.
+        PeerError: a worker is gone.
+
+    Example:
+        >>> import torch, paceline
+        >>> _ = paceline.init()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        >>> model = paceline.parallelize(model, loss=torch.nn.functional.mse_loss)
+        >>> isinstance(model.forward_backward(torch.ones(4, 2), torch.ones(4, 1)), float)
+        True
+    """
+    session = current()
+    asked = Asked(pipeline, tensor, data, micro_batches, schedule, recompute, balance, placement)
+    return keep_part(model, loss, asked, session.exchange, session.arrangement)
 
 
 def distributed(
@@ -210,7 +280,8 @@ def distributed(
         >>> optimizer.step()
     """
     session = current()
-    chosen = choose_strategy(strategy, session.distribution)
+    served = (consistency or session.consistency) is not None
+    chosen = choose_strategy(strategy, session.arrangement.between_replicas(served=served))
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)

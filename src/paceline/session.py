@@ -21,6 +21,7 @@ from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.strategies import Distribution
 from paceline.data.sharding import Sharding
+from paceline.data.slicing import Slicing
 from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
@@ -39,11 +40,13 @@ from paceline.node.table import Table
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace, trace_path
+from paceline.parallel.arrangement import Arrangement
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
 from paceline.training.lookup import Lookups
 from paceline.training.optimizer import Settings
+from paceline.training.part_job import in_part
 from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
 from paceline.transport.base import Transport
@@ -84,7 +87,7 @@ class Session:
     consistency: Consistency | None  # what the launcher was told; a script that names its own wins
     scale: Scale | None
     exchange: Exchange
-    distribution: Distribution = field(default_factory=Distribution)  # what the launcher was told of strategies
+    arrangement: Arrangement
     server: Embedded | None = None
     num_samples: int = 0
     # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
@@ -93,12 +96,14 @@ class Session:
     tables: Opening = field(init=False)
     named: Named = field(init=False)
     lookups: Lookups = field(default_factory=Lookups)
+    slicing: Slicing = field(init=False)
     closed: bool = False
 
     def __post_init__(self) -> None:
         """Start without tables."""
         self.tables = Opening(self.rank, self.node, self.meter)
         self.named = Named(self.tables)
+        self.slicing = Slicing(self.size, self.node.calls, self._optimizers)
 
     def __enter__(self) -> Self:
         """Return this session."""
@@ -229,9 +234,10 @@ class Session:
         *,
         read_my_writes: bool,
         live: bool = False,
+        first: int = 0,
     ) -> Table:
         """Open a table of several parameters, laid out flat; see `Opening.dense`."""
-        return self.tables.dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live)
+        return self.tables.dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
 
     def keep(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
@@ -240,9 +246,8 @@ class Session:
     def clock(self, *, samples: float | None = None) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
 
-        What embeddings have collected is pushed first, for so many `samples`: by default those that loaders from
-        `shard` have handed out. Does not block: waiting happens in the next pull, as far as the consistency asks.
-        Only rows under `paceline.managed` may have to wait here for their budget.
+        What embeddings have collected is pushed first, for so many `samples`: by default those that loaders have handed
+        out. Does not block: the next pull waits. Only rows under `paceline.managed` may have to wait for their budget.
         """
         with self.communicating():
             self.lookups.push(self.meter.samples or None if samples is None else samples)
@@ -256,9 +261,8 @@ class Session:
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
-        if isinstance(given, str):
-            return Consistency.parse(given)
-        return given or self.consistency or bsp()
+        chosen = Consistency.parse(given) if isinstance(given, str) else given
+        return chosen or self.consistency or bsp()
 
     # -- meeting and leaving -----------------------------------------------------------------------------------------
 
@@ -303,13 +307,15 @@ class Session:
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
-        made = strategy.distribute(optimizer, model, settings, self)
+        job, settings = in_part(self.arrangement.part_of(model, settings.name), self, settings)
+        made = strategy.distribute(optimizer, model, settings, job)
         self._optimizers.add(made)
         return made
 
     def sharding(self, seed: int) -> Sharding:
         """Return this worker's part in the data."""
-        return Sharding(self.rank, self.size, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
+        replica, num_replicas = self.arrangement.share()
+        return Sharding(replica, num_replicas, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
 
     def _count_samples(self, num_samples: int) -> None:
         self.num_samples += num_samples
@@ -352,9 +358,8 @@ def connect(*, transport: Transport | None = None, place: Place | None = None) -
 def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
     """Take part in a job as the worker of this place."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
-    node = WorkerNode(
-        WorkerSettings(sender, spec.num_servers), transport, spec.addresses, WorkerOptions(spec.wait_timeout_s)
-    )
+    settings, options = WorkerSettings(sender, spec.num_servers), WorkerOptions(spec.wait_timeout_s)
+    node = WorkerNode(settings, transport, spec.addresses, options)
     try:
         node.join()
     except BaseException:
@@ -362,6 +367,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         raise
     trace = Trace(trace_path(Path(spec.run_dir), "worker", place.rank))
     consistency = Consistency.parse(spec.consistency) if spec.consistency else None
+    launched = Distribution.parse(spec.strategy) if spec.strategy else Distribution()
     session = Session(
         place.rank,
         spec.num_workers,
@@ -371,7 +377,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         consistency,
         spec.scale,
         Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
-        Distribution.parse(spec.strategy) if spec.strategy else Distribution(),
+        Arrangement(place.rank, spec.num_workers, launched),
     )
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))
@@ -385,7 +391,7 @@ def _embed() -> Session:
     node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
     node.join()
     alone = Exchange(Company(0, 1, node, None))
-    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, server=server)
+    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
     atexit.register(session.close)
     return session
 

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers"]
+Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers", "step", "forward"]
 Op = Literal["", "sum", "mean", "min", "max", "product"]
 
-_PATTERNS: Final[tuple[Pattern, ...]] = ("broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers")
+_PATTERNS: Final[tuple[Pattern, ...]] = (
+    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers", "step", "forward"),
+)
 OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
 _DTYPES: Final = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -88,6 +90,8 @@ class Call:
             return "backward of an all-reduced model"
         if self.pattern == "buffers":
             return "step of an all-reduced model with buffers"
+        if self.pattern == "step":
+            return f"step of {self.root} micro-batches of {name_of(self.dtype)} {self.shape}"
         sparse = f" with {self.sparse_dim} sparse dimensions" if self.sparse_dim else ""
         root = {"broadcast": f" from worker {self.root}", "reduce": f" to worker {self.root}"}.get(self.pattern, "")
         return f"{self.pattern}{op} of {name_of(self.dtype)} {self.shape}{sparse}{root}"

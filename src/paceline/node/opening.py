@@ -37,21 +37,22 @@ class Opening:
         *,
         read_my_writes: bool,
         live: bool,
+        first: int = 0,
     ) -> Table:
-        """Declare a table and wait for its first values, which worker 0 sends, or the first that still takes part.
+        """Declare a table and wait for its first values, which one worker sends, or the first that still takes part.
 
         That worker has `write_first` write them to a flat tensor.
         """
         self._take(spec.name)
         spec.validate()
         self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
-        if self.rank == 0:
+        if self.rank == first:
             self._give_values(spec.name, write_first)
         try:
-            self._await_values(spec.name)
-        except Refused:  # worker 0 is gone, and this worker is the first of those that are left
+            self._await_values(spec.name, first)
+        except Refused:  # that one is gone, and this worker is the first of those that are left
             self._give_values(spec.name, write_first)
-            self._await_values(spec.name)
+            self._await_values(spec.name, first)
         self.meter.begin()
         return Table(spec, shape, self.node, self.meter)
 
@@ -91,9 +92,9 @@ class Opening:
         )
         self.node.give_back(table, buffer)
 
-    def _await_values(self, table: str) -> None:
+    def _await_values(self, table: str, first: int) -> None:
         self.node.calls.ask_all(
-            lambda number: AwaitValues(number, table), f"worker 0 to give the first values of table '{table}'"
+            lambda number: AwaitValues(number, table), f"worker {first} to give the first values of table '{table}'"
         )
 
 

@@ -17,12 +17,12 @@ def balanced_stages(layers: Sequence[Layer], num_stages: int) -> list[tuple[Laye
     """
     total = sum(layer.flops for layer in layers)
     costs = [layer.flops if total else layer.num_parameters for layer in layers]
-    ends = _best_ends(costs, num_stages)
+    ends = balanced_ends(costs, num_stages)
     starts = [0, *ends[:-1]]
     return [tuple(layers[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _best_ends(costs: Sequence[float], num_stages: int) -> list[int]:
+def balanced_ends(costs: Sequence[float], num_stages: int) -> list[int]:
     """Return behind which layers to cut, the last one included."""
     sums = [0.0]
     for cost in costs:

@@ -1,0 +1,1 @@
+"""One model held by several workers between them: cut into stages, split over ranks, sharded; and its replicas."""

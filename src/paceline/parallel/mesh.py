@@ -1,0 +1,209 @@
+"""The process groups of workers that hold a model between them, as a mesh of torch. One a process, as torch has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Final
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.collective.accounts import Accounts, names
+from paceline.collective.call import NUM_WORDS, Call
+from paceline.collective.exchange import Exchange
+from paceline.collective.group import Company
+from paceline.core.grid import Grid, Spot
+from paceline.errors import PeerError, UsageError
+from paceline.node.requests import Meet
+from paceline.transport.memory import MemoryTransport
+
+AXES: Final = ("pipeline", "data", "tensor")
+BACKEND: Final = "paceline"  # Gloo over the loopback device; torch's own asks the name of the machine for a device
+_LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
+_NAME: Final = "mesh"
+_ABORT_TAG: Final = 7
+
+
+@dataclass(slots=True)
+class Mesh:
+    """All workers of a job, by stage, replica and tensor rank, each axis with its process groups.
+
+    Attributes:
+        devices: the mesh of torch, with the axes "pipeline", "data" and "tensor".
+        replica: the group of those who hold a model between them.
+    """
+
+    grid: Grid
+    company: Company
+    accounts: Accounts
+    devices: DeviceMesh
+    replica: ProcessGroup
+    _num_calls: int = 0
+    _words: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    @staticmethod
+    def open(exchange: Exchange, grid: Grid) -> Mesh:
+        """Connect to all other workers; blocks until each has come here too. It ends when the worker leaves.
+
+        Raises:
+            UsageError: workers that are threads, or a script that has made process groups of its own.
+            PeerError: a worker has left the job or has died.
+            DeadlineExceeded: not all have come in time.
+        """
+        company = exchange.company
+        _require_process(company)
+        store = company.store(_NAME)
+        accounts = _meet(company, store)
+        _register_backend()
+        patience = timedelta(seconds=company.patience_s)
+        try:
+            dist.init_process_group(BACKEND, store=store, rank=company.rank, world_size=company.size, timeout=patience)
+            ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
+            devices = DeviceMesh("cpu", ranks, mesh_dim_names=AXES)
+            replicas = [dist.new_group(grid.replica_ranks(index)) for index in range(grid.replicas)]
+        except (RuntimeError, ValueError) as error:
+            raise accounts.explain("connecting", company.others, None, str(error)) from error
+        own = replicas[grid.spot(company.rank).replica]
+        assert isinstance(own, ProcessGroup), "this worker is in the group of its replica"
+        mesh = Mesh(grid, company, accounts, devices, own)
+        exchange.when_closed(WeakMethod(mesh.close))
+        return mesh
+
+    @property
+    def spot(self) -> Spot:
+        """Where this worker stands."""
+        return self.grid.spot(self.company.rank)
+
+    def axis(self, name: str) -> DeviceMesh:
+        """Return the mesh of those who differ from this worker along one axis only."""
+        return self.devices[name]
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return the process group of those who differ from this worker along one axis only."""
+        return self.devices.get_group(name)
+
+    def agree(self, call: Call, what: str) -> None:
+        """Hear from all who hold this replica what they are about to do; blocks until all have come to it.
+
+        Raises:
+            UsageError: another means another call; nothing has been sent then.
+            PeerError: a worker is gone, or has not come in time.
+        """
+        self._num_calls += 1
+        own = replace(call, number=self._num_calls)
+        members = self.grid.replica_ranks(self.spot.replica)
+        self._words = self._words or [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in members]
+        with self.explained(what):
+            dist.all_gather(self._words, own.words(), self.replica)
+        for rank, words in zip(members, self._words, strict=True):
+            told = Call.read(words)
+            if told != own:
+                raise UsageError(
+                    f"worker {self.company.rank}, {what} {own.number}: expected {own} of every worker of this replica, "
+                    f"got {told} from worker {rank} as its {told.number}. All must be given the same batch."
+                )
+
+    @contextmanager
+    def explained(self, what: str) -> Generator[None]:
+        """Say who is to blame when connections fail inside; what a script gets wrong is raised as it is.
+
+        Raises:
+            PeerError: a worker is gone, or did not come in time. Then all connections are over.
+        """
+        began_s = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            found = _innermost(error)
+            if not _is_of_connections(found):
+                raise found from None
+            waited_s = time.monotonic() - began_s
+            late = waited_s if waited_s >= self.company.patience_s else None
+            told = self.accounts.explain(what, self._suspects, late, str(found))
+            self.abort()
+            raise told from error
+
+    def abort(self) -> None:
+        """End all connections, so that whoever waits for this worker fails at once."""
+        for group in (self.replica, *map(self.group, AXES)):
+            others = [rank for rank in range(group.size()) if rank != group.rank()]
+            for other in others[:1]:
+                try:  # a wait that runs out of time has torch close every connection of the group
+                    group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    def close(self, politely: bool) -> None:
+        """End the process groups. May be repeated."""
+        if not dist.is_initialized():
+            return
+        self.accounts.give("has left the job" if politely else "has ended with an error")
+        if not politely:
+            self.abort()
+        dist.destroy_process_group()
+
+    @property
+    def _suspects(self) -> Sequence[int]:
+        own = set(self.grid.replica_ranks(self.spot.replica))
+        own.update(rank for rank in self.company.others if self.grid.spot(rank).stage == self.spot.stage)
+        return sorted(own - {self.company.rank})
+
+
+def _require_process(company: Company) -> None:
+    if isinstance(company.node.transport, MemoryTransport):
+        raise UsageError(
+            "pipeline, tensor and fsdp need workers that are processes, as torch has one mesh a process: run with "
+            "`paceline run --transport shm` or tcp."
+        )
+    if dist.is_initialized():
+        raise UsageError(
+            f"worker {company.rank}: torch.distributed is in use in this process already. Leave "
+            "init_process_group to Paceline, or let each worker be a process of its own."
+        )
+
+
+def _meet(company: Company, store: Store) -> Accounts:
+    """Wait for all workers before torch does: it could not say who is missing."""
+    if store.add(f"here/{company.rank}", 1) > 1:
+        raise PeerError(
+            f"worker {company.rank} held a part of the model in an earlier life: a worker that was started again "
+            "cannot join the others. Start the job again."
+        )
+    company.node.calls.ask(0, lambda number: Meet(number, _NAME), "all workers to come to the mesh")
+    absent = company.absent(store)
+    if absent:
+        raise PeerError(f"worker {company.rank}: {names(absent)} has left the job or has died before the mesh was made")
+    return Accounts(PrefixStore(_NAME, store), company.rank)
+
+
+def _register_backend() -> None:
+    """Tell torch how to make a process group over the loopback device."""
+    if not dist.is_backend_available(BACKEND):
+        dist.Backend.register_backend(BACKEND, _connected, devices=["cpu"])
+
+
+def _connected(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
+    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return what was raised first: torch's pipelines wrap it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_of_connections(error: BaseException) -> bool:
+    """Whether Gloo raised this: it names the place in its source."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)

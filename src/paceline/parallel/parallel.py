@@ -1,0 +1,96 @@
+"""What `paceline.parallelize` returns: a model of which this worker holds a part, used as if it held all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.part import Part
+from paceline.parallel.passing import give, letters_of, take, text_of
+from paceline.parallel.pipeline import Pipeline
+from paceline.parallel.stage import Loss
+
+_Run = Callable[[Any], Any]
+
+
+class Parallel(nn.Module):
+    """A model that several workers hold between them. All who hold a replica call its methods, with the same batch.
+
+    Its parameters, buffers and their names are those of this worker's part, named as in the model it is part of.
+    """
+
+    def __init__(self, held: nn.Module, run: _Run | Pipeline, loss: Loss, part: Part) -> None:
+        super().__init__()
+        for name, child in held.named_children():
+            self.add_module(name, child)
+        for name, parameter in held.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        lasting = held.state_dict().keys()
+        for name, buffer in held.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in lasting)
+        self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
+        self._loss = loss
+        self._part = part
+
+    def forward(self, inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
+        """Return the outputs of the whole model, on all workers of this replica. For evaluation: without gradients.
+
+        Blocks until all of them have called it.
+
+        Raises:
+            UsageError: they were given different batches.
+            PeerError: one of them is gone.
+        """
+        run = self._held[1]
+        return run.forward(inputs) if isinstance(run, Pipeline) else run(inputs)
+
+    def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
+        """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
+
+        Loss and gradients are those of the whole batch of this replica: the mean over its micro-batches. Blocks until
+        all workers of the replica have done their part.
+
+        Args:
+            inputs: (batch, ...) a tensor, or a tuple of tensors for a model that takes one.
+            targets: (batch, ...) what the loss takes beside the outputs.
+
+        Raises:
+            UsageError: a batch that does not divide into micro-batches, or another one than the others were given.
+            PeerError: a worker is gone, or did not come in time; the message names it.
+        """
+        run = self._held[1]
+        if isinstance(run, Pipeline):
+            return run.forward_backward(inputs, targets)
+        loss = self._loss(self(inputs), targets)
+        loss.backward()
+        return float(loss.detach())
+
+    def train(self, mode: bool = True) -> Parallel:
+        """Set the mode of the layers here."""
+        self._held[0].train(mode)
+        return super().train(mode)
+
+    def whole_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the state of the whole model to the first worker of the replica, None to the others.
+
+        All of them must call it; blocks until they have.
+        """
+        own: dict[str, Tensor] = self.state_dict()
+        grid, spot, mesh = self._part.grid, self._part.spot, self._part.mesh
+        if mesh is None:
+            return own
+        with mesh.explained("whole_state_dict"):
+            group = mesh.group("pipeline")
+            if spot.stage > 0:
+                named = (letters_of("\n".join(own)), *own.values())
+                give(named, partial(dist.send, dst=grid.rank(replace(spot, stage=0)), group=group))
+                return None
+            for stage in range(1, grid.pipeline):
+                names, *values = take(partial(dist.recv, src=grid.rank(replace(spot, stage=stage)), group=group))
+                own.update(zip(text_of(names).split("\n"), values, strict=True))
+        return own if spot.tensor == 0 else None

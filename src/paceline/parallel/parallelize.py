@@ -1,0 +1,101 @@
+"""How a model becomes one that several workers hold between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from paceline.collective.exchange import Exchange
+from paceline.core.strategies import Distribution
+from paceline.errors import UsageError
+from paceline.parallel.arrangement import Arrangement
+from paceline.parallel.cutting import Placement, ends_of
+from paceline.parallel.layers import drop, layers_of, materialise, require_apart, tree_of
+from paceline.parallel.parallel import Parallel
+from paceline.parallel.part import Part
+from paceline.parallel.pipeline import SCHEDULES, Pipeline, Schedule
+from paceline.parallel.stage import Loss, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a script asks of `paceline.parallelize`, which says what it means; None leaves it to the launcher."""
+
+    pipeline: int | None = None
+    tensor: int | None = None
+    data: str | None = None
+    micro_batches: int | None = None
+    schedule: Schedule = "1f1b"
+    recompute: bool = False
+    balance: Any = None
+    placement: Placement | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be."""
+        for name, number in (
+            ("pipeline", self.pipeline),
+            ("tensor", self.tensor),
+            ("micro_batches", self.micro_batches),
+        ):
+            if number is not None and number < 1:
+                raise UsageError(f"parallelize: {name} is {number}, expected 1 or more.")
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"parallelize: schedule is {self.schedule!r}, expected {' or '.join(SCHEDULES)}.")
+
+    def over(self, launched: Distribution) -> Distribution:
+        """Return how the work is shared: as the script says, and else as the launcher was told.
+
+        >>> str(Asked(pipeline=2, data="ssp:3").over(Distribution.parse("all-reduce+tensor:2")))
+        'ssp:3+pipeline:2+tensor:2'
+        """
+        if self.data is not None:
+            said = Distribution.parse(self.data)
+            if said.data is None or said.ranks_per_replica > 1:
+                raise UsageError(
+                    f"parallelize: data is '{self.data}', expected how replicas become one model, as 'ssp:3' or "
+                    "'all-reduce'. Stages and ranks are pipeline=... and tensor=..."
+                )
+            launched = replace(said, pipeline=launched.pipeline, tensor=launched.tensor)
+        return replace(launched, pipeline=self.pipeline or launched.pipeline, tensor=self.tensor or launched.tensor)
+
+
+def keep_part(model: nn.Module, loss: Loss, asked: Asked, exchange: Exchange, arrangement: Arrangement) -> Parallel:
+    """Keep this worker's part of a model, and connect it to the others; see `paceline.parallelize`."""
+    wanted = asked.over(arrangement.distribution)
+    stages, count = wanted.pipeline, asked.micro_batches
+    if stages > 1 and count is not None and count < stages and asked.schedule == "1f1b":
+        raise UsageError(
+            f"parallelize: {count} micro-batches cannot keep {stages} stages busy in turn, as 1f1b does: give at least "
+            f"{stages}, or schedule='gpipe'."
+        )
+    grid = arrangement.settle(wanted)
+    part = Part(grid, exchange.company.rank, arrangement.mesh(exchange) if grid.is_split else None)
+    made = _cut(model, loss, asked, part)
+    arrangement.enter(made, part)
+    return made
+
+
+def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
+    """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
+    mesh, held, names = part.mesh, model, list[str]()
+    if mesh is not None and part.grid.pipeline > 1:
+        layers = layers_of(model)
+        ends = ends_of(layers, asked.placement, asked.balance, mesh)
+        require_apart(layers, ends)
+        own = layers[ends[part.spot.stage - 1] if part.spot.stage else 0 : ends[part.spot.stage]]
+        drop([layer for layer in layers if layer not in own], own)
+        held, names = tree_of(own), [layer.name for layer in own]
+    elif asked.recompute:
+        names = [layer.name for layer in layers_of(model)]
+    materialise(held)
+    held.train(model.training)
+    if not names:
+        return Parallel(held, held, loss, part)
+    is_last = part.spot.stage == part.grid.pipeline - 1
+    stage = Stage([held.get_submodule(name) for name in names], loss if is_last else None, recompute=asked.recompute)
+    if part.grid.pipeline == 1:
+        return Parallel(held, stage.run, loss, part)
+    assert mesh is not None, "several stages are connected"
+    return Parallel(held, Pipeline(mesh, stage, asked.schedule, asked.micro_batches), loss, part)

@@ -1,0 +1,120 @@
+"""The job as those see it who hold the same part of a model, one in each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.collective.exchange import Exchange
+from paceline.errors import UsageError
+from paceline.node.meter import Meter
+from paceline.node.table import Table
+from paceline.parallel.part import Part
+from paceline.tensors.table import TableSpec
+from paceline.training.lookup import Lookups
+from paceline.training.optimizer import Job, Settings
+from paceline.training.weights import Weights
+
+
+class WholeJob(Job, Protocol):
+    """A job in which another worker than the first may give a table its first values."""
+
+    def open_table(
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool,
+        first: int = 0,
+    ) -> Table:
+        """Declare a table and wait for its first values, which that worker writes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartJob:
+    """A job whose workers are the replicas. Clocks, samples and servers are those of the whole job."""
+
+    whole: WholeJob
+    part: Part
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker's replica."""
+        return self.part.replica
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return self.part.grid.replicas
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that this replica was handed so far."""
+        return self.whole.num_samples
+
+    @property
+    def lookups(self) -> Lookups:
+        """The embeddings of this worker."""
+        return self.whole.lookups
+
+    @property
+    def meter(self) -> Meter:
+        """What a clock costs."""
+        return self.whole.meter
+
+    @property
+    def exchange(self) -> Exchange:
+        """The calls among all workers."""
+        return self.whole.exchange
+
+    def open_table(
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool,
+    ) -> Table:
+        """Declare a table of this part, whose first values come from replica 0."""
+        first = self.part.first
+        return self.whole.open_table(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """Count the time inside as communication that the loop sees."""
+        return self.whole.communicating()
+
+    def keep(self, weights: Weights) -> None:
+        """Detach these weights from the servers' memory when this worker leaves."""
+        self.whole.keep(weights)
+
+    def clock(self, *, samples: float | None) -> int:
+        """Finish the current clock of this worker."""
+        return self.whole.clock(samples=samples)
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        self.whole.barrier()
+
+
+def in_part(part: Part | None, job: WholeJob, settings: Settings) -> tuple[Job, Settings]:
+    """Return the job and the settings with which a part of a model is distributed; without one, those given.
+
+    Raises:
+        UsageError: gradients cannot be sent while backward runs, as that of each micro-batch adds to them.
+    """
+    if part is None:
+        return job, settings
+    if settings.overlap:
+        raise UsageError(
+            f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
+            "forward_backward is over: leave it out."
+        )
+    return PartJob(job, part), replace(settings, name=f"{settings.name}{part.name_end}")
