@@ -1,0 +1,91 @@
+"""A perceptron that is too big for one worker's memory, and fits when workers hold it between them.
+
+    paceline run --strategy all-reduce examples/big_mlp.py              # refused: it does not fit
+    paceline run --strategy pipeline:2 examples/big_mlp.py
+    paceline run --strategy tensor:2 examples/big_mlp.py
+    paceline run --strategy fsdp examples/big_mlp.py
+    paceline run --strategy parameter-server examples/big_mlp.py        # Adam's moments are on the servers
+
+--cap says how much memory training may take of a worker, beyond what Python and torch take before there is a model.
+What a strategy needs is computed as `paceline plan` does, before anything is made; what it has taken is measured.
+"""
+
+from argparse import ArgumentParser, Namespace
+
+import torch
+from batches import batch_of_replica
+from big_mlp_plan import MEGA, Task, refuse_unless_it_fits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.observe.resources import measure
+from paceline.planning.quantities import parse_bytes
+
+NUM_CLASSES = 16
+
+
+def main(options: Namespace) -> None:
+    """Train for some steps if the plan says that it fits, and say how much memory that took."""
+    ps = paceline.init()
+    cap_bytes = parse_bytes(options.cap, "--cap")
+    batch = batch_of_replica(ps, options.batch)
+    torch.manual_seed(options.seed)
+    loader = DataLoader(samples(options.steps * options.batch, options.width), batch)
+    before_bytes = peak_bytes()
+    task = Task(options.width, options.blocks, options.batch)
+    planned_bytes = refuse_unless_it_fits(task, ps.distribution, ps.size, cap_bytes)
+
+    model = paceline.parallelize(perceptron(options.width, options.blocks), loss=cross_entropy)
+    optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=options.rate), model=model)
+    for inputs, labels in paceline.shard(loader):
+        optimizer.zero_grad()
+        loss = model.forward_backward(inputs, labels)
+        optimizer.step()
+        paceline.report(loss=loss)
+    ps.barrier()
+    taken_bytes = peak_bytes() - before_bytes
+    told = f"planned {planned_bytes / MEGA:.0f} MB, taken {taken_bytes / MEGA:.0f} MB of {cap_bytes / MEGA:.0f} MB"
+    print(f"worker {ps.rank} of {ps.size}: {told}; last loss {loss:.3f}")
+    if taken_bytes > cap_bytes:
+        raise SystemExit(f"worker {ps.rank} has taken more than --cap allows: {told}.")
+
+
+def perceptron(width: int, num_blocks: int) -> nn.Sequential:
+    """Return blocks of two layers each, which tensor ranks split as one, and the scores of the classes."""
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()) for _ in range(num_blocks)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(width, NUM_CLASSES))
+
+
+def samples(num_samples: int, width: int) -> TensorDataset:
+    """Return random points, each of the class that a fixed direction of its own gives it."""
+    inputs = torch.randn(num_samples, width)
+    directions: Tensor = torch.randn(width, NUM_CLASSES)
+    return TensorDataset(inputs, (inputs @ directions).argmax(1))
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    used = measure()
+    if used is None:
+        raise SystemExit("This example measures memory as Linux tells it, and this is another system.")
+    return used.peak_bytes
+
+
+def parse() -> Namespace:
+    parser = ArgumentParser(description="A perceptron too big for one worker.")
+    parser.add_argument("--cap", default="450MB", help="memory that training may take of a worker, 1GB for example")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step, of all replicas together")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(parse())
