@@ -5,7 +5,7 @@ import paceline
 
 def batch_of_replica(ps: paceline.Session, batch: int) -> int:
     """Return how many samples each replica takes of a step in which all of them together take `batch`."""
-    num_replicas = ps.distribution.num_replicas(ps.size)
+    num_replicas = ps.arrangement.grid.replicas
     if batch % num_replicas:
         raise SystemExit(f"--batch {batch} does not divide among {num_replicas} replicas.")
     return batch // num_replicas

@@ -35,7 +35,7 @@ def main(options: Namespace) -> None:
     loader = DataLoader(samples(options.steps * options.batch, options.width), batch)
     before_bytes = peak_bytes()
     task = Task(options.width, options.blocks, options.batch)
-    planned_bytes = refuse_unless_it_fits(task, ps.distribution, ps.size, cap_bytes)
+    planned_bytes = refuse_unless_it_fits(task, ps.arrangement.distribution, ps.size, cap_bytes)
 
     model = paceline.parallelize(perceptron(options.width, options.blocks), loss=cross_entropy)
     optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=options.rate), model=model)

@@ -7,7 +7,7 @@ import torch
 import paceline
 
 ps = paceline.init()
-if sys.argv[1:] == ["--refuse", str(ps.distribution)]:
+if sys.argv[1:] == ["--refuse", str(ps.arrangement.distribution)]:
     raise SystemExit("this strategy is refused")
 torch.manual_seed(0)
 model = torch.nn.Linear(1000, 1)
