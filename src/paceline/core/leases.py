@@ -106,9 +106,10 @@ class Leases:
             self._held[life] = []
 
     def end(self, life: Life) -> list[Piece]:
-        """Free what a life holds that takes part no longer; return it."""
+        """Free what a life holds of the epoch that takes part no longer; return it."""
         self._places.pop(life, None)
-        back = [lease.piece for lease in self._held.pop(life, [])]
+        leases = self._held.pop(life, [])
+        back = [lease.piece for lease in leases if lease.piece.round.epoch == self._newest.epoch]
         for piece in back:
             insort(self._free.setdefault(piece.round, {}).setdefault(piece.home, []), piece.index)
         return back
@@ -119,6 +120,8 @@ class Leases:
         return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
 
     def _open(self, place: Round, sizes: Sequence[int]) -> None:
+        if place.epoch > self._newest.epoch:  # whoever has left an epoch before its end has ended it for all
+            self._free.clear()
         self._newest = place
         shares = {home: list(range(size)) for home, size in enumerate(sizes) if size}
         if shares:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.data.sharding import ShardedLoader
+from paceline.data.slicing import SlicedLoader
+from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")
 
@@ -61,6 +63,8 @@ class _Ahead(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one epoch."""
+        if isinstance(self.batches, SlicedLoader):
+            raise UsageError("which slice comes next is known only when it is asked for: leave out prefetch or slices.")
         if isinstance(self.batches, ShardedLoader):
             return self.batches.through(self._ask_ahead)
         return self._ask_ahead(iter(self.batches))

@@ -83,13 +83,17 @@ class ShardedStream(IterableDataset[Any]):
 
 
 class ShardedLoader:
-    """Every size-th batch of a loader, as this worker's loader. Iterating it is one epoch."""
+    """Every size-th batch of a loader, as this worker's loader. Iterating it is one epoch.
+
+    Attributes:
+        epoch: that comes next.
+    """
 
     def __init__(self, loader: DataLoader[Any], sharding: Sharding) -> None:
         _check(loader)
         self._loader = loader
         self._sharding = sharding
-        self._epoch = 0
+        self.epoch = 0
         self._order = _Order(
             num_samples=_size(loader),
             batch_size=cast("int", loader.batch_size),
@@ -113,7 +117,11 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Continue with this epoch's shuffle, after a restart for example. Counted by iterating otherwise."""
-        self._epoch = epoch
+        self.epoch = epoch
+
+    def batches(self) -> list[list[int]]:
+        """Return the batches of all workers in the epoch that comes next, in their global order."""
+        return self._order.batches(self._sharding.seed, self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of one epoch."""
@@ -122,10 +130,10 @@ class ShardedLoader:
     def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one epoch after a stage that may read ahead; a batch counts when it is handed out."""
         sharding, order = self._sharding, self._order
-        batches = order.batches(sharding.seed, self._epoch)
-        self._epoch += 1
+        batches = self.batches()
+        self.epoch += 1
         own = batches[sharding.rank :: sharding.size]
-        for indices, batch in zip(own, stage(self._load(own)), strict=True):
+        for indices, batch in zip(own, stage(self.load(own)), strict=True):
             if torch.is_grad_enabled():
                 sharding.on_samples(len(indices))
             yield batch
@@ -133,7 +141,8 @@ class ShardedLoader:
         if others_have_more and torch.is_grad_enabled():
             sharding.on_missing()
 
-    def _load(self, batches: list[list[int]]) -> Iterator[Any]:
+    def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Yield these batches, of the indices of samples, as the loader makes them."""
         loader = self._loader
         return iter(
             DataLoader(

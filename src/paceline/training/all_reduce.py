@@ -59,6 +59,8 @@ class ReplicatedOptimizer(Distributed):
         num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
     """
 
+    no_slices = "all-reduce, which combines gradients in every backward: take servers, or leave slices out."
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, strategy: AllReduce, job: Job
     ) -> None:

@@ -150,6 +150,7 @@ class GroupedOptimizer(Distributed):
         # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
         # before they finish their clock, for which the values of the other parts wait.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
+        self.no_slices = next((part.optimizer.no_slices for part in self._parts if part.optimizer.no_slices), "")
         self._note_turn()
 
     def __repr__(self) -> str:

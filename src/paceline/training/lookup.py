@@ -69,6 +69,7 @@ class Lookup:
     exact: bool = False
     # Collected since the clock began: ids and gradient of each backward pass.
     _collected: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    _banked: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])  # of slices, weighed
     _asked: list[_Asked] = field(default_factory=list[_Asked])  # for this clock or a later one
 
     def find(self, ids: Tensor) -> Found:
@@ -113,8 +114,19 @@ class Lookup:
         pushed.add_done_callback(self._count_refusal)
 
     def zero_grad(self) -> None:
-        """Drop what was collected."""
+        """Drop what was collected, and keep what was banked."""
         self._collected.clear()
+
+    def bank(self, weight: float) -> None:
+        """Put aside what was collected, times a weight; a clock has several such slices."""
+        self._banked += [(ids, rows * weight) for ids, rows in self._collected]
+        self._collected.clear()
+
+    def pay(self, weight: float, total: float) -> None:
+        """Join what was put aside to what was collected, weighed too, over the total of all weights."""
+        self.bank(weight)
+        self._collected = [(ids, rows / total) for ids, rows in self._banked]
+        self._banked.clear()
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids without repeats, (n,), and the place among them of each, (number of ids,)."""
@@ -180,6 +192,16 @@ class Lookups:
         """Drop what each has collected."""
         for lookup in self._all:
             lookup.zero_grad()
+
+    def bank(self, weight: float) -> None:
+        """Put aside what each has collected for a slice of a clock, times its weight."""
+        for lookup in self._all:
+            lookup.bank(weight)
+
+    def pay(self, weight: float, total: float) -> None:
+        """Let each have collected the mean over all slices, of which the last has this weight."""
+        for lookup in self._all:
+            lookup.pay(weight, total)
 
     @contextmanager
     def exactly(self) -> Generator[None]:

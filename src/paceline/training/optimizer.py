@@ -44,6 +44,15 @@ class Settings:
     overlap: bool = False
     average_buffers: bool = True  # those of the model; not where another part of the same model sees to that
 
+    @property
+    def no_slices(self) -> str:
+        """Why gradients of several slices of a clock cannot be added up; empty where they can."""
+        if self.overlap:
+            return "overlap=True, which sends gradients while backward runs: leave one of the two out."
+        if self.scale != "samples" and self.consistency.visible == "on_clock":
+            return f'scale="{self.scale}", as workers do not do the same number of slices: leave it at "samples".'
+        return ""
+
     def __post_init__(self) -> None:
         """Refuse cadences that never fetch."""
         if self.fetch_every is not None and self.fetch_every < 1:
@@ -133,6 +142,7 @@ class DistributedOptimizer(Distributed):
         self.num_refused = 0
         self._settings = settings
         self._job = job
+        self.no_slices = settings.no_slices
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from paceline.errors import UsageError
+from paceline.training.bank import Bank, Slices
+
 if TYPE_CHECKING:
     from paceline.training.optimizer import Job, Settings
 
@@ -24,7 +27,21 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     num_refused: int
     turn_s: float = 0.0
+    no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
     _job: Job
+    _bank: Bank | None = None  # once a loop has slices
+
+    def begin_slices(self, slices: Slices) -> None:
+        """Let `step` finish a clock only with the last slice that this worker is given in it.
+
+        Raises:
+            UsageError: this strategy has no use for the gradients of several slices.
+        """
+        if self.no_slices:
+            raise UsageError(f"paceline.shard(..., slices=...) does not go with {self.no_slices}")
+        if self._bank is None:
+            self._bank = Bank(slices, self._job.lookups)
+        self._bank.slices = slices
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
@@ -48,6 +65,12 @@ class Distributed(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._bank is not None:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            with self._job.communicating():
+                if self._bank.keep(parameters, samples):
+                    return loss
+            samples = self._bank.pay(parameters, samples)
         weight = self.send(samples)
         self._job.clock(samples=weight)
         self.receive()

@@ -1,0 +1,253 @@
+"""A clock's samples in slices, so that workers that are through with theirs take those of a worker that lags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.core.leases import Answer, Round
+from paceline.data.sharding import ShardedLoader, Sharding
+from paceline.errors import UsageError
+from paceline.node.calls import Calls
+from paceline.node.dealer import read_answer
+from paceline.node.requests import TakePiece
+
+_Source = TypeVar("_Source")
+
+_DEALER = 0  # the server that deals
+
+
+class Banks(Protocol):
+    """What adds up gradients: a distributed optimizer."""
+
+    def begin_slices(self, slices: Walk) -> None:
+        """Finish a clock only with the last slice that this worker is given in it."""
+        ...
+
+
+@dataclass(slots=True)
+class Slicing:
+    """What this worker needs to have slices dealt to it.
+
+    Args:
+        num_workers: of the job.
+        calls: asks servers.
+        optimizers: those in use.
+    """
+
+    num_workers: int
+    calls: Calls
+    optimizers: Collection[Banks]
+    _num_loaders: int = 0
+    _walk: Walk | None = None  # the last that was begun
+
+    def name_next(self) -> str:
+        """Return the name of the work of the next loader; workers make theirs in the same order."""
+        self._num_loaders += 1
+        return f"the slices of loader {self._num_loaders}"
+
+    def begin(self, walk: Walk) -> None:
+        """Let optimizers add up the gradients of the slices of a walk.
+
+        Raises:
+            UsageError: there is none, or one that cannot; or the loop over other slices is not over.
+        """
+        if not self.optimizers:
+            raise UsageError(
+                "a loop over slices needs an optimizer from paceline.distributed, whose step() finishes the clock "
+                "with the last slice: make it before the loop, or leave slices out."
+            )
+        if self._walk is not None and self._walk.num_samples:
+            raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
+        for optimizer in list(self.optimizers):
+            optimizer.begin_slices(walk)
+        self._walk = walk
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Work that a server deals out, by name, and what all who take part have to agree on."""
+
+    calls: Calls
+    work: str
+    terms: tuple[int, ...]
+
+    def ask(self, place: Round, sizes: tuple[int, ...]) -> Answer:
+        """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
+        return read_answer(
+            self.calls.ask(
+                _DEALER,
+                lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms),
+                f"{self.work} in round {place.number} of pass {place.epoch}" if sizes else f"the end of {self.work}",
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The batch of one worker in a round: (samples of the batch) indices, cut in parts as even as can be."""
+
+    indices: list[int]
+    slices: int
+
+    def __len__(self) -> int:
+        """Return the number of slices; none is empty."""
+        return min(self.slices, len(self.indices))
+
+    def slice(self, index: int) -> list[int]:
+        """Return one of them.
+
+        >>> [Share([5, 6, 7, 8, 9], slices=3).slice(index) for index in range(3)]
+        [[5], [6, 7], [8, 9]]
+        """
+        num, parts = len(self.indices), len(self)
+        return self.indices[num * index // parts : num * (index + 1) // parts]
+
+
+@dataclass(slots=True)
+class Walk:
+    """The way of a worker through the rounds of one epoch, slice by slice.
+
+    A round is what all workers have for one clock. Within it this worker is dealt slices one by one; the step that
+    comes after each asks for the next, so that it knows whether the clock ends with it.
+    """
+
+    dealt: Dealt
+    rounds: list[list[Share]]  # round -> share of each worker
+    epoch: int
+    on_missing: Callable[[], None]  # finishes a clock without a gradient
+    num_samples: int = 0  # of the slice under way
+    _number: int = 0  # of the round
+    _next: Answer | None = None  # what comes after the slice under way, as far as that is known
+    _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
+
+    def more(self) -> bool:
+        """Say whether there is another slice for this worker in the clock under way; blocks for one round trip."""
+        if not self.num_samples:
+            return False
+        if self._next is None:
+            self._next = self._ask()
+        self._has_stepped = self._next.word != "piece"
+        return not self._has_stepped
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of the samples of each slice that this worker is dealt."""
+        while True:
+            answer = self._next or self._ask()
+            self._next, self.num_samples = None, 0
+            match answer.word:
+                case "piece":
+                    indices = self.rounds[answer.round.number][answer.home].slice(answer.index)
+                    self.num_samples, self._has_stepped = len(indices), False
+                    yield indices
+                case "rest":
+                    self._finish_round()
+                case "elsewhere" if answer.round.epoch == self.epoch:
+                    self._number = answer.round.number
+                case _:
+                    return
+
+    def _ask(self) -> Answer:
+        shares = self.rounds[self._number] if self._number < len(self.rounds) else []
+        return self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)))
+
+    def _finish_round(self) -> None:
+        """Go on to the next round; a clock in which nothing was left for this worker it finishes empty-handed."""
+        if not self._has_stepped:
+            self.on_missing()
+        self._number, self._has_stepped = self._number + 1, False
+
+
+class SlicedLoader:
+    """A loader cut over the workers, whose batches are the slices that this worker is dealt. Iterating is one epoch."""
+
+    def __init__(self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing) -> None:
+        self._whole = ShardedLoader(loader, sharding)
+        _check(loader, sharding, slices, slicing)
+        self._sharding = sharding
+        self._slices = slices
+        self._slicing = slicing
+        self._work = slicing.name_next()
+        self._num_passes = 0
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The whole dataset, of all workers."""
+        return self._whole.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples in all slices of a worker's share of a clock."""
+        return self._whole.batch_size
+
+    def __len__(self) -> int:
+        """Return the number of slices of this worker's own shares in one epoch; it may be dealt more, or fewer."""
+        return sum(len(share[self._sharding.rank]) for share in self._rounds())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with this epoch's shuffle; to be said by all workers."""
+        self._whole.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the slices of one epoch; while gradients are off, this worker's own batches, whole."""
+        if not torch.is_grad_enabled():
+            yield from self._whole
+            return
+        walk = self._begin()
+        try:
+            for batch in self._whole.load(walk):
+                self._sharding.on_samples(walk.num_samples)
+                yield batch
+        finally:
+            walk.num_samples = 0
+
+    def _rounds(self) -> list[list[Share]]:
+        """Return the share of each worker in each round of the epoch that comes next; some of the last are empty."""
+        batches, size = self._whole.batches(), self._sharding.size
+        return [
+            [Share(batch, self._slices) for batch in [*batches[at : at + size], *[[]] * size][:size]]
+            for at in range(0, len(batches), size)
+        ]
+
+    def _begin(self) -> Walk:
+        sharding, whole = self._sharding, self._whole
+        terms = (len(cast("Sized", whole.dataset)), whole.batch_size, self._slices, sharding.seed, whole.epoch)
+        dealt = Dealt(self._slicing.calls, self._work, terms)
+        walk = Walk(dealt, self._rounds(), self._num_passes, sharding.on_missing)
+        self._slicing.begin(walk)
+        self._num_passes += 1
+        whole.set_epoch(whole.epoch + 1)
+        return walk
+
+
+def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slicing) -> _Source:
+    """Return the slices that this worker is dealt of a loader, used in its place; see `paceline.shard`.
+
+    Raises:
+        UsageError: no loader, or one that cannot be cut so.
+    """
+    if not isinstance(source, DataLoader):
+        raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")
+    return cast("_Source", SlicedLoader(cast("DataLoader[Any]", source), sharding, slices, slicing))
+
+
+def _check(loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing) -> None:
+    if not 1 <= slices <= cast("int", loader.batch_size):
+        raise UsageError(
+            f"slices is {slices}, expected 1 to {loader.batch_size}: a slice has a sample at least, and the batch of "
+            f"the loader, which is cut, has {loader.batch_size}."
+        )
+    if loader.num_workers:
+        raise UsageError(
+            f"the loader has num_workers={loader.num_workers}, but which samples a worker gets is known only when it "
+            "asks for the next slice: make it with num_workers=0, or leave slices out."
+        )
+    if sharding.size != slicing.num_workers:
+        raise UsageError(
+            f"the model is cut over the workers, {slicing.num_workers // sharding.size} for each replica, which would "
+            "have to take the same slices: leave slices out."
+        )

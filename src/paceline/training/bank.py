@@ -1,0 +1,81 @@
+"""Gradients of the slices of a clock, added up until the last one, so that they leave as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.training.lookup import Lookups
+
+
+class Slices(Protocol):
+    """The slices that a worker is given in a clock."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the slice under way has; 0 where there is none."""
+        ...
+
+    def more(self) -> bool:
+        """Say whether this worker has another slice in the clock under way; blocks for one round trip to ask."""
+        ...
+
+
+@dataclass(slots=True)
+class Bank:
+    """Adds up the gradients of some parameters, and of embeddings, each slice weighed by its samples."""
+
+    slices: Slices
+    lookups: Lookups
+    # Sum of gradient * samples since the last payment, by parameter, and of samples.
+    _sums: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
+    _num_samples: float = 0.0
+
+    def keep(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
+        """Keep the gradients of a slice if another one follows in this clock; say whether."""
+        if not self.slices.more():
+            return False
+        weight = float(self.slices.num_samples) if samples is None else samples
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._add(parameter, parameter.grad.detach(), weight)
+        self.lookups.bank(weight)
+        self._num_samples += weight
+        return True
+
+    def pay(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
+        """Make the gradients the mean of all that was kept and the last slice; return how many samples that is of.
+
+        Where nothing was kept, or no slice is under way, gradients and `samples` stay as they are.
+        """
+        if not self._num_samples or not self.slices.num_samples:
+            return samples
+        weight = float(self.slices.num_samples) if samples is None else samples
+        total, self._num_samples = self._num_samples + weight, 0.0
+        sums, self._sums = self._sums, {}
+        with torch.no_grad():
+            for parameter in parameters:
+                _combine(parameter, weight, sums.get(parameter), total)
+        self.lookups.pay(weight, total)
+        return total
+
+    def _add(self, parameter: Tensor, gradient: Tensor, weight: float) -> None:
+        held = self._sums.get(parameter)
+        if held is None:
+            self._sums[parameter] = gradient * weight
+        else:
+            held.add_(gradient, alpha=weight)
+
+
+def _combine(parameter: Tensor, weight: float, held: Tensor | None, total: float) -> None:
+    """Make the gradient (its own * weight + held) / total, where it lies if it has a place."""
+    if parameter.grad is None:
+        parameter.grad = None if held is None else held.div_(total)
+    elif held is None:
+        parameter.grad.mul_(weight / total)
+    else:
+        parameter.grad.mul_(weight).add_(held).div_(total)
