@@ -54,3 +54,8 @@ def test_workers_divide_into_replicas() -> None:
     assert wanted.num_replicas(8) == 2
     with pytest.raises(UsageError, match="6 workers do not divide by that: take -n 4"):
         wanted.num_replicas(6)
+
+
+def test_servers_have_something_to_do_unless_workers_combine_gradients_themselves() -> None:
+    busy = [text for text in (*DATA, "pipeline:2") if Distribution.parse(text).needs_servers]
+    assert busy == ["parameter-server", "bsp", "ssp:3", "essp:0", "asynchronous", "backup:1", "diloco:50", "pipeline:2"]

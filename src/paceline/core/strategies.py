@@ -51,6 +51,11 @@ class Distribution:
         """Number of workers that hold one model between them."""
         return self.pipeline * self.tensor
 
+    @property
+    def needs_servers(self) -> bool:
+        """Say whether servers have more to do than to let workers meet."""
+        return self.data not in (ALL_REDUCE, FSDP)
+
     def num_replicas(self, num_workers: int) -> int:
         """Return how many models so many workers hold.
 

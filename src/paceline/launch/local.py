@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final, TextIO
 
-from paceline.core.strategies import ALL_REDUCE
+from paceline.core.strategies import Distribution
 from paceline.errors import UsageError
 from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
@@ -100,7 +100,8 @@ def open_board(trace_folder: Path, num_workers: int) -> Board:
 
 
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
-    num_servers = 0 if run.strategy == ALL_REDUCE else run.num_servers  # then they hardly have anything to do
+    busy = run.strategy is None or Distribution.parse(run.strategy).needs_servers
+    num_servers = run.num_servers if busy else 0
     num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers
     num_cores = len(cores_here())
     environment = child_environment(num_processes, num_cores, traceback=run.traceback)
