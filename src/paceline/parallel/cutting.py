@@ -43,7 +43,7 @@ def ends_of(layers: Sequence[Layer], placement: Placement | None, sample: Any, m
     elif placement is not None:
         ends = given(layers, placement, num_stages)
     else:
-        ends = balanced_ends(costs_of(layers, sample, mesh), num_stages)
+        ends = balanced(layers, costs_of(layers, sample, mesh), num_stages)
     for stage, (start, end) in enumerate(pairwise([0, *ends])):
         if not any(layer.num_parameters for layer in layers[start:end]):
             raise UsageError(
@@ -92,6 +92,24 @@ def placed(layers: Sequence[Layer], placement: Mapping[str, int], num_stages: in
             "in the order of the layers."
         )
     return [stages.index(stage) for stage in range(1, num_stages)] + [len(layers)]
+
+
+def balanced(layers: Sequence[Layer], costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return the ends of stages of which the dearest is as cheap as it can be, each with something to learn.
+
+    >>> layers = [Layer(str(n), layer) for n, layer in enumerate((nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)))]
+    >>> balanced(layers, [1.0, 5.0, 2.0], num_stages=2)
+    [2, 3]
+    """
+    starts = [index for index, layer in enumerate(layers) if layer.num_parameters][1:]
+    edges = [0, *starts, len(layers)]
+    if num_stages > len(edges) - 1:
+        raise UsageError(
+            f"{num_stages} stages, but of the layers {_listed(layers)} only {len(edges) - 1} have parameters to learn, "
+            "and each stage needs one."
+        )
+    ends = balanced_ends([sum(costs[start:end]) for start, end in pairwise(edges)], num_stages)
+    return [edges[end] for end in ends]
 
 
 def costs_of(layers: Sequence[Layer], sample: Any, mesh: Mesh) -> list[float]:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -30,9 +31,11 @@ BACKEND: Final = "paceline"  # Gloo over the loopback device; torch's own asks t
 _LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
 _NAME: Final = "mesh"
 _ABORT_TAG: Final = 7
+_GRACE_S: Final = 1.0
+_POLL_INTERVAL_S: Final = 0.01
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Mesh:
     """All workers of a job, by stage, replica and tensor rank, each axis with its process groups.
 
@@ -47,6 +50,7 @@ class Mesh:
     devices: DeviceMesh
     replica: ProcessGroup
     _num_calls: int = 0
+    _failure: str = ""  # what ended the connections
     _words: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @staticmethod
@@ -63,7 +67,7 @@ class Mesh:
         store = company.store(_NAME)
         accounts = _meet(company, store)
         _register_backend()
-        patience = timedelta(seconds=company.patience_s)
+        patience, hook = timedelta(seconds=company.patience_s), sys.excepthook
         try:
             dist.init_process_group(BACKEND, store=store, rank=company.rank, world_size=company.size, timeout=patience)
             ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
@@ -71,6 +75,8 @@ class Mesh:
             replicas = [dist.new_group(grid.replica_ranks(index)) for index in range(grid.replicas)]
         except (RuntimeError, ValueError) as error:
             raise accounts.explain("connecting", company.others, None, str(error)) from error
+        finally:
+            sys.excepthook = hook  # torch writes a rank before each line of a traceback, as the launcher does
         own = replicas[grid.spot(company.rank).replica]
         assert isinstance(own, ProcessGroup), "this worker is in the group of its replica"
         mesh = Mesh(grid, company, accounts, devices, own)
@@ -118,6 +124,8 @@ class Mesh:
         Raises:
             PeerError: a worker is gone, or did not come in time. Then all connections are over.
         """
+        if self._failure:
+            raise PeerError(f"worker {self.company.rank}, {what}: an earlier call has failed: {self._failure}")
         began_s = time.monotonic()
         try:
             yield
@@ -127,13 +135,14 @@ class Mesh:
                 raise found from None
             waited_s = time.monotonic() - began_s
             late = waited_s if waited_s >= self.company.patience_s else None
-            told = self.accounts.explain(what, self._suspects, late, str(found))
-            self.abort()
+            self._failure = f"{what} has failed"
+            told = self.accounts.explain(what, self._missing(), late, str(found))
+            self._failure = str(told)
             raise told from error
 
     def abort(self) -> None:
         """End all connections, so that whoever waits for this worker fails at once."""
-        for group in (self.replica, *map(self.group, AXES)):
+        for group in self._groups:
             others = [rank for rank in range(group.size()) if rank != group.rank()]
             for other in others[:1]:
                 try:  # a wait that runs out of time has torch close every connection of the group
@@ -150,11 +159,23 @@ class Mesh:
             self.abort()
         dist.destroy_process_group()
 
+    def _missing(self) -> Sequence[int]:
+        """Return who does not notice that the connections are over, within a second; all others if everybody does."""
+        store = self.accounts.store
+        store.set(f"noticed/{self.company.rank}", "")
+        self.abort()
+        connected = {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
+        silent, deadline_s = connected - {self.company.rank}, time.monotonic() + _GRACE_S
+        while silent and time.monotonic() < deadline_s:
+            silent = {rank for rank in silent if not store.check([f"noticed/{rank}"])}
+            if all(store.check([f"account/{rank}"]) for rank in silent):
+                break
+            time.sleep(_POLL_INTERVAL_S)
+        return sorted(silent) or self.company.others
+
     @property
-    def _suspects(self) -> Sequence[int]:
-        own = set(self.grid.replica_ranks(self.spot.replica))
-        own.update(rank for rank in self.company.others if self.grid.spot(rank).stage == self.spot.stage)
-        return sorted(own - {self.company.rank})
+    def _groups(self) -> list[ProcessGroup]:
+        return [self.replica, *map(self.group, AXES)]
 
 
 def _require_process(company: Company) -> None:
@@ -205,5 +226,5 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _is_of_connections(error: BaseException) -> bool:
-    """Whether Gloo raised this: it names the place in its source."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    """Whether Gloo raised this, which mostly names the place in its source."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("gloo", "pair closure"))

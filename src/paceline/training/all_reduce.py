@@ -14,8 +14,10 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.observe import trace as records
+from paceline.training.combined import CombinedOptimizer
 from paceline.training.flat import segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.part_job import PartJob
 from paceline.training.replica import Replica, ReplicaSettings
 from paceline.training.strategy import Distributed
 
@@ -39,8 +41,10 @@ class AllReduce:
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
-    ) -> ReplicatedOptimizer:
+    ) -> Distributed:
         """Make an optimizer that steps the same way on all workers."""
+        if isinstance(job, PartJob):
+            return CombinedOptimizer(optimizer, model, settings, job)
         if model is None:
             raise UsageError(
                 f"strategy all-reduce of '{settings.name}' follows the forward and backward of a module: give "

@@ -13,6 +13,8 @@ from paceline.collective.exchange import Exchange
 from paceline.errors import UsageError
 from paceline.node.meter import Meter
 from paceline.node.table import Table
+from paceline.parallel.arrangement import Arrangement
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.tensors.table import TableSpec
 from paceline.training.lookup import Lookups
@@ -53,6 +55,17 @@ class PartJob:
     def size(self) -> int:
         """Number of replicas."""
         return self.part.grid.replicas
+
+    @property
+    def mesh(self) -> Mesh:
+        """How those who hold the same part, and those who hold the others, are connected."""
+        assert self.part.mesh is not None, "several workers hold this model"
+        return self.part.mesh
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How all workers share models and data."""
+        return self.whole.arrangement
 
     @property
     def num_samples(self) -> int:

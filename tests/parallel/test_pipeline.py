@@ -1,0 +1,34 @@
+"""Models held by real processes between them: equal to one process, refused in words, and named when one dies."""
+
+from pathlib import Path
+
+import pytest
+from tests.faults.running import run_to_end
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_pipeline_computes_what_one_process_does(tmp_path: Path, num_stages: int) -> None:
+    options = ("-n", str(num_stages), "--strategy", f"pipeline:{num_stages}")
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "stages.py", "die", options=options)
+
+    assert code == 0, run.output
+    assert "Traceback" not in run.output
+    for name in ("1f1b", "gpipe", "recomputed", "measured", "layers", "batches", "dropout", "steps", "shapes"):
+        assert len(run.saying(f"equal {name}")) == num_stages, run.output
+    assert len(run.saying("told all that was refused")) == num_stages
+    died = f"worker {num_stages - 2}"
+    assert len([line for line in run.saying("death:") if died in line]) == num_stages - 1, run.output
+    assert len(run.saying("and after")) == num_stages - 1
+    assert run.told() == [f"paceline: {died} was killed by SIGKILL; the run went on without it"]
+
+
+@pytest.mark.parametrize("data", ["bsp", "all-reduce"])
+def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_batch(tmp_path: Path, data: str) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "replicas.py", data, options=("-n", "4"))
+
+    assert code == 0, run.output
+    by = {"bsp": "DistributedOptimizer", "all-reduce": "CombinedOptimizer"}[data]
+    assert len(run.saying(f"learned the same by {by}")) == 4, run.output
+    assert run.told() == [], run.output
