@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.core.consistency import bsp
 from paceline.errors import UsageError
 from paceline.session import Session
-from paceline.training.groups import GroupedOptimizer
+from paceline.training.groups import GroupedOptimizer, Groups
+from paceline.training.optimizer import ParameterServer, Settings
+from paceline.training.part_job import PartJob
+
+if TYPE_CHECKING:
+    from paceline.parallel.part import Part
+    from paceline.training.bank import Slices
+    from paceline.training.part_job import WholeJob
 
 BATCH_SIZE = 4
 EXACT = {"rtol": 1e-10, "atol": 1e-14}
@@ -125,6 +134,30 @@ def test_each_group_does_what_its_policy_does_alone(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_head_under_local_sgd_is_merged_when_its_turn_comes(tmp_path: Path) -> None:
+    def work(worker: Session) -> list[tuple[float, float]]:
+        model = seeded(Shares).double()
+        policies = {"head.*": "local-sgd:2", "*": "all-reduce"}
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.5), strategy=policies, model=model)
+        seen: list[tuple[float, float]] = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(worker.rank), dtype=torch.float64)).backward()
+            optimizer.step()
+            seen.append((model.head.weight[0, 0].item(), model.dense.weight[0, 0].item()))
+        state = optimizer.state_dict()
+        assert list(state["parts"]) == ["head.*"]
+        worker.barrier()
+        optimizer.load_state_dict(state)
+        return seen
+
+    first, second = run_job(tmp_path, work, workers=2)
+    # Worker 0 has no gradient, worker 1 steps by 0.5; every second step both go on from the mean.
+    assert [head for head, _ in first] == [0.0, -0.5, -0.5, -1.0]
+    assert [head for head, _ in second] == [-0.5, -0.5, -1.0, -1.0]
+    assert [dense for _, dense in first] == [dense for _, dense in second] == [-0.25, -0.5, -0.75, -1.0]
+
+
 def test_statistics_are_averaged_once_and_weights_hold_in_all_groups(tmp_path: Path) -> None:
     def work(worker: Session) -> tuple[float, list[float]]:
         model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1)).double()
@@ -163,6 +196,8 @@ def test_a_state_goes_from_one_process_to_groups_and_back(tmp_path: Path) -> Non
             optimizer.load_state_dict({"state": {}})
         with pytest.raises(UsageError, match=r"'model' has all its parameters from the start"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        with pytest.raises(UsageError, match=r"slices=\.\.\.\) does not go with"):
+            optimizer.begin_slices(cast("Slices", None))  # not looked at: a part is under all-reduce
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.005
         found = optimizer.state_dict()
@@ -181,7 +216,7 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
             paceline.distributed(adam(model), strategy=strategy, model=model, **settings)
         return str(caught.value)
 
-    def work(_: Session) -> None:
+    def work(worker: Session) -> None:
         model = mlp()
         assert refused(model, {"0.*": "bsp"}) == (
             "strategy of 'model': no pattern matches '2.weight', '2.bias': add one, or \"*\" with a policy for the "
@@ -197,5 +232,8 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
         assert refused(model, {"0.*": paceline.downpour(warm_start_steps=2), "*": "bsp"}).startswith(
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
+        cut, how = PartJob(cast("WholeJob", worker), cast("Part", None)), Settings(bsp(), "mean", 1, "reject", "model")
+        with pytest.raises(UsageError, match="patterns are for a model that each worker holds as a whole"):
+            Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, cut)
 
     run_job(tmp_path, work)

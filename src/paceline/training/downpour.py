@@ -25,6 +25,7 @@ from paceline.training.accrual import Accrual, descend, gradients_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.part_job import PartJob
 from paceline.training.state import check_state, fetch_state, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
@@ -261,7 +262,9 @@ class DownpourOptimizer(Distributed):
 
     def _wait_in_forward(self, model: nn.Module | None) -> bool:
         """Have the model wait for values when its forward begins or it is saved, if it has all the parameters."""
-        if model is None or not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
+        if model is None or isinstance(self._job, PartJob):  # stages of a pipeline run without a forward of the whole
+            return False
+        if not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
             return False
         arrive = _calling(WeakMethod(self.arrive))
         model.register_forward_pre_hook(arrive)

@@ -18,6 +18,7 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.part_job import PartJob
 from paceline.training.strategy import Distributed, Strategy
 
 _NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
@@ -50,6 +51,11 @@ class Groups:
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
     ) -> GroupedOptimizer:
         """Make one optimizer of several, each over the parameters of one policy."""
+        if isinstance(job, PartJob):
+            raise UsageError(
+                f"strategy of '{settings.name}': patterns are for a model that each worker holds as a whole, and this "
+                "one is cut over several: give one policy for all of it."
+            )
         require_fresh(optimizer)
         named, segments = segments_of(optimizer, model)
         shares = self._shares(list(named), settings.name)
@@ -150,6 +156,7 @@ class GroupedOptimizer(Distributed):
         # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
         # before they finish their clock, for which the values of the other parts wait.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
+        self.no_slices = next((part.optimizer.no_slices for part in parts if part.optimizer.no_slices), "")
         self.no_slices = next((part.optimizer.no_slices for part in self._parts if part.optimizer.no_slices), "")
         self._note_turn()
 

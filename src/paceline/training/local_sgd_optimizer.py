@@ -191,7 +191,7 @@ class LocalOptimizer(Distributed):
             own = dict(list(named.items())[turn :: rounds.fragments])
             table = name if rounds.fragments == 1 else f"{name}.{turn}"
             fragments.append(self._open(turn, table, own, rounds.rule(num_workers)))
-        buffers = floating_buffers(model) if model is not None else {}
+        buffers = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
         if buffers:
             rule = rounds.buffers_rule(num_workers)
             fragments.append(self._open(rounds.fragments - 1, f"{name}.buffers", buffers, rule))
