@@ -31,6 +31,7 @@ BACKEND: Final = "paceline"  # Gloo over the loopback device; torch's own asks t
 _LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
 _NAME: Final = "mesh"
 _ABORT_TAG: Final = 7
+_WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
 _GRACE_S: Final = 1.0
 _POLL_INTERVAL_S: Final = 0.01
 
@@ -130,7 +131,7 @@ class Mesh:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            found = _innermost(error)
+            found = _unwrapped(error)
             if not _is_of_connections(found):
                 raise found from None
             waited_s = time.monotonic() - began_s
@@ -218,9 +219,9 @@ def _connected(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _innermost(error: BaseException) -> BaseException:
-    """Return what was raised first: torch's pipelines wrap it."""
-    while error.__cause__ is not None:
+def _unwrapped(error: BaseException) -> BaseException:
+    """Return what a layer has raised, without what the pipelines of torch put around it."""
+    while error.__cause__ is not None and any(words in str(error) for words in _WRAPPINGS):
         error = error.__cause__
     return error
 

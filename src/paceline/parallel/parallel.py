@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.collective.call import Call, Pattern
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.parallel.passing import give, letters_of, take, text_of
 from paceline.parallel.pipeline import Pipeline
-from paceline.parallel.stage import Loss
+from paceline.parallel.stage import Loss, parts
 
 _Run = Callable[[Any], Any]
 
@@ -47,7 +51,8 @@ class Parallel(nn.Module):
             PeerError: one of them is gone.
         """
         run = self._held[1]
-        return run.forward(inputs) if isinstance(run, Pipeline) else run(inputs)
+        with self._connected("forward", inputs):
+            return run.forward(inputs) if isinstance(run, Pipeline) else run(inputs)
 
     def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
         """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
@@ -64,11 +69,32 @@ class Parallel(nn.Module):
             PeerError: a worker is gone, or did not come in time; the message names it.
         """
         run = self._held[1]
-        if isinstance(run, Pipeline):
-            return run.forward_backward(inputs, targets)
-        loss = self._loss(self(inputs), targets)
-        loss.backward()
-        return float(loss.detach())
+        if self._part.mesh is None:
+            loss = self._loss(self(inputs), targets)  # through hooks, as of an optimizer that combines gradients
+            loss.backward()
+            return float(loss.detach())
+        with self._connected("step", inputs), _split_loss(self._part):
+            if isinstance(run, Pipeline):
+                return run.forward_backward(inputs, targets)
+            loss = self._loss(run(inputs), targets)
+            loss.backward()
+            return float(loss.detach())
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale all gradients of this replica so that their norm is `max_norm` at most; return the norm before.
+
+        What `torch.nn.utils.clip_grad_norm_` does for one process. All workers of the replica must call it.
+        """
+        total = _squared_norm(self, self._part)
+        mesh = self._part.mesh
+        if mesh is not None:
+            with mesh.explained("clip_gradients"):
+                dist.all_reduce(total, group=mesh.group("pipeline"))
+        norm = float(total.sqrt())
+        for parameter in self.parameters():
+            if parameter.grad is not None and norm > max_norm:
+                parameter.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
 
     def train(self, mode: bool = True) -> Parallel:
         """Set the mode of the layers here."""
@@ -80,11 +106,11 @@ class Parallel(nn.Module):
 
         All of them must call it; blocks until they have.
         """
-        own: dict[str, Tensor] = self.state_dict()
         grid, spot, mesh = self._part.grid, self._part.spot, self._part.mesh
         if mesh is None:
-            return own
+            return self.state_dict()
         with mesh.explained("whole_state_dict"):
+            own = _whole_state(self, mesh)
             group = mesh.group("pipeline")
             if spot.stage > 0:
                 named = (letters_of("\n".join(own)), *own.values())
@@ -94,3 +120,42 @@ class Parallel(nn.Module):
                 names, *values = take(partial(dist.recv, src=grid.rank(replace(spot, stage=stage)), group=group))
                 own.update(zip(text_of(names).split("\n"), values, strict=True))
         return own if spot.tensor == 0 else None
+
+    @contextmanager
+    def _connected(self, pattern: Pattern, inputs: object) -> Generator[None]:
+        """See to it that the ranks of split layers are given the same batch, and say who is to blame if one is gone."""
+        mesh = self._part.mesh
+        if mesh is None or mesh.grid.pipeline > 1:  # a pipeline sees to it
+            yield
+            return
+        mesh.agree(Call.over(parts(inputs, "the batch")[0], pattern, root=1), pattern)
+        with mesh.explained(pattern):
+            yield
+
+
+def _split_loss(part: Part) -> AbstractContextManager[None]:
+    """Return the context in which the loss takes scores that are split over tensor ranks."""
+    if part.grid.tensor == 1:
+        return nullcontext()
+    from paceline.parallel.tensor import split_loss  # takes half a second
+
+    return split_loss()
+
+
+def _squared_norm(module: nn.Module, part: Part) -> Tensor:
+    """Return the sum of the squares of the gradients of this stage."""
+    if part.mesh is not None and part.grid.tensor > 1:
+        from paceline.parallel.tensor import squared_norm
+
+        return squared_norm(module, part.mesh.axis("tensor"))
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return sum((one.detach().double().square().sum().cpu() for one in gradients), torch.zeros((), dtype=torch.float64))
+
+
+def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """Return the state of this stage, its layers whole."""
+    if mesh.grid.tensor == 1:
+        return module.state_dict()
+    from paceline.parallel.tensor import whole_state
+
+    return whole_state(module, mesh.axis("tensor"))

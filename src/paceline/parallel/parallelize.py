@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.parallel.arrangement import Arrangement
 from paceline.parallel.cutting import Placement, ends_of
 from paceline.parallel.layers import drop, layers_of, materialise, require_apart, tree_of
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import SCHEDULES, Pipeline, Schedule
@@ -79,23 +80,41 @@ def keep_part(model: nn.Module, loss: Loss, asked: Asked, exchange: Exchange, ar
 
 def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
-    mesh, held, names = part.mesh, model, list[str]()
-    if mesh is not None and part.grid.pipeline > 1:
-        layers = layers_of(model)
-        ends = ends_of(layers, asked.placement, asked.balance, mesh)
-        require_apart(layers, ends)
-        own = layers[ends[part.spot.stage - 1] if part.spot.stage else 0 : ends[part.spot.stage]]
-        drop([layer for layer in layers if layer not in own], own)
-        held, names = tree_of(own), [layer.name for layer in own]
-    elif asked.recompute:
-        names = [layer.name for layer in layers_of(model)]
+    mesh, stage = part.mesh, part.spot.stage
+    ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None
+    if mesh is not None and mesh.grid.tensor > 1:
+        loss = _split(model, loss, mesh)
+    if ends is None or mesh is None:
+        materialise(model)
+        run = (
+            Stage([layer.module for layer in layers_of(model)], None, recompute=True).run if asked.recompute else model
+        )
+        return Parallel(model, run, loss, part)
+    layers = layers_of(model)
+    own = layers[ends[stage - 1] if stage else 0 : ends[stage]]
+    drop([layer for layer in layers if layer not in own], own)
+    held = tree_of(own)
     materialise(held)
     held.train(model.training)
-    if not names:
-        return Parallel(held, held, loss, part)
-    is_last = part.spot.stage == part.grid.pipeline - 1
-    stage = Stage([held.get_submodule(name) for name in names], loss if is_last else None, recompute=asked.recompute)
-    if part.grid.pipeline == 1:
-        return Parallel(held, stage.run, loss, part)
-    assert mesh is not None, "several stages are connected"
-    return Parallel(held, Pipeline(mesh, stage, asked.schedule, asked.micro_batches), loss, part)
+    own_loss = loss if stage == part.grid.pipeline - 1 else None
+    run = Stage([layer.module for layer in own], own_loss, recompute=asked.recompute)
+    return Parallel(held, Pipeline(mesh, run, asked.schedule, asked.micro_batches), loss, part)
+
+
+def _ends(model: nn.Module, asked: Asked, mesh: Mesh) -> list[int]:
+    """Return behind which layers stages end."""
+    layers = layers_of(model)
+    ends = ends_of(layers, asked.placement, asked.balance, mesh)
+    require_apart(layers, ends)
+    return ends
+
+
+def _split(model: nn.Module, loss: Loss, mesh: Mesh) -> Loss:
+    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then."""
+    from paceline.parallel.tensor import split_over  # takes half a second
+    from paceline.parallel.vocabulary import plain
+
+    materialise(model)
+    with mesh.explained("splitting layers"):
+        split_over(model, mesh.axis("tensor"))
+    return lambda outputs, targets: plain(loss(outputs, targets))
