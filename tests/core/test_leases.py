@@ -42,7 +42,7 @@ def test_what_a_dead_worker_holds_comes_first_and_its_later_shares_are_for_the_o
     assert [taken(leases, 0, FIRST, (1, 2)) for _ in range(2)] == [(0, 0), "rest"]
     assert leases.end((1, 0)) == [Piece(FIRST, 1, 0), Piece(FIRST, 1, 1)]
     got = [leases.ask((0, 0), SECOND, (1, 1)) for _ in range(5)]
-    expected = [(FIRST, 1, 1), (FIRST, 1, 0), (SECOND, 0, 0), (SECOND, 1, 0)]
+    expected = [(FIRST, 1, 1, 3), (FIRST, 1, 0, 2), (SECOND, 0, 0, 1), (SECOND, 1, 0, 0)]
     assert got == [*(Answer("piece", *one) for one in expected), Answer("rest", SECOND)]
 
 
@@ -58,6 +58,16 @@ def test_to_go_on_settles_the_rounds_before_and_not_the_one_that_is_gone_on_to()
     leases = Leases()
     assert [taken(leases, 0, FIRST, (1,)), taken(leases, 0, SECOND, (1,))] == [(0, 0), (0, 0)]
     assert leases.end((0, 0)) == [Piece(SECOND, 0, 0)]
+
+
+def test_whoever_leaves_an_epoch_before_its_end_has_ended_it_for_all() -> None:
+    leases, sizes, later = Leases(), (2, 2), Round(1, 0)
+    assert [taken(leases, rank, FIRST, sizes) for rank in (0, 1)] == [(0, 0), (1, 0)]
+    assert taken(leases, 0, later, sizes) == (0, 0)
+    assert leases.end((1, 0)) == []
+    got = [leases.ask((0, 0), later, sizes) for _ in range(4)]
+    assert [answer and answer.round for answer in got] == [later] * 4
+    assert [answer and answer.word for answer in got] == ["piece"] * 3 + ["rest"]
 
 
 def test_an_epoch_ends_when_all_is_settled_and_has_a_round_more_for_what_comes_back() -> None:

@@ -30,20 +30,20 @@ class Table:
         return self.sent[-1][1] if len(self.sent) > before else None
 
 
-def piece(home: int, index: int) -> Answer:
-    return Answer("piece", Round(0, 0), home, index)
+def piece(home: int, index: int, num_left: int = 0) -> Answer:
+    return Answer("piece", Round(0, 0), home, index, num_left)
 
 
 def test_a_copy_of_a_request_gets_the_same_answer_and_takes_nothing() -> None:
     table = Table()
-    assert [table.ask(OTHER, 4), table.ask(OTHER, 4), table.ask(OTHER, 5)] == [piece(1, 0), piece(1, 0), piece(1, 1)]
+    assert [table.ask(OTHER, 4), table.ask(OTHER, 4), table.ask(OTHER, 5)] == [piece(1, 0, 2)] * 2 + [piece(1, 1, 1)]
     assert table.ask(OTHER, 4) is None, "its sender has had that answer"
     assert table.ask(ONE, 1) == piece(0, 0)
 
 
 def test_who_waits_for_the_end_is_told_when_the_last_update_is_applied() -> None:
     table = Table()
-    assert [table.ask(OTHER, number) for number in (1, 2, 3)] == [piece(1, 0), piece(1, 1), piece(0, 0)]
+    assert [table.ask(OTHER, number) for number in (1, 2, 3)] == [piece(1, 0, 2), piece(1, 1, 1), piece(0, 0)]
     assert [table.ask(ONE, 1), table.ask(ONE, 2, 1, ())] == [Answer("rest", Round(0, 0)), None]
     table.dealer.settle(OTHER)
     assert table.sent[-1] == (ONE, Answer("over", Round(0, 1)))

@@ -45,12 +45,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker gets that asks for work: a piece of a round, or else a word about it."""
+    """What a worker gets that asks for work: a piece of a round, or else a word about it.
+
+    `num_left`: how many pieces were free then for whoever comes to that round.
+    """
 
     word: Word | Literal["piece"]
     round: Round
     home: int = -1
     index: int = -1
+    num_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class Leases:
         if piece is not None:
             if not sizes:
                 self._extra.add(place)
-            return Answer("piece", piece.round, piece.home, piece.index)
+            return Answer("piece", piece.round, piece.home, piece.index, self._num_free())
         if sizes or place in self._extra:
             return Answer("rest", place)
         return Answer("over", place) if self.is_settled(place) else None
@@ -118,6 +122,9 @@ class Leases:
         """Say whether every piece of the rounds up to this one is settled."""
         held = (lease.piece.round for leases in self._held.values() for lease in leases)
         return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
+
+    def _num_free(self) -> int:
+        return sum(len(rest) for shares in self._free.values() for rest in shares.values())
 
     def _open(self, place: Round, sizes: Sequence[int]) -> None:
         if place.epoch > self._newest.epoch:  # whoever has left an epoch before its end has ended it for all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sized
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,6 +20,9 @@ from paceline.node.requests import TakePiece
 _Source = TypeVar("_Source")
 
 _DEALER = 0  # the server that deals
+# Slices left for each worker when one may be asked for ahead: then a worker at half the speed of the others, or more,
+# is through with two before those have taken the rest.
+_MANY = 4
 
 
 class Banks(Protocol):
@@ -76,14 +80,16 @@ class Dealt:
     work: str
     terms: tuple[int, ...]
 
-    def ask(self, place: Round, sizes: tuple[int, ...]) -> Answer:
+    def ask(self, place: Round, sizes: tuple[int, ...]) -> Future[memoryview]:
+        """Ask for a slice in the round to which this worker has come."""
+        return self.calls.begin(
+            _DEALER, lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms)
+        )
+
+    def answer(self, asked: Future[memoryview], place: Round) -> Answer:
         """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
         return read_answer(
-            self.calls.ask(
-                _DEALER,
-                lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms),
-                f"{self.work} in round {place.number} of pass {place.epoch}" if sizes else f"the end of {self.work}",
-            )
+            self.calls.answer(asked, f"{self.work}: those of round {place.number} of pass {place.epoch} or its end")
         )
 
 
@@ -112,17 +118,20 @@ class Share:
 class Walk:
     """The way of a worker through the rounds of one epoch, slice by slice.
 
-    A round is what all workers have for one clock. Within it this worker is dealt slices one by one; the step that
-    comes after each asks for the next, so that it knows whether the clock ends with it.
+    A round is what all workers have for one clock. Within it this worker is dealt slices one by one; the step after
+    each has to know whether another one follows. While many are left, that is asked before the slice is worked on, so
+    that the answer is there by then; near the end only after it, so that nobody holds slices that others could begin.
     """
 
     dealt: Dealt
     rounds: list[list[Share]]  # round -> share of each worker
     epoch: int
     on_missing: Callable[[], None]  # finishes a clock without a gradient
+    num_workers: int
     num_samples: int = 0  # of the slice under way
     _number: int = 0  # of the round
-    _next: Answer | None = None  # what comes after the slice under way, as far as that is known
+    _asked: Future[memoryview] | None = None  # for what comes after the slice under way
+    _next: Answer | None = None  # that, as far as it is known
     _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
 
     def more(self) -> bool:
@@ -130,19 +139,21 @@ class Walk:
         if not self.num_samples:
             return False
         if self._next is None:
-            self._next = self._ask()
+            self._next = self._answer()
         self._has_stepped = self._next.word != "piece"
         return not self._has_stepped
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of the samples of each slice that this worker is dealt."""
         while True:
-            answer = self._next or self._ask()
+            answer = self._next or self._answer()
             self._next, self.num_samples = None, 0
             match answer.word:
                 case "piece":
                     indices = self.rounds[answer.round.number][answer.home].slice(answer.index)
                     self.num_samples, self._has_stepped = len(indices), False
+                    if answer.num_left >= _MANY * self.num_workers:
+                        self._ask()
                     yield indices
                 case "rest":
                     self._finish_round()
@@ -151,9 +162,17 @@ class Walk:
                 case _:
                     return
 
-    def _ask(self) -> Answer:
+    def _ask(self) -> None:
         shares = self.rounds[self._number] if self._number < len(self.rounds) else []
-        return self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)))
+        self._asked = self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)))
+
+    def _answer(self) -> Answer:
+        """Return what comes next for this worker; blocks until that is known."""
+        if self._asked is None:
+            self._ask()
+        asked, self._asked = self._asked, None
+        assert asked is not None, "asked above"
+        return self.dealt.answer(asked, Round(self.epoch, self._number))
 
     def _finish_round(self) -> None:
         """Go on to the next round; a clock in which nothing was left for this worker it finishes empty-handed."""
@@ -217,7 +236,7 @@ class SlicedLoader:
         sharding, whole = self._sharding, self._whole
         terms = (len(cast("Sized", whole.dataset)), whole.batch_size, self._slices, sharding.seed, whole.epoch)
         dealt = Dealt(self._slicing.calls, self._work, terms)
-        walk = Walk(dealt, self._rounds(), self._num_passes, sharding.on_missing)
+        walk = Walk(dealt, self._rounds(), self._num_passes, sharding.on_missing, sharding.size)
         self._slicing.begin(walk)
         self._num_passes += 1
         whole.set_epoch(whole.epoch + 1)

@@ -44,16 +44,20 @@ class Calls:
             self.waiting.check()
             wanted = range(self.num_servers) if servers is None else servers
             asked = [self._ask(server, make, bodies[server] if bodies else EMPTY) for server in wanted]
-        return [self._answer(future, what) for future in asked]
+        return [self.answer(future, what) for future in asked]
 
     def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
         """Send a request to one server and return what it sent back; blocks until it has."""
+        return self.answer(self.begin(server, make), what)
+
+    def begin(self, server: int, make: Callable[[int], object]) -> Future[memoryview]:
+        """Send a request to one server, for `answer` to wait for. Does not block."""
         with self.waiting.changed:
             self.waiting.check()
-            future = self._ask(server, make, EMPTY)
-        return self._answer(future, what)
+            return self._ask(server, make, EMPTY)
 
-    def _answer(self, future: Future[memoryview], what: str) -> memoryview:
+    def answer(self, future: Future[memoryview], what: str) -> memoryview:
+        """Return what a server sent back; blocks until it has."""
         with self.waiting.changed:
             self.waiting.wait(future.done, what)
         return future.result(timeout=0)
