@@ -154,8 +154,9 @@ def test_a_saved_state_lacks_no_push_and_a_loaded_one_has_none_of_before() -> No
 
 def test_who_declares_a_quorum_is_told_where_it_has_no_use() -> None:
     rule = Merging(SGD(lr=1.0), quorum=2, num_workers=2)
-    with pytest.raises(UsageError, match="bsp waits for clocks: take asynchronous"):
-        replace(table(rule), consistency="bsp").validate()
+    for policy in ("bsp", "ssp:3"):  # which promise that what was pushed some clocks ago is in what is read
+        with pytest.raises(UsageError, match=f"{policy} waits for clocks: take asynchronous"):
+            replace(table(rule), consistency=policy).validate()
     with pytest.raises(UsageError, match="only tables of a shape"):
         RowTableSpec("rows", 2, "float32", rule, "asynchronous", "sum", "reject").validate()
     spec = replace(table(rule), consistency="asynchronous")

@@ -100,7 +100,8 @@ class TableSpec:
             yield "its update rule has no name. Use one of paceline.update, SGD(lr=0.1) for example."
         if not self.rule.groups:
             yield f"its rule {self.rule.name} has no hyperparameter group. Give at least one, be it empty."
-        if Consistency.parse(self.consistency).visible == "on_clock" and self.rule.quorum is not None:
+        policy = Consistency.parse(self.consistency)
+        if self.rule.quorum is not None and (policy.bound is not None or policy.visible == "on_clock"):
             yield f"its rule waits for a quorum of pushes, but {self.consistency} waits for clocks: take asynchronous."
 
     def _segment_problems(self) -> Iterator[str]:
