@@ -18,6 +18,7 @@ from paceline.parallel.part import Part
 from paceline.parallel.passing import give, letters_of, take, text_of
 from paceline.parallel.pipeline import Pipeline
 from paceline.parallel.stage import Loss, parts
+from paceline.parallel.whole import whole
 
 _Run = Callable[[Any], Any]
 
@@ -40,6 +41,11 @@ class Parallel(nn.Module):
         self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
         self._loss = loss
         self._part = part
+
+    @property
+    def held(self) -> nn.Module:
+        """The layers that this worker holds, in the shape that the model had."""
+        return self._held[0]
 
     def forward(self, inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
         """Return the outputs of the whole model, on all workers of this replica. For evaluation: without gradients.
@@ -108,7 +114,7 @@ class Parallel(nn.Module):
         """
         grid, spot, mesh = self._part.grid, self._part.spot, self._part.mesh
         if mesh is None:
-            return self.state_dict()
+            return {name: whole(tensor) for name, tensor in self.state_dict().items()}
         with mesh.explained("whole_state_dict"):
             own = _whole_state(self, mesh)
             group = mesh.group("pipeline")
@@ -149,7 +155,8 @@ def _squared_norm(module: nn.Module, part: Part) -> Tensor:
 
         return squared_norm(module, part.mesh.axis("tensor"))
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return sum((one.detach().double().square().sum().cpu() for one in gradients), torch.zeros((), dtype=torch.float64))
+    squares = (whole(one.detach().double().square().sum()).cpu() for one in gradients)
+    return sum(squares, torch.zeros((), dtype=torch.float64))
 
 
 def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:

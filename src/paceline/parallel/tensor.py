@@ -19,6 +19,7 @@ from paceline.parallel.split_layers import ColumnLinear, Made, RowLinear, SplitA
 from paceline.parallel.tensor_checks import heads_of, require_splittable
 from paceline.parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
 from paceline.parallel.vocabulary import SplitEmbedding, VocabularyLinear
+from paceline.parallel.whole import whole
 
 
 def split_over(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> None:
@@ -74,9 +75,10 @@ def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
     Every rank of the mesh must call it, with its part of the same module.
     """
     share, cuts = Share.of(mesh), dict(_cuts(module))
+    state = {name: whole(tensor).detach() for name, tensor in module.state_dict().items()}
     return {
-        name: cuts[name].whole(share.gather(tensor)) if name in cuts else tensor.detach().clone()
-        for name, tensor in module.state_dict().items()
+        name: cuts[name].whole(share.gather(tensor)) if name in cuts else tensor.clone()
+        for name, tensor in state.items()
     }
 
 
@@ -86,12 +88,12 @@ def squared_norm(module: nn.Module, mesh: DeviceMesh) -> Tensor:
     The same bits on every rank of the mesh; blocks until all have come.
     """
     share, cuts = Share.of(mesh), {id(module.get_parameter(name)) for name, _ in _cuts(module)}
-    split, whole = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    split, common = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
         if parameter.grad is not None:
-            total = split if id(parameter) in cuts else whole
-            total += parameter.grad.detach().double().square().sum().cpu()
-    return share.add_up(split) + whole
+            total = split if id(parameter) in cuts else common
+            total += whole(parameter.grad.detach().double().square().sum()).cpu()
+    return share.add_up(split) + common
 
 
 def clip_gradients(module: nn.Module, mesh: DeviceMesh, max_norm: float) -> float:

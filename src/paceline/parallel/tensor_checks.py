@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_plan import ATTENTION, COLUMN, HEADS, ROW
+from paceline.parallel.tensor_plan import ATTENTION, COLUMN, HEAD_WIDTHS, HEADS, ROW
 
 
 def require_splittable(model: nn.Module, planned: Mapping[str, str], size: int) -> None:
@@ -22,6 +22,12 @@ def heads_of(module: nn.Module) -> list[tuple[str, int]]:
     """Return what a module knows of numbers of heads."""
     numbers = [(name, getattr(module, name, None)) for name in HEADS]
     return [(name, number) for name, number in numbers if isinstance(number, int)]
+
+
+def _head_width(module: nn.Module) -> int:
+    """Return how many features a head of a module has, 1 for one that does not say."""
+    widths = [getattr(module, name, None) for name in HEAD_WIDTHS]
+    return next((width for width in widths if isinstance(width, int) and width > 0), 1)
 
 
 def _require_pairs(planned: Mapping[str, str]) -> None:
@@ -55,6 +61,10 @@ def _require_division(model: nn.Module, name: str, kind: str, size: int) -> None
         num_stacked = int(stacked or 1)
         what = f"{layer.out_features} output features" + (f" in {num_stacked} parts" if num_stacked > 1 else "")
         _require(name, what, layer.out_features, size * num_stacked)
+        width = _head_width(model.get_submodule(name.rpartition(".")[0])) if word == COLUMN else 1
+        if layer.out_features // num_stacked % width == 0:
+            num_heads = layer.out_features // num_stacked // width
+            _require(name, f"{num_heads} heads of {width} features", num_heads, size)
 
 
 def _require(name: str, what: str, number: int, size: int) -> None:

@@ -27,6 +27,8 @@ _KINDS: Final = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
 
 # What the numbers of heads are called in attention layers.
 HEADS: Final = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads")
+# What the features of one head are called there.
+HEAD_WIDTHS: Final = ("head_width", "head_dim", "head_size")
 _STACKED: Final = ("qkv", "in_proj", "qkv_proj", "to_qkv", "c_attn")
 _QUERY_KEY_VALUE: Final = (
     ("q", "k", "v"),
@@ -38,7 +40,7 @@ _QUERY_KEY_VALUE: Final = (
 _OUTPUTS: Final = ("out", "out_proj", "o_proj", "proj", "c_proj", "to_out", "wo", "output")
 _PAIRS: Final = (
     *(("linear1", "linear2"), ("fc1", "fc2"), ("up", "down"), ("up_proj", "down_proj"), ("c_fc", "c_proj")),
-    *(("w1", "w2"), ("wi", "wo"), ("expand", "contract")),
+    *(("w1", "w2"), ("wi", "wo"), ("widen", "narrow")),
 )
 _GATES: Final = ("gate", "gate_proj", "w3")
 # Modules that treat every feature by itself, so that each rank can run them on its own.

@@ -9,6 +9,7 @@ from paceline.core.strategies import PARAMETER_SERVER, Distribution
 from paceline.errors import UsageError
 from paceline.training.all_reduce import AllReduce
 from paceline.training.downpour import Downpour
+from paceline.training.fsdp import FullySharded
 from paceline.training.groups import Groups
 from paceline.training.local_sgd import diloco, local_sgd
 from paceline.training.optimizer import ParameterServer
@@ -41,6 +42,8 @@ def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distr
             return ParameterServer(wanted.consistency)
         case "all-reduce":
             return AllReduce()
+        case "fsdp":
+            return FullySharded()
         case "local-sgd":
             return local_sgd(wanted.steps)
         case "diloco":

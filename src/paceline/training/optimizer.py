@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Table
+from paceline.parallel.arrangement import Arrangement
 from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, hyper_of
 from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
@@ -94,6 +95,11 @@ class Job(Protocol):
     @property
     def exchange(self) -> Exchange:
         """The calls among the workers."""
+        ...
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How the workers share models and data."""
         ...
 
     def open_table(

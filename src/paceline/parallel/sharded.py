@@ -1,0 +1,107 @@
+"""Fully sharded models: each rank has a slice of every parameter, and a layer is whole only while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+
+from paceline.errors import UsageError
+from paceline.parallel.split import Share
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's slice of every parameter of a model, in place; blocks until all ranks have come.
+
+    Values are those of the mesh's first rank. Parameters become `DTensor`s, so make optimizers afterwards. Layers of a
+    `Sequential` or `ModuleList` are gathered one by one when they run, what is outside of these with the model itself.
+    Backward leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
+
+    Raises:
+        UsageError: a model without parameters, with several dtypes, or one that is sharded already.
+    """
+    parameters = list(model.parameters())
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    if len(dtypes) != 1 or is_sharded(model):
+        what = "is sharded already" if is_sharded(model) else f"has parameters of {' and '.join(dtypes) or 'no dtype'}"
+        raise UsageError(f"fsdp: {type(model).__name__} {what}; expected a model of one dtype, not sharded.")
+    share = Share.of(mesh)
+    with torch.no_grad():
+        for tensor in (*parameters, *model.buffers()):
+            share.copy_from_first(tensor.data)
+    for layer in (*_blocks(model), model):
+        layer.register_forward_hook(_without_views)
+        fully_shard(layer, mesh=mesh)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model keeps slices of its parameters."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Generator[None]:
+    """Keep a sharded model whole for the length of a `with` block: in it forward takes nobody else.
+
+    All ranks enter it together, which blocks until they have; each has memory for the whole model then.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    for module in modules[1:]:  # the first is the root, which stays whole after forward as it is
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules[1:]:
+            module.set_reshard_after_forward(True, recurse=False)
+        for module in modules:
+            module.reshard()
+
+
+def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a whole tensor, cut as a parameter is."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    mesh = parameter.device_mesh
+    slices = tensor.chunk(mesh.size(), 0)
+    rank = mesh.get_local_rank()
+    own = slices[rank].clone() if rank < len(slices) else tensor[:0].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns
+    """Copy outputs that are views: what a script did to them in place would part them from torch's hooks."""
+    del layer, inputs
+    if not torch.is_grad_enabled():
+        return outputs
+    return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, outputs)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that are gathered by themselves: outermost ones of a chain that share no parameter."""
+    found = list(_in_chains(model))
+    holders = Counter(id(parameter) for block in found for parameter in block.parameters())
+    inside = {id(module) for block in found for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            holders.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return [block for block in found if all(holders[id(parameter)] == 1 for parameter in block.parameters())]
+
+
+def _in_chains(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of the outermost chains in a module that have parameters."""
+    is_chain = isinstance(module, nn.Sequential | nn.ModuleList)
+    for child in module.children():
+        if is_chain and not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _in_chains(child)

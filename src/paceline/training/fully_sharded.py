@@ -1,0 +1,196 @@
+"""An optimizer of which each worker steps a slice: that of the slice of the model which it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+from paceline.observe import trace as records
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.parallel import Parallel
+from paceline.parallel.sharded import gathered, shard_fully, sliced_like
+from paceline.parallel.whole import whole
+from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.sharded_passes import Passes
+from paceline.training.strategy import Distributed
+
+
+class ShardedOptimizer(Distributed):
+    """Used like the optimizer it wraps, which steps this worker's slice of each parameter.
+
+    After `backward` gradients are already combined, in slices. Parameters, gradients and state are `DTensor`s, so that
+    norms over them are those of the whole. Forward, backward, `snapshot` and state take all workers, who call them
+    equally often.
+
+    Attributes:
+        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+    """
+
+    no_slices = "fsdp, which combines gradients in every backward: take the parameter server, or leave slices out."
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: Job, mesh: Mesh
+    ) -> None:
+        require_fresh(optimizer)
+        self._mesh = mesh
+        _require_whole(optimizer, model, settings.name)
+        root = _shard(optimizer, model, settings.name, mesh)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.num_refused = 0
+        self.turn_s = time.monotonic()
+        self.state = optimizer.state
+        self._optimizer = optimizer
+        self._model = root
+        self._settings = settings
+        self._job = job
+        self._passes = Passes(root, settings, job, mesh)
+        job.exchange.when_closed(WeakMethod(self._passes.close))
+
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        own, kind = type(self).__name__, type(self._optimizer).__name__
+        return super().__repr__().replace(own, f"Distributed {kind}, fsdp", 1)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after the model was sharded; used by the constructor before."""
+        if "_passes" in self.__dict__:
+            raise UsageError(
+                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
+                "group, and freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
+
+    def send(self, samples: float | None) -> float:
+        """Step this worker's slice with the gradients that the last backward has combined.
+
+        Args:
+            samples: how many samples they stand for. They are weighed while backward runs, by the samples that loaders
+                from `shard` have handed out since the last step; say other numbers before, with `weigh`.
+
+        Raises:
+            UsageError: no backward since the last step, or one that weighed differently; or gradients that are not
+                finite under nonfinite="halt".
+            PeerError: a worker is gone.
+        """
+        weight = self._passes.take(samples)
+        self._apply()
+        return weight
+
+    def receive(self) -> None:
+        """Ask for nothing: every worker has stepped its slice."""
+
+    def weigh(self, samples: float) -> None:
+        """Say before backward how many samples its gradients stand for, their weight in the mean.
+
+        Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
+        """
+        if not samples > 0:
+            raise UsageError(f"weigh got {samples} samples, expected more than 0.")
+        self._passes.weight = samples
+
+    def follow(self) -> None:
+        """Take the step of the others, for which this worker has no batch: it repeats its last, which weighs nothing.
+
+        Raises:
+            UsageError: this worker has had no batch at all.
+        """
+        self.zero_grad()
+        self._passes.repeat_for_nothing()
+        self._passes.take(None)
+        self._apply()
+
+    def arrive(self) -> None:
+        """Return at once: parameters never wait."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Hold back nothing: every backward combines what it computes, and adds it to what is there."""
+        return nullcontext()
+
+    @contextmanager
+    def snapshot(self) -> Generator[None]:
+        """Hold the whole model on every worker for the length of a `with` block, for evaluation or saving.
+
+        All workers enter it together, which blocks until they have; in it each may run the model as often as it likes.
+        Parameters are ordinary there. Gradients are off meanwhile.
+        """
+        with ExitStack() as held:
+            held.enter_context(torch.no_grad())
+            held.enter_context(self._job.lookups.exactly())
+            with self._mesh.explained(f"snapshot of '{self._settings.name}'"):
+                held.enter_context(gathered(self._model))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole optimizer, which a plain one can load; blocks until all workers call it."""
+        state = self._optimizer.state_dict()
+        with self._mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
+            for values in state["state"].values():
+                values.update({key: whole(one) for key, one in values.items() if isinstance(one, Tensor)})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the state, of which each worker takes its slices. Parameters stay as they are."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        state = {
+            index: {
+                key: sliced_like(parameters[index], one) if isinstance(one, Tensor) else one for key, one in of.items()
+            }
+            for index, of in state_dict["state"].items()
+        }
+        self._optimizer.load_state_dict({**state_dict, "state": state})
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+
+    def _apply(self) -> None:
+        """Step, unless gradients are not finite: all workers hear of it, so all do the same."""
+        self.turn_s = time.monotonic()
+        with self._job.communicating():
+            problem = self._passes.objection()
+        if not problem:
+            self._optimizer.step()
+        elif self._settings.nonfinite == "halt":
+            raise UsageError(f"step of '{self._settings.name}': {problem}")
+        else:
+            self.num_refused += 1
+            meter, rank = self._job.meter, self._job.exchange.company.rank
+            meter.trace.record(records.Refusal(meter.now(), -1, rank, self._settings.name, problem))
+        with self._job.communicating():
+            self._passes.average_buffers()
+
+
+def _require_whole(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """Refuse an optimizer that does not have just the parameters of a model."""
+    names = {parameter: own for own, parameter in model.named_parameters()}
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [own for parameter, own in names.items() if parameter.requires_grad and parameter not in given]
+    if missing or given - names.keys():
+        what = f"lacks {', '.join(missing[:5])}" if missing else "has parameters that the model has not"
+        raise UsageError(
+            f"'{name}' runs under fsdp, which shards the whole model, but the optimizer {what}: make it from "
+            "model.parameters(), after paceline.parallelize where that is used."
+        )
+
+
+def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: Mesh) -> nn.Module:
+    """Shard a model and let the optimizer have its new parameters; return the module whose forward counts."""
+    root = model.held if isinstance(model, Parallel) else model
+    names = {parameter: own for own, parameter in root.named_parameters()}
+    with mesh.explained(f"sharding the model of '{name}'"):
+        shard_fully(root, mesh.axis("data"))
+    for group in optimizer.param_groups:
+        group["params"] = [root.get_parameter(names[parameter]) for parameter in group["params"]]
+    if root is not model:
+        for own, parameter in root.named_parameters(recurse=False):
+            model.register_parameter(own, parameter)
+    return root
