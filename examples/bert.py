@@ -45,6 +45,7 @@ def main(options: Namespace) -> None:
     batch = batch_of_replica(ps, options.batch)
     loader = DataLoader(encoded(words, training, options.length), batch, shuffle=True, drop_last=True)
     batches = paceline.shard(loader, seed=options.seed)
+    ps.barrier()  # time counts from here
     for _ in range(options.epochs):
         for pieces, labels in batches:
             optimizer.zero_grad()
@@ -65,7 +66,7 @@ def read(options: Namespace) -> tuple[WordPiece, list[Example], list[Example]]:
     if options.made_up:
         with TemporaryDirectory() as folder:
             training, judging, vocabulary = make_up(Path(folder))
-            return WordPiece.read(vocabulary), read_examples(training), read_examples(judging)
+            return WordPiece.read(vocabulary), read_examples(training)[: options.limit], read_examples(judging)
     missing = [name for name in ("train", "dev", "vocabulary") if getattr(options, name) is None]
     if missing:
         raise SystemExit(

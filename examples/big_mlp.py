@@ -77,7 +77,7 @@ def peak_bytes() -> int:
 
 def parse() -> Namespace:
     parser = ArgumentParser(description="A perceptron too big for one worker.")
-    parser.add_argument("--cap", default="450MB", help="memory that training may take of a worker, 1GB for example")
+    parser.add_argument("--cap", default="500MB", help="memory that training may take of a worker, 1GB for example")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--batch", type=int, default=64, help="samples of a step, of all replicas together")

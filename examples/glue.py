@@ -12,7 +12,7 @@ LABEL = "label"
 # What made-up reviews are made of.
 GOOD, BAD = ("fine", "warm", "witty", "bright", "moving"), ("dull", "cold", "flat", "grim", "clumsy")
 SUBJECTS = ("the film", "a plot", "the cast", "this story", "its ending", "the dialogue")
-NUM_MADE_UP = (768, 128)  # to train, to judge by
+NUM_MADE_UP = (1536, 128)  # to train, to judge by
 
 
 @dataclass(frozen=True, slots=True)

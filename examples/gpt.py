@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 
-NUM_HELD_OUT = 4  # batches
+NUM_HELD_OUT = 4  # times the batch
 
 
 def main(options: Namespace) -> None:
@@ -40,6 +40,7 @@ def main(options: Namespace) -> None:
 
     batch = batch_of_replica(ps, options.batch)
     windows = Windows(text.training, options.length, options.steps * options.batch, options.seed)
+    ps.barrier()  # time counts from here
     for inputs, targets in paceline.shard(DataLoader(windows, batch_size=batch)):
         optimizer.zero_grad()
         loss = model.forward_backward(inputs, targets)
@@ -48,9 +49,8 @@ def main(options: Namespace) -> None:
 
     ps.barrier()
     with optimizer.snapshot():
-        loss, accuracy = judge(
-            model, DataLoader(Windows(text.held_out, options.length, NUM_HELD_OUT * batch, 1), batch)
-        )
+        held_out = Windows(text.held_out, options.length, NUM_HELD_OUT * options.batch, options.seed)
+        loss, accuracy = judge(model, DataLoader(held_out, batch))
     if ps.rank == 0:
         paceline.report(loss=loss, accuracy=accuracy)
         print(f"{ps.size} worker(s): held-out loss {loss:.3f}, next character right {accuracy:.3f}")

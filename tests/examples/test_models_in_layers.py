@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from paceline.core.strategies import Distribution
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 sys.path.insert(0, str(EXAMPLES))
+import bert  # noqa: E402
 import bert_model  # noqa: E402
 import bert_weights  # noqa: E402
 import big_mlp_plan  # noqa: E402
 import glue  # noqa: E402
 import gpt_model  # noqa: E402
-from gpt_text import Text, Windows  # noqa: E402
+from gpt_text import Text, Windows, read_text  # noqa: E402
 from wordpiece import WordPiece, words_of  # noqa: E402
 
 sys.path.remove(str(EXAMPLES))
@@ -99,6 +101,11 @@ def test_a_vocabulary_that_is_missing_or_none_is_told(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("just\nwords\n")
     with pytest.raises(SystemExit, match=r"lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\]"):
         WordPiece.read(tmp_path / "words.txt")
+
+
+def test_files_that_are_not_given_are_asked_for() -> None:
+    with pytest.raises(SystemExit, match="Give --dev, --vocabulary: TSV files in the format of GLUE"):
+        bert.read(Namespace(made_up=False, train=Path("train.tsv"), dev=None, vocabulary=None))
 
 
 def test_sentences_are_read_as_glue_writes_them(tmp_path: Path) -> None:
@@ -203,6 +210,8 @@ def test_windows_are_followed_by_what_comes_next() -> None:
         assert torch.equal((inputs + 1) % 10, targets)
     with pytest.raises(SystemExit, match="give a longer one"):
         Windows(text.held_out, length=10, num_windows=1, seed=0)
+    with pytest.raises(SystemExit, match="There is no text nowhere"):
+        read_text(Path("nowhere"))
 
 
 def test_the_plan_says_what_fits_and_what_to_take_instead() -> None:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from paceline.compare.entry import Entry
 
 _MEASURED: Final = (
-    "Measured: bytes are what the kernel counts on the TCP connections of a worker, from its start to its end, in the "
-    "mean over workers and steps;\nmemory is the high-water mark of a worker's process, Python and torch included."
+    "Measured: bytes are what the kernel counts on the TCP connections of a worker from its start to its end, in the "
+    "mean over workers\nand steps; memory is the high-water mark of a worker's process, Python and torch included."
 )
+_TABLE_WIDTH: Final = 100  # rather wider than a terminal than with numbers cut off
 _SHARED: Final = (
     "Bytes to and from servers go through shared memory here and are not counted: they are under --transport tcp."
 )
@@ -104,7 +105,7 @@ def _run_all(plan: Plan, entries: Sequence[Entry]) -> list[Result | Ended] | Non
 def _tell(plan: Plan, outcomes: Sequence[Result | Ended], note: str) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=max(Console().width, _TABLE_WIDTH))
     console.print(comparison_table(outcomes))
     for outcome in outcomes:
         if isinstance(outcome, Ended):

@@ -84,13 +84,17 @@ def _final_loss(steps: Sequence[Step]) -> float | None:
 
 
 def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
-    """Follow the loss over the samples that all replicas together have trained on."""
+    """Follow the mean loss of the workers, clock by clock, over the samples that all replicas together have had."""
+    by_clock: dict[int, list[Step]] = {}
+    for step in steps:
+        by_clock.setdefault(step.clock, []).append(step)
     num_samples = 0.0
     points: list[tuple[float, float]] = []
-    for step in steps:
-        num_samples += step.samples / ranks_per_replica
-        if step.loss is not None:
-            points.append((num_samples, step.loss))
+    for _, of_clock in sorted(by_clock.items()):
+        num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
+        losses = [step.loss for step in of_clock if step.loss is not None]
+        if losses:
+            points.append((num_samples, fmean(losses)))
     return curve(points)
 
 

@@ -20,10 +20,10 @@ def comparison_table(outcomes: Sequence[Result | Ended]) -> Table:
     """Return one line for each strategy, in the order in which they ran."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("strategy@workers")
-    for heading in ("final loss", "held out", "seconds", "samples/s", "sent a step", "received", "peak memory"):
-        table.add_column(heading, justify="right", header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("strategy@workers", no_wrap=True)
+    for heading in ("loss", "held out", "seconds", "samples/s", "sent, received a step", "peak memory"):
+        table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
     for outcome in outcomes:
         if isinstance(outcome, Result):
             table.add_row(outcome.label, *_cells(outcome))
@@ -39,8 +39,7 @@ def _cells(result: Result) -> list[str]:
         _loss(result.held_out_loss),
         f"{result.summary.seconds:.1f}",
         f"{result.samples_per_s:,.0f}",
-        "-" if traffic is None else megabytes(traffic.sent_bytes),
-        "-" if traffic is None else megabytes(traffic.received_bytes),
+        "-" if traffic is None else f"{megabytes(traffic.sent_bytes)}, {megabytes(traffic.received_bytes)}",
         "-" if result.peak_bytes is None else megabytes(result.peak_bytes),
     ]
 
