@@ -322,11 +322,11 @@ class Session:
         self.meter.samples += num_samples
 
     def _skip_batch(self) -> None:
-        """Finish the clocks of a batch that only others have, one for each optimizer, and fetch what they did."""
+        """Finish the clocks of a batch that only others have, one an optimizer, and follow: first where they meet."""
         with self.communicating():
             for _ in range(max(1, len(self._optimizers))):
                 self.clock()
-            for optimizer in sorted(self._optimizers, key=lambda one: one.turn_s):
+            for optimizer in sorted(self._optimizers, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.follow()
 
 

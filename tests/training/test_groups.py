@@ -88,6 +88,25 @@ def test_lockstep_groups_learn_what_one_process_learns(tmp_path: Path, make: Mak
         torch.testing.assert_close(state["state"], plain.state_dict()["state"], **EXACT)
 
 
+def test_optimizers_of_two_policies_do_not_wait_for_each_other_where_one_worker_has_no_batch(tmp_path: Path) -> None:
+    data = samples(5 * BATCH_SIZE)
+
+    def work(worker: Session) -> int:
+        models = {"bsp": mlp().double(), "all-reduce": mlp().double()}
+        optimizers = {
+            name: paceline.distributed(adam(model), strategy=name, model=model, name=name)
+            for name, model in models.items()
+        }
+        for (batch,) in paceline.shard(DataLoader(TensorDataset(data), batch_size=BATCH_SIZE)):
+            for name, model in models.items():
+                optimizers[name].zero_grad()
+                loss_of(model, batch).backward()
+                optimizers[name].step()
+        return worker.node.clock
+
+    assert run_job(tmp_path, work, workers=2) == [6, 6]
+
+
 class Shares(nn.Module):
     """Four vectors whose gradients are the input, so that what comes out does not depend on when it is applied."""
 
