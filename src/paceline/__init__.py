@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
     from paceline.training.downpour import downpour
+    from paceline.training.fsdp import fsdp
     from paceline.training.local_sgd import diloco, local_sgd
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "essp",
     "filters",
     "first",
+    "fsdp",
     "functions",
     "init",
     "local_rank",
@@ -70,6 +72,7 @@ _HOMES = {
     **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
     "Lifecycle": "paceline.tensors.rows.spec",
     "downpour": "paceline.training.downpour",
+    "fsdp": "paceline.training.fsdp",
     "managed": "paceline.node.rows.managed",
     "prefetch": "paceline.data.prefetching",
 }

@@ -22,6 +22,7 @@ CHECKS = (
     "number_of_sums",
     "recomputation",
     "rows_without_columns",
+    "sharded",
     "torch_layers",
 )
 
@@ -60,6 +61,9 @@ def test_a_model_may_bring_its_plan_and_the_script_has_the_last_word() -> None:
 ODD = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
 SHARED = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4))
 SHARED[1].weight = SHARED[0].weight
+BY_WIDTH = nn.Module()
+BY_WIDTH.head_width = 4  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+BY_WIDTH.qkv, BY_WIDTH.out = nn.Linear(12, 36), nn.Linear(12, 12)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,7 @@ SHARED[1].weight = SHARED[0].weight
         (ODD, {"0": "column"}, 2, "'0' is to be split by 'column', but none by 'row'"),
         (ODD, {"0": "column:4", "2": "row"}, 2, "6 output features in 4 parts"),
         (Block(stacked=True), None, 8, "layer 'attention.qkv' cannot be split over 8 parts: it has num_heads=4"),
+        (BY_WIDTH, {"qkv": "column:3", "out": "row"}, 2, "layer 'qkv' cannot be split.*3 heads of 4 features"),
         (nn.TransformerEncoderLayer(6, 3, 8), None, 2, "'self_attn' cannot be split over 2 parts: it has 3 heads"),
         (SHARED, {"0": "vocabulary"}, 2, "'1.weight' is '0.weight', which is to be split, but '1' is not"),
         (SHARED, {"0": "vocabulary", "1": "row", "2": "column"}, 2, "'1.weight' is '0.weight'.*another way"),

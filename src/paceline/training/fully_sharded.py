@@ -134,11 +134,13 @@ class ShardedOptimizer(Distributed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, which a plain one can load; blocks until all workers call it."""
-        state = self._optimizer.state_dict()
+        sliced = self._optimizer.state_dict()
         with self._mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
-            for values in state["state"].values():
-                values.update({key: whole(one) for key, one in values.items() if isinstance(one, Tensor)})
-        return state
+            state = {
+                index: {key: whole(one) if isinstance(one, Tensor) else one for key, one in of.items()}
+                for index, of in sliced["state"].items()
+            }
+        return {**sliced, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, of which each worker takes its slices. Parameters stay as they are."""

@@ -17,16 +17,21 @@ import torch.distributed as dist
 from tests.parallel.models import LENGTH, NUM_WORDS, WIDTH, Block, Gpt, next_word_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
+from paceline.parallel.sharded import gathered, shard_fully
 from paceline.parallel.split_layers import SplitLayer
 from paceline.parallel.tensor import clip_gradients, split_loss, split_over, whole_state
 from paceline.parallel.vocabulary import plain
+from paceline.parallel.whole import whole
 
 RANK, PLACE = int(sys.argv[1]), sys.argv[2]
 NUM_RANKS = 4
+others: list[DeviceMesh] = []  # of pairs of ranks, the one across those that checks are given
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -211,13 +216,45 @@ def check_rows_without_columns(mesh: DeviceMesh) -> None:
         model(torch.ones(1, 8))
 
 
+def check_sharded(mesh: DeviceMesh) -> None:
+    """Each rank with a batch of its own, once with whole layers and once, where there are pairs, with split ones."""
+    ids, targets = (tensor.repeat(4, 1)[: 2 * mesh.size()] for tensor in words())
+    own = slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2)
+    for split_too in (False, True) if mesh.size() < NUM_RANKS else (False,):
+        model = Gpt(tied=split_too)
+        sharded = copy.deepcopy(model)
+        if split_too:
+            split_over(sharded, others[0])
+        shard_fully(sharded, mesh)
+        assert sum(isinstance(module, FSDPModule) for module in sharded.modules()) == 3  # two blocks and the rest
+        optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, sharded)]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            learn(model, (ids, targets), next_word_loss)
+            learn(sharded, (ids[own], targets[own]), next_word_loss)
+            for (name, one), expected in zip(sharded.named_parameters(), model.parameters(), strict=True):
+                if not split_too:
+                    assert isinstance(one.grad, DTensor)
+                    assert one.grad.to_local().numel() < one.numel(), name
+                    close(one.grad.full_tensor(), expected.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+        state = whole_state(sharded, others[0]) if split_too else sharded.state_dict()
+        for name, expected in model.state_dict().items():
+            torch.testing.assert_close(whole(state[name]), expected, rtol=1e-9, atol=1e-9)
+        with gathered(sharded), torch.no_grad():
+            close(sharded(ids[:1]), model(ids[:1]))
+
+
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     store = dist.FileStore(PLACE, NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=NUM_RANKS, timeout=timedelta(seconds=30))
     four, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    others.append(grid["data"])
     for name, check in sorted(globals().items()):
-        if name.startswith("check_"):
+        if name.startswith("check_") and name.endswith(sys.argv[3] if len(sys.argv) > 3 else ""):
             for mesh in (four, grid["tensor"]):
                 torch.manual_seed(0)
                 check(mesh)

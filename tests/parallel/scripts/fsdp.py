@@ -1,0 +1,142 @@
+"""Workers that keep slices of a model, as the launcher says; each compares with one process that has every batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+from paceline.errors import UsageError
+from paceline.training.fully_sharded import ShardedOptimizer
+
+ps = paceline.init()
+RANK, SIZE = paceline.rank(), paceline.size()
+torch.set_default_dtype(torch.float64)
+
+
+def small(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5, momentum=None), nn.Tanh(), nn.Linear(5, 2))
+
+
+def distributed(model: nn.Module, name: str, **settings: object) -> ShardedOptimizer:
+    made = paceline.distributed(torch.optim.Adam(model.parameters(), lr=0.05), model=model, name=name, **settings)  # pyright: ignore[reportArgumentType]
+    assert isinstance(made, ShardedOptimizer)
+    return made
+
+
+def whole_values(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Tensor]:
+    with optimizer.snapshot():
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def learning_is_that_of_one_process() -> None:
+    """Three batches for two workers, one of them short: samples weigh the same wherever they are."""
+    samples = TensorDataset(torch.randn(11, 3), torch.randn(11, 2))
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    alone = copy.deepcopy(model)
+    if RANK:
+        nn.init.zeros_(model[0].weight)  # what counts is what worker 0 has
+    optimizer = distributed(model, "learning")
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    slices = sum(parameter.to_local().numel() for parameter in model.parameters())  # pyright: ignore[reportAttributeAccessIssue]
+    assert slices <= 0.6 * sum(map(Tensor.numel, model.parameters()))
+    seen: list[tuple[Tensor, Tensor]] = []
+    loader = paceline.shard(DataLoader(samples, batch_size=4))
+    for _ in range(2):
+        for inputs, targets in loader:
+            seen.append((inputs, targets))
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    plain = torch.optim.Adam(alone.parameters(), lr=0.05)
+    for step in range(4):
+        has = step < len(seen) if SIZE == 1 or RANK == 0 else step in (0, 2)
+        at = step if RANK == 0 else step // 2
+        own = seen[at] if has else (torch.zeros(0, 3), torch.zeros(0, 2))
+        counts = [int(count) for count in paceline.all_gather(torch.tensor(len(own[0])))]
+        room = torch.zeros(max(counts), 5)
+        room[: len(own[0])] = torch.cat(own, 1)
+        rows = torch.cat([part[:count] for part, count in zip(paceline.all_gather(room), counts, strict=True)])
+        plain.zero_grad()
+        mse_loss(alone(rows[:, :3]), rows[:, 3:]).backward()
+        plain.step()
+    found = whole_values(optimizer, model)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9)
+    state_is_that_of_a_plain_optimizer(optimizer, plain)
+
+
+def state_is_that_of_a_plain_optimizer(optimizer: ShardedOptimizer, plain: torch.optim.Optimizer) -> None:
+    found, expected = optimizer.state_dict(), plain.state_dict()
+    for index, values in expected["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(found["state"][index][key], value, rtol=1e-9, atol=1e-9)
+    optimizer.load_state_dict(found)
+    again = optimizer.state_dict()
+    assert torch.equal(again["state"][0]["exp_avg"], found["state"][0]["exp_avg"])
+    local = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].to_local()
+    assert local.numel() < found["state"][0]["exp_avg"].numel()
+
+
+def buffers_are_averaged_and_one_worker_may_look_alone() -> None:
+    model = small()
+    optimizer = distributed(model, "buffers", scale="mean")
+    model(torch.full((2, 3), float(RANK)) + torch.tensor([[0.0], [1.0]])).sum().backward()
+    optimizer.step()
+    means = paceline.all_gather(model.get_buffer("1.running_mean"))
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    with optimizer.snapshot():
+        if RANK == 0:
+            for _ in range(3):
+                assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+def gradients_that_are_not_finite_are_refused_by_all() -> None:
+    model = small()
+    optimizer = distributed(model, "finite")
+    before = whole_values(optimizer, model)
+    model(torch.full((2, 3), float("nan") if RANK == SIZE - 1 else 1.0)).sum().backward()
+    optimizer.step()
+    assert optimizer.num_refused == 1
+    after = whole_values(optimizer, model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def mistakes_are_told() -> None:
+    model = small()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="give model="):
+        paceline.distributed(sgd, name="none")
+    with pytest.raises(UsageError, match=r"lacks 1\.weight"):
+        paceline.distributed(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, name="few")
+    with pytest.raises(UsageError, match="has parameters that the model has not"):
+        paceline.distributed(torch.optim.SGD([*model.parameters(), torch.ones(1)], lr=0.1), model=model, name="many")
+    mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).float())
+    with pytest.raises(UsageError, match=r"parameters of float\d\d and float\d\d; expected a model of one dtype"):
+        paceline.distributed(torch.optim.SGD(mixed.parameters(), lr=0.1), model=mixed, name="mixed")
+    optimizer = distributed(model, "told")
+    with pytest.raises(UsageError, match="no backward has combined gradients"):
+        optimizer.step()
+    with pytest.raises(UsageError, match="at least one batch on every worker"):
+        optimizer.follow()
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(UsageError, match=r"samples=7.*optimizer\.weigh\(7\)"):
+        optimizer.step(samples=7)
+
+
+for check in (
+    learning_is_that_of_one_process,
+    buffers_are_averaged_and_one_worker_may_look_alone,
+    gradients_that_are_not_finite_are_refused_by_all,
+    mistakes_are_told,
+):
+    torch.manual_seed(0)
+    check()
+    print("passed", check.__name__, flush=True)

@@ -1,0 +1,36 @@
+"""Fully sharded models: workers that keep slices learn what one process does with every batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.running import run_to_end
+from tests.jobs import run_job
+from torch import nn
+
+import paceline
+from paceline.errors import UsageError
+from paceline.session import Session
+
+SCRIPT = Path(__file__).with_name("scripts") / "fsdp.py"
+
+
+def test_the_launcher_can_say_fsdp_and_learning_is_that_of_one_process(tmp_path: Path) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPT, options=("-n", "2", "--strategy", "fsdp"))
+
+    assert code == 0, run.output
+    assert run.told() == [], run.output
+    assert len(run.saying("passed ")) == 2 * 4, run.output
+
+
+def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:
+    def work(_: Session) -> str:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="run with `paceline run --transport shm` or tcp") as refused:
+            paceline.distributed(optimizer, strategy=paceline.fsdp(), model=model)
+        return str(refused.value)
+
+    assert "fsdp" in run_job(tmp_path, work)[0]
