@@ -251,6 +251,7 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
         assert refused(model, {"0.*": paceline.downpour(warm_start_steps=2), "*": "bsp"}).startswith(
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
+        assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' is told fsdp, which shards a model as a whole")
         cut, how = PartJob(cast("WholeJob", worker), cast("Part", None)), Settings(bsp(), "mean", 1, "reject", "model")
         with pytest.raises(UsageError, match="patterns are for a model that each worker holds as a whole"):
             Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, cut)

@@ -17,6 +17,7 @@ from paceline.tensors.table import Segment
 from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
+from paceline.training.fsdp import FullySharded
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.strategy import Distributed, Strategy
@@ -45,6 +46,11 @@ class Groups:
                 raise UsageError(
                     f"strategy: '{pattern}' has a warm start, in which worker 0 would wait for the others in the rest "
                     "of the model: leave out warm_start_steps, or take downpour for all parameters."
+                )
+            if isinstance(strategy, FullySharded):
+                raise UsageError(
+                    f"strategy: '{pattern}' is told fsdp, which shards a model as a whole: take fsdp for all "
+                    "parameters, or all-reduce in its place."
                 )
 
     def distribute(
