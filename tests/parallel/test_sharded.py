@@ -22,7 +22,7 @@ def test_the_launcher_can_say_fsdp_and_learning_is_that_of_one_process(tmp_path:
 
     assert code == 0, run.output
     assert run.told() == [], run.output
-    assert len(run.saying("passed ")) == 2 * 4, run.output
+    assert len(run.saying("passed ")) == 2 * 5, run.output
 
 
 def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:

@@ -131,7 +131,48 @@ def mistakes_are_told() -> None:
         optimizer.step(samples=7)
 
 
+class Scaled(nn.Module):
+    """A parameter of its own, and layers that are gathered one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.ones(4))
+        self.layers_ = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        passed = inputs * self.scales
+        for layer in self.layers_:
+            passed = layer(passed).tanh()
+        return passed
+
+
+def the_common_face_takes_slices_in_single_precision() -> None:
+    whole = Scaled().float()
+    alone = copy.deepcopy(whole)
+    model = paceline.parallelize(whole, loss=mse_loss)
+    optimizers = (torch.optim.AdamW(model.parameters(), lr=0.01), torch.optim.AdamW(alone.parameters(), lr=0.01))
+    optimizer = paceline.distributed(optimizers[0], model=model, name="face")
+    inputs, targets = torch.randn(2 * SIZE, 4).float(), torch.randn(2 * SIZE, 4).float()
+    own = slice(2 * RANK, 2 * RANK + 2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizers[1].zero_grad()
+        model.forward_backward(inputs[own], targets[own])
+        mse_loss(alone(inputs), targets).backward()
+        assert model.clip_gradients(0.1) == pytest.approx(
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1).item(), 1e-5
+        )
+        optimizer.step()
+        optimizers[1].step()
+    state = model.whole_state_dict()
+    assert state is not None
+    assert list(state) == list(alone.state_dict())
+    for name, expected in alone.state_dict().items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-5)
+
+
 for check in (
+    the_common_face_takes_slices_in_single_precision,
     learning_is_that_of_one_process,
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
