@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.core.strategies import Distribution
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
 from paceline.node.table import Table
 from paceline.session import Session
 from paceline.training.choice import choose_strategy
@@ -154,6 +154,21 @@ def test_the_others_begin_where_the_first_worker_is_after_its_warm_start(tmp_pat
         return worker.node.clock
 
     assert run_job(tmp_path, work, workers=3) == [num_steps] * 3
+
+
+def test_the_others_wait_for_a_warm_start_no_longer_than_for_anything(tmp_path: Path) -> None:
+    gave_up = threading.Event()
+
+    def work(worker: Session) -> None:
+        if worker.rank == 0:
+            pour(mlp(), adagrad, warm_start_steps=3)  # and takes no step
+            assert gave_up.wait(DEADLINE_S / 2)
+            return
+        with pytest.raises(DeadlineExceeded, match=r"values of table 'model\.start' at clock 1 \(bsp\)"):
+            pour(mlp(), adagrad, warm_start_steps=3)
+        gave_up.set()
+
+    run_job(tmp_path, work, workers=2, wait_timeout_s=3.0)
 
 
 def test_every_gradient_is_applied_once(tmp_path: Path) -> None:
