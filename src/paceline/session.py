@@ -46,7 +46,7 @@ from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
 from paceline.training.lookup import Lookups
 from paceline.training.optimizer import Settings
-from paceline.training.part_job import in_part
+from paceline.training.part_job import distribute_part
 from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
 from paceline.transport.base import Transport
@@ -307,8 +307,8 @@ class Session:
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
-        job, settings = in_part(self.arrangement.part_of(model, settings.name), self, settings)
-        made = strategy.distribute(optimizer, model, settings, job)
+        part = self.arrangement.part_of(model, settings.name)
+        made = distribute_part(strategy, optimizer, model, settings, self, part)
         self._optimizers.add(made)
         return made
 

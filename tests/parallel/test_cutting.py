@@ -54,8 +54,9 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_can_make_it(num_stages: int) -
 
 def test_costs_are_measured_without_a_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 400), nn.Dropout(), nn.Linear(400, 400))
+    inputs = torch.randn(64, 4)
     before, state = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
-    costs = measured(layers_of(model), torch.randn(64, 4))
+    costs = measured(layers_of(model), inputs)
     assert max(costs) == costs[4]
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)

@@ -24,11 +24,12 @@ def test_a_pipeline_computes_what_one_process_does(tmp_path: Path, num_stages: i
     assert run.told() == [f"paceline: {died} was killed by SIGKILL; the run went on without it"]
 
 
-@pytest.mark.parametrize("data", ["bsp", "all-reduce"])
-def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_batch(tmp_path: Path, data: str) -> None:
-    code, run = run_to_end(tmp_path / "run", SCRIPTS / "replicas.py", data, options=("-n", "4"))
+def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_batch(tmp_path: Path) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "replicas.py", options=("-n", "4"))
 
     assert code == 0, run.output
-    by = {"bsp": "DistributedOptimizer", "all-reduce": "CombinedOptimizer"}[data]
-    assert len(run.saying(f"learned the same by {by}")) == 4, run.output
+    for said in ("same under bsp by DistributedOptimizer", "same under all-reduce by CombinedOptimizer"):
+        assert len(run.saying(said)) == 4, run.output
+    for strategy in ("ssp:3", "local-sgd:2"):
+        assert len(run.saying(f"under {strategy}")) == 4, run.output
     assert run.told() == [], run.output

@@ -81,6 +81,8 @@ def keep_part(model: nn.Module, loss: Loss, asked: Asked, exchange: Exchange, ar
 def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
     mesh, stage = part.mesh, part.spot.stage
+    if mesh is not None:
+        _require_cpu(model)
     ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None
     if mesh is not None and mesh.grid.tensor > 1:
         loss = _split(model, loss, mesh)
@@ -99,6 +101,15 @@ def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     own_loss = loss if stage == part.grid.pipeline - 1 else None
     run = Stage([layer.module for layer in own], own_loss, recompute=asked.recompute)
     return Parallel(held, Pipeline(mesh, run, asked.schedule, asked.micro_batches), loss, part)
+
+
+def _require_cpu(model: nn.Module) -> None:
+    away = [name for name, parameter in model.named_parameters() if parameter.device.type not in ("cpu", "meta")]
+    if away:
+        raise UsageError(
+            f"parallelize: '{away[0]}' is on an accelerator, but stages and ranks speak to each other over Gloo, on "
+            "the CPU: leave the model there."
+        )
 
 
 def _ends(model: nn.Module, asked: Asked, mesh: Mesh) -> list[int]:

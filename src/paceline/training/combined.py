@@ -36,6 +36,7 @@ class CombinedOptimizer(Distributed):
         named, _ = segments_of(optimizer, model)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.num_refused = 0
+        self.turn_s = time.monotonic()
         self.state = optimizer.state
         self._optimizer = optimizer
         self._settings = settings

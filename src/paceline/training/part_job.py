@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from paceline.collective.exchange import Exchange
 from paceline.errors import UsageError
@@ -19,6 +20,7 @@ from paceline.parallel.part import Part
 from paceline.tensors.table import TableSpec
 from paceline.training.lookup import Lookups
 from paceline.training.optimizer import Job, Settings
+from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
 
 
@@ -117,17 +119,27 @@ class PartJob:
         self.whole.barrier()
 
 
-def in_part(part: Part | None, job: WholeJob, settings: Settings) -> tuple[Job, Settings]:
-    """Return the job and the settings with which a part of a model is distributed; without one, those given.
+def distribute_part(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+    settings: Settings,
+    job: WholeJob,
+    part: Part | None,
+) -> Distributed:
+    """Distribute the optimizer of a part of a model among those who hold the same; without a part among all workers.
 
     Raises:
         UsageError: gradients cannot be sent while backward runs, as that of each micro-batch adds to them.
     """
     if part is None:
-        return job, settings
+        return strategy.distribute(optimizer, model, settings, job)
     if settings.overlap:
         raise UsageError(
             f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
             "forward_backward is over: leave it out."
         )
-    return PartJob(job, part), replace(settings, name=f"{settings.name}{part.name_end}")
+    settings = replace(settings, name=f"{settings.name}{part.name_end}")
+    made = strategy.distribute(optimizer, model, settings, PartJob(job, part))
+    made.no_slices = "a model that several workers hold, who all need the same slices: leave them out."
+    return made
