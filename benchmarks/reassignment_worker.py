@@ -6,10 +6,11 @@ Under each policy it trains with its own batches alone, and again with slices; a
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
@@ -24,15 +25,18 @@ def run(ps: Session, policy: str, clocks: int, slices: int, sample_s: float, nam
     model = nn.Linear(8, 1)
     optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), consistency=policy, name=name)
     data = TensorDataset(torch.randn(BATCH_SIZE * ps.size * clocks, 8))
-    own_s = sample_s * (2 if ps.rank == STRAGGLER else 1)
+    pretence = Pretence(sample_s * (2 if ps.rank == STRAGGLER else 1))
     ends: list[float] = []
     asking: list[float] = []
     num_samples = 0
     ps.barrier()
     start, before = time.monotonic(), ps.node.clock
     for (batch,) in paceline.shard(DataLoader(data, batch_size=BATCH_SIZE), slices=slices):
-        time.sleep(own_s * len(batch))
-        step_s, finished = step(ps, model, optimizer, batch)
+        began = time.monotonic()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        pretence.finish(began, len(batch))
+        step_s, finished = step(ps, optimizer)
         num_samples += len(batch)
         if finished:
             ends.append(time.monotonic() - start)
@@ -52,10 +56,22 @@ def run(ps: Session, policy: str, clocks: int, slices: int, sample_s: float, nam
     }
 
 
-def step(ps: Session, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, bool]:
-    """Compute and step; return what the step took, and whether a clock ended with it."""
-    optimizer.zero_grad()
-    model(batch).square().mean().backward()
+@dataclass
+class Pretence:
+    """Makes computing take so long for each sample; a sleep that lasts too long shortens those after it."""
+
+    sample_s: float
+    late_s: float = 0.0
+
+    def finish(self, began: float, num_samples: int) -> None:
+        """Sleep until these samples are computed at this speed."""
+        due = began + self.sample_s * num_samples - self.late_s
+        time.sleep(max(0.0, due - time.monotonic()))
+        self.late_s = time.monotonic() - due
+
+
+def step(ps: Session, optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """Step; return what that took, and whether a clock ended with it."""
     clock, start = ps.node.clock, time.monotonic()
     optimizer.step()
     return time.monotonic() - start, ps.node.clock > clock
@@ -65,18 +81,16 @@ def main() -> None:
     """Take all runs in turn, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--clocks", type=json.loads, required=True, help='by policy: {"bsp": 10}')
-    parser.add_argument("--slices", type=int, required=True)
+    parser.add_argument("--runs", type=json.loads, required=True, help='policy, slices, clocks: [["bsp", 4, 10]]')
     parser.add_argument("--sample-ms", type=float, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     ps = paceline.init()
     for number in range(options.rounds):
-        for policy, clocks in options.clocks.items():
-            for slices in (1, options.slices):
-                name = f"{policy}.{slices}.{number}"
-                found = run(ps, policy, clocks, slices, options.sample_ms / 1000, name)
-                print("found " + json.dumps({"round": number, **found}), flush=True)
+        for policy, slices, clocks in options.runs:
+            name = f"{policy}.{slices}.{number}"
+            found = run(ps, policy, clocks, slices, options.sample_ms / 1000, name)
+            print("found " + json.dumps({"round": number, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ def taken(leases: Leases, rank: int, place: Round, sizes: tuple[int, ...]) -> tu
 def test_a_worker_takes_its_own_pieces_and_then_of_whoever_lags_most_from_behind() -> None:
     leases, sizes = Leases(), (2, 3, 4)
     assert [taken(leases, 0, FIRST, sizes) for _ in range(6)] == [(0, 0), (0, 1), (2, 3), (1, 2), (2, 2), (1, 1)]
+    leases.settle((0, 0))  # it is through
     assert [taken(leases, 2, FIRST, sizes) for _ in range(3)] == [(2, 0), (2, 1), (1, 0)]
     assert [taken(leases, rank, FIRST, sizes) for rank in range(3)] == ["rest"] * 3
 
@@ -94,6 +96,50 @@ def test_a_worker_that_was_started_again_begins_where_the_hindmost_is() -> None:
     leases.ask((2, 0), SECOND, (1, 1))
     assert leases.ask((1, 1), FIRST, (1, 1)) == Answer("elsewhere", SECOND)
     assert leases.ask((1, 1), SECOND, (1, 1)) == Answer("rest", SECOND)
+
+
+# -- time, in slices of a fast worker --------------------------------------------------------------------------------
+
+
+def seconds(slices: int, num_rounds: int, speeds: tuple[float, ...], *, barrier: bool) -> float:
+    """How long workers of such speeds take; with a barrier a round begins when all have finished the one before."""
+    leases, sizes = Leases(), (slices,) * len(speeds)
+    waking = [(0.0, rank, 0) for rank in range(len(speeds))]  # when, who, in which round
+    waiting: list[tuple[float, int, int]] = []
+    ends: list[float] = []
+    while waking:
+        now, rank, number = heappop(waking)
+        ends.append(now)
+        answer = leases.ask((rank, 0), Round(0, number), sizes) if number < num_rounds else None
+        if answer is not None and answer.word == "piece":
+            heappush(waking, (now + 1 / speeds[rank], rank, number))
+        elif answer is not None:
+            (waiting if barrier else waking).append((now, rank, number + 1))
+            heapify(waking)
+        if len(waiting) == len(speeds):
+            waking = [(max(when for when, _, _ in waiting), rank, number) for _, rank, number in waiting]
+            waiting = []
+    return max(ends)
+
+
+@pytest.mark.parametrize("slices", [5, 6, 8, 12, 24])
+@pytest.mark.parametrize("speeds", [(1, 0.5, 1, 1), (1, 1, 0.25), (0.5, 0.5, 1, 1)], ids=str)
+def test_a_clock_takes_as_long_as_all_speeds_together_allow(slices: int, speeds: tuple[float, ...]) -> None:
+    ideal = slices * len(speeds) / sum(speeds)
+    assert seconds(slices, 1, speeds, barrier=True) <= ideal + 1 / max(speeds), "the last slices go to the fast"
+    many = 40 * ideal
+    assert seconds(slices, 40, speeds, barrier=False) <= 1.02 * many + 1 / min(speeds), "nobody waits between clocks"
+
+
+def test_a_slow_worker_leaves_the_last_piece_to_a_faster_one_that_is_still_at_work() -> None:
+    leases, sizes = Leases(), (4, 4)
+    order = [1, 0, 0, 1, 0, 0, 0]  # worker 0 is twice as fast: it has taken five when worker 1 is through with two
+    assert "rest" not in [taken(leases, rank, FIRST, sizes) for rank in order]
+    assert taken(leases, 1, FIRST, sizes) == "rest"
+    assert taken(leases, 0, FIRST, sizes) == (1, 2)
+
+
+# -- whatever happens ------------------------------------------------------------------------------------------------
 
 
 @dataclass

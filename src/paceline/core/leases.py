@@ -2,7 +2,8 @@
 
 Work comes in rounds, in the order of their names; a round has a share for each home (the samples of a worker's clock,
 say), and a share has pieces. A worker that comes to a round takes what others have left behind in earlier rounds, then
-the pieces of its own share, then those of the share that lags most: the one of which most is left.
+the pieces of its own share, then those of the share that lags most: the one of which most is left. Only the last pieces
+a slow worker leaves to faster ones, if they are through with them sooner.
 
 Rules that this file keeps, whatever comes in whatever order:
 1. A piece is free, held by one life, or settled; what is settled never comes back.
@@ -74,6 +75,7 @@ class Leases:
     _held: dict[Life, list[_Lease]] = field(default_factory=dict[Life, list[_Lease]])
     # Where each life is that has ever asked and has not ended. Invariant: nobody goes back.
     _places: dict[Life, Round] = field(default_factory=dict[Life, Round])
+    _num_taken: dict[Life, int] = field(default_factory=dict[Life, int])  # by each of those, since it came there
     # Rounds behind the last one of their epoch, for pieces that came back late.
     _extra: set[Round] = field(default_factory=set[Round])
 
@@ -91,11 +93,12 @@ class Leases:
         last = self._places.setdefault(life, self._start(life))
         if place < last:  # a worker that was started again: its script is at the beginning, the others are not
             return Answer("elsewhere", last)
-        self._places[life] = place
+        if place > last or life not in self._num_taken:
+            self._places[life], self._num_taken[life] = place, 0
         self._held[life] = [lease for lease in self._held.get(life, []) if lease.taken_in >= place]
         if place > self._newest:
             self._open(place, sizes)
-        piece = self._take(life, place)
+        piece = None if self._is_too_slow(life, place) else self._take(life, place)
         if piece is not None:
             if not sizes:
                 self._extra.add(place)
@@ -112,6 +115,7 @@ class Leases:
     def end(self, life: Life) -> list[Piece]:
         """Free what a life holds of the epoch that takes part no longer; return it."""
         self._places.pop(life, None)
+        self._num_taken.pop(life, None)
         leases = self._held.pop(life, [])
         back = [lease.piece for lease in leases if lease.piece.round.epoch == self._newest.epoch]
         for piece in back:
@@ -122,6 +126,19 @@ class Leases:
         """Say whether every piece of the rounds up to this one is settled."""
         held = (lease.piece.round for leases in self._held.values() for lease in leases)
         return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
+
+    def _is_too_slow(self, life: Life, place: Round) -> bool:
+        """Say whether others would be through with all that is left before this life with one piece more.
+
+        Their speeds are what they have taken in this round so far. On average each is half through with its last.
+        """
+        own = self._num_taken[life]
+        at_work = [other for other, where in self._places.items() if where == place and self._held.get(other)]
+        faster = [self._num_taken[other] for other in at_work if self._num_taken[other] > own]
+        if not own or not faster:
+            return False
+        turns = -(-self._num_free() // len(faster)) + 0.5
+        return turns / max(faster) < 1 / own
 
     def _num_free(self) -> int:
         return sum(len(rest) for shares in self._free.values() for rest in shares.values())
@@ -145,6 +162,7 @@ class Leases:
             home, at = max(shares, key=lambda home: (len(shares[home]), -home)), -1
         piece = Piece(first, home, shares[home].pop(at))
         self._held[life].append(_Lease(piece, place))
+        self._num_taken[life] += 1
         self._free[first] = {home: rest for home, rest in shares.items() if rest}
         if not self._free[first]:
             del self._free[first]
