@@ -17,12 +17,13 @@ from paceline.session import Session
 SCRIPT = Path(__file__).with_name("scripts") / "fsdp.py"
 
 
-def test_the_launcher_can_say_fsdp_and_learning_is_that_of_one_process(tmp_path: Path) -> None:
+def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_who_dies_is_named(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", SCRIPT, options=("-n", "2", "--strategy", "fsdp"))
 
     assert code == 0, run.output
-    assert run.told() == [], run.output
-    assert len(run.saying("passed ")) == 2 * 5, run.output
+    assert "Traceback" not in run.output
+    assert run.told() == ["paceline: worker 1 was killed by SIGKILL; the run went on without it"]
+    assert len(run.saying("passed ")) == 2 * 5 + 1, run.output
 
 
 def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:

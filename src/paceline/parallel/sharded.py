@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
+from paceline.parallel.slice_calls import GatherSlices, Guard, ScatterSums
 from paceline.parallel.split import Share
 
 
-def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
     """Keep this rank's slice of every parameter of a model, in place; blocks until all ranks have come.
 
     Values are those of the mesh's first rank. Parameters become `DTensor`s, so make optimizers afterwards. Layers of a
     `Sequential` or `ModuleList` are gathered one by one when they run, what is outside of these with the model itself.
     Backward leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
+
+    Args:
+        model: the module whose forward is called.
+        mesh: of the ranks that keep slices, 1-D.
+        guard: is entered around each call among ranks, to say who is to blame if it fails.
 
     Raises:
         UsageError: a model without parameters, with several dtypes, or one that is sharded already.
@@ -41,32 +45,8 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)
-        replace_reduction = getattr(fully_shard(layer, mesh=mesh), "set_custom_reduce_scatter", None)
-        if replace_reduction is not None:  # torch has it since 2.8
-            replace_reduction(ScatterSums())
-
-
-class ScatterSums:
-    """What torch calls to add up gradients, each rank getting its slice of the sum.
-
-    Gloo's own adds everything up everywhere first, which sends 2 (n-1)/n times the gradients. Here each rank sends
-    every other its slice, (n-1)/n times, and each adds up what it gets.
-    """
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for gradients."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
-    ) -> None:
-        """Add up; blocks until all ranks have come."""
-        del async_op
-        slices = torch.empty_like(input_tensor)
-        dist.all_to_all_single(slices, input_tensor, group=group)
-        torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))
-        if op == ReduceOp.AVG:
-            output_tensor.div_(group.size())
+        fully_shard(layer, mesh=mesh)
+        _replace_calls(layer, guard)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -103,6 +83,15 @@ def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     rank = mesh.get_local_rank()
     own = slices[rank].clone() if rank < len(slices) else tensor[:0].clone()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _replace_calls(layer: nn.Module, guard: Guard) -> None:
+    """Have calls of ours made where torch lets others than its own be, which it does since 2.8."""
+    gather: Callable[[object], None] | None = getattr(layer, "set_custom_all_gather", None)
+    scatter: Callable[[object], None] | None = getattr(layer, "set_custom_reduce_scatter", None)
+    if gather is not None and scatter is not None:
+        gather(GatherSlices(guard))
+        scatter(ScatterSums(guard))
 
 
 def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakMethod
 
@@ -189,7 +190,7 @@ def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: 
     root = model.held if isinstance(model, Parallel) else model
     names = {parameter: own for own, parameter in root.named_parameters()}
     with mesh.explained(f"sharding the model of '{name}'"):
-        shard_fully(root, mesh.axis("data"))
+        shard_fully(root, mesh.axis("data"), partial(mesh.explained, f"forward and backward of '{name}'"))
     for group in optimizer.param_groups:
         group["params"] = [root.get_parameter(names[parameter]) for parameter in group["params"]]
     if root is not model:

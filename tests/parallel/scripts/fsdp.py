@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.training.fully_sharded import ShardedOptimizer
 
 ps = paceline.init()
@@ -171,12 +173,22 @@ def the_common_face_takes_slices_in_single_precision() -> None:
         torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-5)
 
 
+def a_worker_that_dies_is_named() -> None:
+    model = small()
+    distributed(model, "death")
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError, match="forward and backward of 'death': worker 1 is gone"):
+        model(torch.ones(2, 3)).sum().backward()
+
+
 for check in (
     the_common_face_takes_slices_in_single_precision,
     learning_is_that_of_one_process,
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
     mistakes_are_told,
+    a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)
     check()
