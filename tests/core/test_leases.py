@@ -136,6 +136,7 @@ def test_a_slow_worker_leaves_the_last_piece_to_a_faster_one_that_is_still_at_wo
     order = [1, 0, 0, 1, 0, 0, 0]  # worker 0 is twice as fast: it has taken five when worker 1 is through with two
     assert "rest" not in [taken(leases, rank, FIRST, sizes) for rank in order]
     assert taken(leases, 1, FIRST, sizes) == "rest"
+    assert leases.ask((1, 0), SECOND, ()) is None, "nor does it take the piece from the next round"
     assert taken(leases, 0, FIRST, sizes) == (1, 2)
 
 
@@ -150,6 +151,7 @@ class Walker:
     place: Round = FIRST
     carried: list[Piece] = field(default_factory=list)
     has_finished: bool = False
+    num_rounds: list[int] = field(default_factory=list)  # by epoch
 
 
 def walk(walker: Walker, leases: Leases, rounds: list[tuple[int, ...]], num_epochs: int, done: Counter[Piece]) -> None:
@@ -169,6 +171,7 @@ def walk(walker: Walker, leases: Leases, rounds: list[tuple[int, ...]], num_epoc
     walker.carried = []
     leases.settle(walker.life)
     if answer.word == "over":
+        walker.num_rounds.append(walker.place.number)
         walker.place = Round(walker.place.epoch + 1, 0)
         walker.has_finished = walker.place.epoch == num_epochs
     else:
@@ -198,6 +201,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
         walk(chosen, leases, rounds, num_epochs, done)
     else:
         pytest.fail(f"nobody comes to the end: {walkers}, {leases}")
+    assert deaths or all(walker.num_rounds == [len(rounds)] * num_epochs for walker in walkers), "a clock more"
     everything = {
         Piece(Round(epoch, number), home, index)
         for epoch in range(num_epochs)

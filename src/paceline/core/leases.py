@@ -1,9 +1,9 @@
 """Who works on what: each piece of work is given out until it counts, and counts once.
 
 Work comes in rounds, in the order of their names; a round has a share for each home (the samples of a worker's clock,
-say), and a share has pieces. A worker that comes to a round takes what others have left behind in earlier rounds, then
-the pieces of its own share, then those of the share that lags most: the one of which most is left. Only the last pieces
-a slow worker leaves to faster ones, if they are through with them sooner.
+say), and a share has pieces. A worker that comes to a round takes what is left of earlier rounds that nobody is in any
+more, then the pieces of its own share, then those of the share that lags most: the one of which most is left. Only the
+last pieces a slow worker leaves to faster ones, if they are through with them sooner.
 
 Rules that this file keeps, whatever comes in whatever order:
 1. A piece is free, held by one life, or settled; what is settled never comes back.
@@ -133,12 +133,15 @@ class Leases:
         Their speeds are what they have taken in this round so far. On average each is half through with its last.
         """
         own = self._num_taken[life]
-        at_work = [other for other, where in self._places.items() if where == place and self._held.get(other)]
-        faster = [self._num_taken[other] for other in at_work if self._num_taken[other] > own]
+        faster = [self._num_taken[other] for other in self._at_work(place) if self._num_taken[other] > own]
         if not own or not faster:
             return False
         turns = -(-self._num_free() // len(faster)) + 0.5
         return turns / max(faster) < 1 / own
+
+    def _at_work(self, place: Round) -> list[Life]:
+        """Return who is in this round and has not delivered yet, and so may ask for more of it."""
+        return [life for life, where in self._places.items() if where == place and self._held.get(life)]
 
     def _num_free(self) -> int:
         return sum(len(rest) for shares in self._free.values() for rest in shares.values())
@@ -152,9 +155,10 @@ class Leases:
             self._free[place] = shares
 
     def _take(self, life: Life, place: Round) -> Piece | None:
-        first = min(self._free, default=None)
-        if first is None or first > place:
+        here = [where for where in self._free if where == place or (where < place and not self._at_work(where))]
+        if not here:
             return None
+        first = min(here)
         shares = self._free[first]
         if life[0] in shares:
             home, at = life[0], 0
