@@ -15,6 +15,7 @@ from paceline.parallel.tensor_plan import Plan, plan_for
 
 SCRIPT = Path(__file__).with_name("scripts") / "tensor_ranks.py"
 CHECKS = (
+    "bias_is_added_once",
     "chain",
     "dropout",
     "gpt",

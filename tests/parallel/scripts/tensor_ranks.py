@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
 from paceline.parallel.sharded import gathered, shard_fully
+from paceline.parallel.split import leave
 from paceline.parallel.split_layers import SplitLayer
 from paceline.parallel.tensor import clip_gradients, split_loss, split_over, whole_state
 from paceline.parallel.vocabulary import plain
@@ -126,6 +127,18 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 def check_chain(mesh: DeviceMesh) -> None:
     chain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     agrees(chain, (torch.randn(5, 3), torch.randn(5, 2)), squares, mesh)
+
+
+def check_bias_is_added_once(mesh: DeviceMesh) -> None:
+    """A rank that adds the bias before the sum is what the other checks would notice."""
+    chain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.randn(5, 3)
+    expected = chain(inputs)
+    split_over(chain, mesh)
+    close(chain(inputs), expected)
+    layer = chain[2]
+    mistaken = leave(nn.functional.linear(chain[:2](inputs), layer.weight, layer.bias), layer.share)
+    close(mistaken - expected, (mesh.size() - 1) * layer.bias.expand(5, 2))
 
 
 def check_gpt(mesh: DeviceMesh) -> None:
