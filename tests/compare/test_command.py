@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import answer
-from paceline.compare import command
+from paceline.compare import command, running
+from paceline.launch.plan import LocalRun
 
 SCRIPT = Path(__file__).with_name("scripts") / "lines.py"
 
@@ -58,3 +59,17 @@ def test_it_says_which_extra_is_missing(
     monkeypatch.setattr(command, "find_spec", find)
     assert answer(["compare", str(SCRIPT), "--strategies", "bsp", "--out", str(tmp_path / "out")]) == 2
     assert "not installed here: pip install 'paceline[plots]'" in capsys.readouterr().err
+
+
+def test_whoever_stops_a_run_stops_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str | None] = []
+
+    def stop(run: LocalRun) -> int:
+        started.append(run.strategy)
+        assert run.copy_to is not None
+        run.copy_to.write_text("[worker 0] KeyboardInterrupt\npaceline: stopped by SIGINT\n")
+        return 130
+
+    monkeypatch.setattr(running, "run_local", stop)
+    assert answer(["compare", str(SCRIPT), "--strategies", "bsp,all-reduce", "--out", str(tmp_path / "out")]) == 130
+    assert started == ["bsp"]

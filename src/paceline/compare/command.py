@@ -79,8 +79,6 @@ def compare(
         raise UsageError("paceline compare draws with matplotlib, not installed here: pip install 'paceline[plots]'.")
     plan = Plan(script, args, servers, transport, prepare_run_dir(out))
     outcomes = _run_all(plan, entries)
-    if outcomes is None:
-        return 1
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     note = _MEASURED if transport == "tcp" else f"{_MEASURED}\n{_SHARED}"
     picture, numbers = plan.folder / "comparison.png", plan.folder / "comparison.json"
@@ -90,14 +88,14 @@ def compare(
     return 0 if len(results) == len(outcomes) else 1
 
 
-def _run_all(plan: Plan, entries: Sequence[Entry]) -> list[Result | Ended] | None:
-    """Run one after another; None when somebody has stopped it."""
+def _run_all(plan: Plan, entries: Sequence[Entry]) -> list[Result | Ended]:
+    """Run one after another, until somebody stops it, which ends the comparison."""
     outcomes: list[Result | Ended] = []
     for number, entry in enumerate(entries, start=1):
         print(f"[{number}/{len(entries)}] {entry}", file=sys.stderr, flush=True)
         ended = run_entry(plan, entry)
         if ended.was_interrupted:
-            return None
+            raise KeyboardInterrupt
         outcomes.append(ended if ended.code else read_result(entry, read_run(plan.run_dir(entry))))
     return outcomes
 
