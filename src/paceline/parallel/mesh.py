@@ -71,16 +71,12 @@ class Mesh:
         patience, hook = timedelta(seconds=company.patience_s), sys.excepthook
         try:
             dist.init_process_group(BACKEND, store=store, rank=company.rank, world_size=company.size, timeout=patience)
-            ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
-            devices = DeviceMesh("cpu", ranks, mesh_dim_names=AXES)
-            replicas = [dist.new_group(grid.replica_ranks(index)) for index in range(grid.replicas)]
+            devices, replica = _connect(grid, patience)
         except (RuntimeError, ValueError) as error:
             raise accounts.explain("connecting", company.others, None, str(error)) from error
         finally:
             sys.excepthook = hook  # torch writes a rank before each line of a traceback, as the launcher does
-        own = replicas[grid.spot(company.rank).replica]
-        assert isinstance(own, ProcessGroup), "this worker is in the group of its replica"
-        mesh = Mesh(grid, company, accounts, devices, own)
+        mesh = Mesh(grid, company, accounts, devices, replica)
         exchange.when_closed(WeakMethod(mesh.close))
         return mesh
 
@@ -204,6 +200,23 @@ def _meet(company: Company, store: Store) -> Accounts:
     if absent:
         raise PeerError(f"worker {company.rank}: {names(absent)} has left the job or has died before the mesh was made")
     return Accounts(PrefixStore(_NAME, store), company.rank)
+
+
+def _connect(grid: Grid, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]:
+    """Make the groups of each axis and of each replica, those of the same workers once; return this worker's.
+
+    Each with the patience of the job: those that a `DeviceMesh` makes itself would wait for half an hour.
+    """
+    ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
+    axes = [ranks.movedim(axis, -1).flatten(0, 1).tolist() for axis in range(len(AXES))]
+    made: dict[tuple[int, ...], object] = {}
+    own: list[ProcessGroup] = []
+    for lines in (*axes, [grid.replica_ranks(index) for index in range(grid.replicas)]):
+        for line in map(tuple, lines):
+            made[line] = group = made.get(line) or dist.new_group(line, timeout=patience)
+            if isinstance(group, ProcessGroup):  # else it is one of others
+                own.append(group)
+    return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
 
 
 def _register_backend() -> None:
