@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -32,8 +32,11 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
         guard: is entered around each call among ranks, to say who is to blame if it fails.
 
     Raises:
-        UsageError: a model without parameters, with several dtypes, or one that is sharded already.
+        UsageError: a model without parameters, with several dtypes, or one that is sharded already; an older torch,
+            which lets nobody else make its calls.
     """
+    if getattr(FSDPModule, "set_custom_all_gather", None) is None:
+        raise UsageError(f"fsdp needs torch 2.9 or later, this is {torch.__version__}: take all-reduce in its place.")
     parameters = list(model.parameters())
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     if len(dtypes) != 1 or is_sharded(model):
@@ -45,8 +48,9 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)
-        fully_shard(layer, mesh=mesh)
-        _replace_calls(layer, guard)
+        sharded = fully_shard(layer, mesh=mesh)
+        sharded.set_custom_all_gather(GatherSlices(guard))  # pyright: ignore[reportArgumentType] - torch hides the bases
+        sharded.set_custom_reduce_scatter(ScatterSums(guard))  # pyright: ignore[reportArgumentType]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -83,15 +87,6 @@ def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     rank = mesh.get_local_rank()
     own = slices[rank].clone() if rank < len(slices) else tensor[:0].clone()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _replace_calls(layer: nn.Module, guard: Guard) -> None:
-    """Have calls of ours made where torch lets others than its own be, which it does since 2.8."""
-    gather: Callable[[object], None] | None = getattr(layer, "set_custom_all_gather", None)
-    scatter: Callable[[object], None] | None = getattr(layer, "set_custom_reduce_scatter", None)
-    if gather is not None and scatter is not None:
-        gather(GatherSlices(guard))
-        scatter(ScatterSums(guard))
 
 
 def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns

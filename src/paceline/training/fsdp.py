@@ -23,7 +23,7 @@ def fsdp() -> FullySharded:
     parameter, gradient and state of the optimizer, and gathers a layer while it runs. Learning is that of one process
     with the whole batch. A step sends and receives 3 (n-1)/n times the bytes of the model, all-reduce 2 (n-1)/n.
 
-    Needs workers that are processes, on the CPU: `paceline run --transport shm` or tcp.
+    Needs torch 2.9 or later, and workers that are processes, on the CPU: `paceline run --transport shm` or tcp.
 
     Example:
         >>> import paceline
