@@ -22,10 +22,12 @@ class Table:
     def _send(self, rank: int, incarnation: int, message: object, body: memoryview) -> None:
         self.sent.append(((rank, incarnation), read_answer(body) if isinstance(message, Done) else message))
 
-    def ask(self, life: Life, number: int, place: int = 0, sizes: tuple[int, ...] = (1, 2), epoch: int = 0) -> object:
+    def ask(
+        self, life: Life, number: int, place: int = 0, sizes: tuple[int, ...] = (1, 2), work: str = "slices"
+    ) -> object:
         """What a worker is answered; None while it has to wait."""
         before = len(self.sent)
-        self.dealer.take(life, TakePiece(number, "slices", epoch, place, sizes, (3, 3, 2, 0, epoch)))
+        self.dealer.take(life, TakePiece(number, work, 0, place, sizes, (3, 3, 2, 0, 0)))
         self.dealer.release()
         return self.sent[-1][1] if len(self.sent) > before else None
 
@@ -58,6 +60,14 @@ def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
     table.dealer.release()
     assert table.sent[-1] == (ONE, piece(1, 0))
     assert table.ask(OTHER, 2) == Failed(2, "worker 1 takes no part")
+
+
+def test_who_goes_to_another_work_keeps_nobody_waiting_in_the_one_before() -> None:
+    table = Table()
+    assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
+    assert table.ask(ONE, 1, 1, ()) is None
+    assert table.ask(OTHER, 2, sizes=(0, 1), work="others") == Answer("piece", Round(0, 0), 1, 0)
+    assert (ONE, Answer("over", Round(0, 1))) in table.sent
 
 
 def test_workers_that_cut_the_work_differently_are_told() -> None:

@@ -26,6 +26,7 @@ class Dealer:
 
     send: Send
     _works: dict[str, Leases] = field(default_factory=dict[str, Leases])
+    _at: dict[Life, str] = field(default_factory=dict[Life, str])  # what each life takes pieces of
     # Work and epoch -> what those who work on it have to agree on, and who said so first.
     _terms: dict[tuple[str, int], tuple[tuple[int, ...], int]] = field(
         default_factory=dict[tuple[str, int], tuple[tuple[int, ...], int]]
@@ -48,7 +49,7 @@ class Dealer:
             self.send(*life, Done(number), answer)
         elif request.number > number:
             self._require_agreement(life[0], request)
-            self._works.setdefault(request.work, Leases())
+            self._go_to(life, request.work)
             self._answers.pop(life, None)
             self._waiting[life] = request
 
@@ -64,9 +65,9 @@ class Dealer:
 
     def settle(self, life: Life) -> None:
         """Count what a life holds: an update of it is applied, and it has taken no piece since it sent that."""
-        for leases in self._works.values():
-            leases.settle(life)
-        if self._waiting:
+        work = self._at.get(life)
+        if work is not None:
+            self._works[work].settle(life)
             self.release()
 
     def end(self, life: Life) -> None:
@@ -74,8 +75,17 @@ class Dealer:
         self._ended.add(life)
         self._waiting.pop(life, None)
         self._answers.pop(life, None)
+        self._at.pop(life, None)
         for leases in self._works.values():
             leases.end(life)
+
+    def _go_to(self, life: Life, work: str) -> None:
+        """Let a life work on this; what it holds of another work it has delivered, or has no more use for."""
+        before = self._at.get(life, work)
+        if before != work:
+            self._works[before].settle(life)
+        self._works.setdefault(work, Leases())
+        self._at[life] = work
 
     def _require_agreement(self, rank: int, request: TakePiece) -> None:
         if (request.work, request.epoch) not in self._terms:  # older epochs are over: nobody begins one before
