@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Final, Literal, final
+from typing import IO, Final, Literal, Protocol, final
 
 from paceline.launch.console import Console
 from paceline.launch.environment import Place
@@ -18,9 +18,12 @@ NUM_LAST_LINES: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start one process. A worker has a place in the job; a server is told its rank by its command."""
+    """How to start one process. A worker has a place in the job; a server is told its rank by its command.
 
-    role: Literal["worker", "server"]
+    The nursery is no part of the job: it helps to start the others.
+    """
+
+    role: Literal["worker", "server", "nursery"]
     name: str
     rank: int
     command: tuple[str, ...]
@@ -33,23 +36,56 @@ class Launch:
         """How often this process was started before."""
         return 0 if self.place is None else self.place.incarnation
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """All of its environment."""
+        return {**self.environment, **({} if self.place is None else self.place.as_environment())}
+
     def again(self) -> "Launch":
         """Return how to start the same worker once more, as its next incarnation."""
         assert self.place is not None
         return replace(self, place=replace(self.place, incarnation=self.place.incarnation + 1))
 
 
+class Process(Protocol):
+    """A process that was started, a child of this one."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Where to write what it reads, when it reads anything."""
+        ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Where to read what it says."""
+        ...
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Where to read what it complains of."""
+        ...
+
+    def wait(self) -> int:
+        """Block until it has ended, and return its exit code (negative: the signal that killed it)."""
+        ...
+
+
 @final
 class Child:
     """A process that was started, until it is reaped; it leads a session and process group of its own."""
 
-    def __init__(self, launch: Launch, console: Console, guard: Guard) -> None:
+    def __init__(self, launch: Launch, console: Console, guard: Guard, start: Callable[[Launch], Process]) -> None:
         """Start it."""
         self.launch = launch
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._console = console
         self._guard = guard
-        self._process = start_process(launch)
+        self._process = start(launch)
         self._pid = self._process.pid
         self._guard.watch(self._pid)
         self.pipes = self._open_pipes()
@@ -104,18 +140,26 @@ class Child:
         return Pipe(file, deliver)
 
 
-def start_process(launch: Launch) -> subprocess.Popen[bytes]:
-    """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the launcher only."""
-    place = {} if launch.place is None else launch.place.as_environment()
+def start_process(launch: Launch, stdin: int | None = None) -> subprocess.Popen[bytes]:
+    """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the launcher only.
+
+    It reads from the descriptor `stdin`; without one, a server reads what it is told and others read nothing.
+    """
+    orders = subprocess.PIPE if launch.role == "server" else subprocess.DEVNULL
     process = subprocess.Popen(
         launch.command,
-        stdin=subprocess.PIPE if launch.role == "server" else subprocess.DEVNULL,
+        stdin=orders if stdin is None else stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**launch.environment, **place},
+        env=launch.variables,
         bufsize=0,
         start_new_session=True,
     )
-    if launch.cores and sys.platform == "linux":
-        os.sched_setaffinity(process.pid, launch.cores)  # its threads, all of them still to come, stay there too
+    pin(process.pid, launch.cores)
     return process
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """Keep a process on these cores, if any are named; its threads, all of them still to come, stay there too."""
+    if cores and sys.platform == "linux":
+        os.sched_setaffinity(pid, cores)

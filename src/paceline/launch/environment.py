@@ -15,6 +15,8 @@ INCARNATION: Final = "PACELINE_INCARNATION"
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
+IMPORT_PATH: Final = "PYTHONPATH"
+LOOK_FOR_CUDA_ONLY: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch's: count devices without opening them
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,33 @@ def child_environment(
     defaults = {NUM_THREADS: str(fair_share), "PYTHONUNBUFFERED": "1"}
     asked = {TRACEBACK: "1"} if traceback else {}
     return {**defaults, **variables, **asked, LAUNCHER: str(os.getpid())}
+
+
+def with_import_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Let a process import what lies beside the script, such as an update rule of the user's own."""
+    inherited = environment.get(IMPORT_PATH)
+    return {**environment, IMPORT_PATH: os.pathsep.join(filter(None, (str(folder), inherited)))}
+
+
+def import_folders(variables: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the folders that the user wants modules to be looked for in first, as Python takes them.
+
+    >>> import_folders({"PYTHONPATH": "/a:/b/../c"}), import_folders({})
+    (['/a', '/c'], [])
+    """
+    text = variables.get(IMPORT_PATH)
+    return [os.path.abspath(folder) for folder in text.split(os.pathsep)] if text else []
+
+
+def nursery_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return what the nursery gets, that imports for scripts in this folder and must not open devices for them."""
+    return with_import_path({**environment, LOOK_FOR_CUDA_ONLY: "1"}, folder)
+
+
+def replace_all(variables: Mapping[str, str]) -> None:
+    """Give this process other variables instead of all that it has."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:

@@ -1,8 +1,10 @@
 """Starts a whole job on this machine and watches over it: what `paceline run` does."""
 
 import secrets
+import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final, TextIO
@@ -12,8 +14,9 @@ from paceline.errors import UsageError
 from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
-from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads
+from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
 from paceline.launch.guard import Guard, clear
+from paceline.launch.nursery import Nursery
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
@@ -83,13 +86,23 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     with Signals() as signals, open_copy(run.copy_to) as copy:
         console = Console(copy)
         environment = _share_cores(run, console)
-        supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board)
-        return supervisor.run(plan_launches(run, programs, run_dir, environment))
+        with open_nursery(run, programs, run_dir, environment) as nursery:
+            supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board, nursery)
+            return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
 
 def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
     """Open the file that is to have a copy of what is told, or nothing."""
     return nullcontext() if path is None else path.open("w", encoding="utf-8")
+
+
+def open_nursery(
+    run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]
+) -> AbstractContextManager[Nursery | None]:
+    """Plan a nursery for this run, or none: it forks our own programs only, and one process alone needs none."""
+    if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
+        return nullcontext()
+    return Nursery(nursery_environment(environment, run.script.absolute().parent), run_dir)
 
 
 def open_board(trace_folder: Path, num_workers: int) -> Board:

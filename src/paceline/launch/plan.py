@@ -1,6 +1,5 @@
 """What to run on this machine, and how each of its processes is started."""
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.launch.child import Launch
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 from paceline.launch.cores import cores_here, share_of
-from paceline.launch.environment import Place
+from paceline.launch.environment import Place, with_import_path
 from paceline.launch.policy import Policy
 
 
@@ -88,7 +87,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             name=f"server {rank}",
             rank=rank,
             command=(*programs.server, str(run_dir / SPEC_NAME), str(rank)),
-            environment=_with_import_path(environment, run.script.absolute().parent),
+            environment=with_import_path(environment, run.script.absolute().parent),
         )
         for rank in range(run.num_servers)
     ]
@@ -119,9 +118,3 @@ def _plan_threads(run: LocalRun, command: tuple[str, ...], run_dir: Path, enviro
         environment=environment,
         place=Place(run_dir / CLUSTER_NAME, rank=0, local_rank=0),
     )
-
-
-def _with_import_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Let servers import what lies beside the script, such as an update rule of the user's own."""
-    inherited = environment.get("PYTHONPATH")
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited)))}

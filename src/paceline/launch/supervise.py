@@ -5,15 +5,17 @@ decides the exit code. (3) Workers are stopped before servers, so that a worker 
 (4) Whatever happens in here, no child is left when `run` returns or raises.
 """
 
+import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from paceline.launch.child import Child, Launch
+from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.console import Console
 from paceline.launch.guard import Guard
+from paceline.launch.nursery import Nursery
 from paceline.launch.pipes import Pump
 from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
 from paceline.launch.signals import Signals
@@ -78,6 +80,7 @@ class Supervisor:
         guard: Guard,
         signals: Signals,
         board: Board | None,
+        nursery: Nursery | None,
     ) -> None:
         self._terms = terms
         self._rendezvous = rendezvous
@@ -85,6 +88,7 @@ class Supervisor:
         self._guard = guard
         self._signals = signals
         self._board = board
+        self._nursery = nursery
         self._pump = Pump(signals.wakeup_fd)
         self._running: list[Child] = []
         self._met = False
@@ -95,11 +99,13 @@ class Supervisor:
 
     def run(self, launches: Sequence[Launch]) -> int:
         """Run the job to its end; blocks, and returns the exit code of the whole."""
-        self._start_deadline_s = time.monotonic() + self._terms.start_timeout_s
+        self._start_deadline_s = math.inf  # nobody was started, and nobody is awaited
         self._next_refresh_s = 0.0
         try:
-            for launch in launches:
-                self._start(launch)
+            if self._nursery is not None:
+                self._open(self._nursery)
+            if self._ending is None:
+                self._start_all(launches)
             while self._ending is None and self._alive("worker"):
                 self._turn()
             self._stop_workers()
@@ -153,9 +159,15 @@ class Supervisor:
         self._running.remove(child)
         for pipe in child.pipes:
             self._pump.remove(pipe)
-        if child.launch.role == "server":
-            self._on_server_exit(child, exit_code)
-            return
+        match child.launch.role:
+            case "worker":
+                self._on_worker_exit(child, exit_code)
+            case "server":
+                self._on_server_exit(child, exit_code)
+            case "nursery":  # the run can do without
+                pass
+
+    def _on_worker_exit(self, child: Child, exit_code: int) -> None:
         self._tell_servers_of_end(child.launch)
         if exit_code == 0:
             self._num_finished += 1
@@ -189,8 +201,22 @@ class Supervisor:
 
     # What is done
 
+    def _open(self, nursery: Nursery) -> None:
+        """Start the nursery, and wait until it is ready, or never will be."""
+        self._add(nursery.launch, nursery.open)
+        while self._ending is None and not nursery.settled():
+            self._turn()
+
+    def _start_all(self, launches: Sequence[Launch]) -> None:
+        self._start_deadline_s = time.monotonic() + self._terms.start_timeout_s
+        for launch in launches:
+            self._start(launch)
+
     def _start(self, launch: Launch) -> None:
-        child = Child(launch, self._console, self._guard)
+        self._add(launch, start_process if self._nursery is None else self._nursery.start)
+
+    def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> None:
+        child = Child(launch, self._console, self._guard, start)
         self._running.append(child)
         for pipe in child.pipes:
             self._pump.add(pipe)
