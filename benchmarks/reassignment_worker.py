@@ -81,15 +81,14 @@ def main() -> None:
     """Take all runs in turn, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--runs", type=json.loads, required=True, help='policy, slices, clocks: [["bsp", 4, 10]]')
-    parser.add_argument("--sample-ms", type=float, required=True)
+    parser.add_argument("--runs", type=json.loads, required=True, help="[[policy, slices, clocks, ms a sample], ...]")
     options = parser.parse_args()
     torch.set_num_threads(1)
     ps = paceline.init()
     for number in range(options.rounds):
-        for policy, slices, clocks in options.runs:
+        for policy, slices, clocks, sample_ms in options.runs:
             name = f"{policy}.{slices}.{number}"
-            found = run(ps, policy, clocks, slices, options.sample_ms / 1000, name)
+            found = run(ps, policy, clocks, slices, sample_ms / 1000, name)
             print("found " + json.dumps({"round": number, **found}), flush=True)
 
 
