@@ -261,8 +261,7 @@ class Session:
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
-        chosen = Consistency.parse(given) if isinstance(given, str) else given
-        return chosen or self.consistency or bsp()
+        return (Consistency.parse(given) if isinstance(given, str) else given) or self.consistency or bsp()
 
     # -- meeting and leaving -----------------------------------------------------------------------------------------
 
@@ -270,6 +269,7 @@ class Session:
         """Block until every worker that still takes part has called this, and all its pushes are settled."""
         with self.communicating():
             self.node.settle()
+            self.meter.odometer.look()
             self.node.calls.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
         self.meter.begin()
 

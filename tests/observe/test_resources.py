@@ -4,13 +4,13 @@ from contextlib import closing
 
 import pytest
 
-from paceline.observe.resources import Usage, measure
+from paceline.observe.resources import Odometer, Usage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell")
 
 
-def used() -> Usage:
-    found = measure()
+def used(odometer: Odometer | None = None) -> Usage:
+    found = (odometer or Odometer()).usage()
     assert found is not None
     return found
 
@@ -26,9 +26,11 @@ def test_what_goes_over_a_connection_is_counted_on_both_of_its_ends() -> None:
         assert len(other.recv(5000, socket.MSG_WAITALL)) == 5000
         other.sendall(b"got it")  # carries the acknowledgement with it
         assert client.recv(6) == b"got it"
-        after = used()
+        odometer = Odometer()
+        after = used(odometer)
     assert after.sent_bytes - before.sent_bytes in (5000, 5006)  # the last answer may be unacknowledged yet
     assert after.received_bytes - before.received_bytes == 5006
+    assert used(odometer).received_bytes >= after.received_bytes  # though the connection is closed
 
 
 def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:

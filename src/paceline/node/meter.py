@@ -11,19 +11,24 @@ from torch import Tensor
 
 from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
-from paceline.observe.resources import measure
+from paceline.observe.resources import Odometer
 from paceline.observe.trace import Trace
 
 
 @dataclass(slots=True)
 class Meter:
-    """Collects what happens during a clock and records it when the clock is finished."""
+    """Collects what happens during a clock and records it when the clock is finished.
+
+    Attributes:
+        odometer: of the process; to be looked at while nobody can have left yet.
+    """
 
     trace: Trace
     worker: int
     now: Callable[[], float] = time.monotonic
     samples: int = 0
     loss: float | None = None
+    odometer: Odometer = field(default_factory=Odometer)
     # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
     wait_s: float = 0.0
     comm_s: float = 0.0
@@ -97,7 +102,7 @@ class Meter:
 
     def note_resources(self) -> None:
         """Record what this process has used so far, where that can be known."""
-        used = measure()
+        used = self.odometer.usage()
         if used is not None:
             self.trace.record(
                 records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)

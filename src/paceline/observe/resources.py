@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +24,8 @@ class Usage:
 
     Args:
         peak_bytes: the most memory it has had resident, shared memory that it has touched included.
-        sent_bytes: what its TCP connections that are still open have sent and seen acknowledged.
-        received_bytes: what these have received.
+        sent_bytes: what its TCP connections have sent and seen acknowledged.
+        received_bytes: what they have received.
     """
 
     peak_bytes: int
@@ -33,15 +33,32 @@ class Usage:
     received_bytes: int
 
 
-def measure() -> Usage | None:
-    """Return what this process has used; None where the kernel does not tell, that is, elsewhere than on Linux.
+@dataclass(slots=True)
+class Odometer:
+    """Adds up what the TCP connections of this process carry. Shared memory and Unix sockets carry what nobody counts.
 
-    Shared memory and Unix sockets carry bytes too, which nobody counts.
+    A connection that is closed counts with what was seen of it last: look before others may leave.
     """
-    if sys.platform != "linux":
-        return None
-    carried = [_carried(int(descriptor)) for descriptor in os.listdir(_PROCESS / "fd")]
-    return Usage(_peak_bytes(), sum(sent for sent, _ in carried), sum(received for _, received in carried))
+
+    # Sent and received, by what the kernel calls the connection.
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def look(self) -> None:
+        """See what the connections have carried so far; on Linux, elsewhere the kernel does not tell."""
+        if sys.platform == "linux":
+            for descriptor in os.listdir(_PROCESS / "fd"):
+                with suppress(OSError):  # closed by now, or a socket of another kind
+                    name = os.readlink(_PROCESS / "fd" / descriptor)
+                    if name.startswith("socket:"):
+                        self._seen[name] = _carried(socket.socket(fileno=os.dup(int(descriptor))))
+
+    def usage(self) -> Usage | None:
+        """Return what this process has used so far; None elsewhere than on Linux."""
+        self.look()
+        if sys.platform != "linux":
+            return None
+        sent, received = (sum(count) for count in zip((0, 0), *self._seen.values(), strict=True))
+        return Usage(_peak_bytes(), sent, received)
 
 
 def _peak_bytes() -> int:
@@ -50,15 +67,8 @@ def _peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def _carried(descriptor: int) -> tuple[int, int]:
-    """Return the bytes that went out and came in over a descriptor, zeros where it is no TCP connection."""
-    with suppress(OSError):  # closed by now, or a socket of another kind
-        if os.readlink(_PROCESS / "fd" / str(descriptor)).startswith("socket:"):
-            return _counts_of(socket.socket(fileno=os.dup(descriptor)))
-    return 0, 0
-
-
-def _counts_of(connection: socket.socket) -> tuple[int, int]:
+def _carried(connection: socket.socket) -> tuple[int, int]:
+    """Return the bytes that went out and came in over a connection, zeros where it is not of TCP; closes it."""
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return 0, 0
