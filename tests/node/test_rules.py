@@ -212,15 +212,16 @@ def test_values_under_way_are_not_overwritten_by_what_is_sent_again(tmp_path: Pa
 def test_a_reader_that_does_not_read_is_dropped_and_holds_up_others_for_its_limit_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.node.peers._SEND_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("paceline.node.peers._LEAST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr("paceline.node.post._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("paceline.node.post._LEAST_BYTES_PER_S", 1e12)
+    monkeypatch.setattr("paceline.node.post._MOST_COPIED_BYTES", 64 << 20)
     numel = 4_000_000
     with cluster("tcp", tmp_path, num_servers=1) as servers, member(servers, 1) as slow:
         slow.say(Declare(1, table("w", numel, "asynchronous")))
         slow.hear(Done)
         slow.say(Initialise(2, "w"), as_body(torch.zeros(numel)))
         slow.hear(Done)
-        for request in range(1, 30):  # 16 MB each, and nobody takes them
+        for request in range(1, 10):  # 16 MB each, and nobody takes them
             slow.say(PullFrame(Pull(SENDER, request, "w", 0, 0), request - 1))
 
         waited = time.monotonic()

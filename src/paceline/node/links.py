@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
+from paceline.node.post import Post
 from paceline.node.wire import Hello, encode
-from paceline.transport.base import EMPTY, Connection, Frame, Place, Transport
+from paceline.transport.base import EMPTY, Frame, Place, Transport
 
 _POLL_S = 0.5
-_SEND_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
@@ -38,35 +38,35 @@ class Link:
     place: Place
     on_reconnected: Callable[[], None]
     on_lost: Callable[[str], None]
-    _connection: Connection = field(init=False)
+    _post: Post = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
     _reader: threading.Thread = field(init=False)
 
     def open(self, timeout_s: float) -> None:
         """Connect, and start to read. Blocks until connected; raises as `Transport.connect` does."""
-        self._connection = self._connect(timeout_s)
+        self._post = self._connect(timeout_s)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
     def send(self, header: bytes, body: memoryview = EMPTY) -> None:
-        """Send one frame. If the connection is broken it is lost, and repeated when there is a new connection."""
-        connection = self._connection
-        try:
-            connection.send(header, body, timeout_s=_SEND_TIMEOUT_S)
-        except PeerError:
-            connection.close()
+        """Send one frame, also while others are on their way to other servers; see `Post`.
+
+        If the connection is broken it is lost, and repeated when there is a new connection. Until it is answered, the
+        body must stay as it is.
+        """
+        self._post.send(header, body)
 
     def close(self) -> None:
         """End the connection and its thread."""
         self._closing.set()
-        self._connection.close()
+        self._post.close()
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout=_JOIN_TIMEOUT_S)
 
-    def _connect(self, timeout_s: float) -> Connection:
+    def _connect(self, timeout_s: float) -> Post:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
-        return connection
+        return Post(connection, self.transport.maps_memory, connection.close)
 
     def _read(self) -> None:
         """Hand over frames until closed or lost, and say so whatever the reason."""
@@ -74,7 +74,7 @@ class Link:
         try:
             problem = self._read_on()
         finally:
-            self._connection.close()
+            self._post.close()
             if not self._closing.is_set():
                 self.on_lost(f"the connection to {self.address} is lost: {problem}")
 
@@ -83,7 +83,7 @@ class Link:
         problem = ""
         while not self._closing.is_set():
             try:
-                self.on_frame(self._connection.receive(timeout_s=_POLL_S, place=self.place))
+                self.on_frame(self._post.connection.receive(timeout_s=_POLL_S, place=self.place))
             except DeadlineExceeded:
                 continue
             except PeerError as error:
@@ -95,12 +95,12 @@ class Link:
 
     def _reconnect(self, problem: str) -> str:
         """Try until connected or out of patience; return why there is no connection, or nothing."""
-        self._connection.close()
+        self._post.close()
         give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
         while time.monotonic() < give_up and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
-                self._connection = self._connect(_POLL_S)
+                self._post = self._connect(_POLL_S)
             except AuthenticationFailed as error:
                 return str(error)
             except PeerError as error:

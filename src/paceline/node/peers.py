@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.errors import PeerError
+from paceline.node.post import Post
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Transport
 
 _SEND_TIMEOUT_S = 5.0
-_LEAST_BYTES_PER_S = 50e6  # a peer that takes in large values more slowly than this does not keep up
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -27,18 +27,20 @@ class Peers:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
-    # By (rank, incarnation): the newest connection, and the how-many-th of that life it is.
-    _workers: dict[tuple[int, int], tuple[int, Connection]] = field(
-        default_factory=dict[tuple[int, int], tuple[int, Connection]]
-    )
+    # By (rank, incarnation): what goes over the newest connection, and the how-many-th of that life it is.
+    _workers: dict[tuple[int, int], tuple[int, Post]] = field(default_factory=dict[tuple[int, int], tuple[int, Post]])
     _servers: dict[int, Connection] = field(default_factory=dict[int, Connection])
 
     def register(self, hello: Hello, connection: Connection) -> None:
         """Note a connection to that life of that worker, unless a newer one is known."""
         life = hello.rank, hello.incarnation
-        newest, _ = self._workers.get(life, (-1, None))
-        if hello.connection >= newest:
-            self._workers[life] = hello.connection, connection
+        newest, known = self._workers.get(life, (-1, None))
+        if hello.connection < newest or (known is not None and known.connection is connection):
+            return
+        if known is not None:
+            known.close()
+        post = Post(connection, self.transport.maps_memory, lambda: self.drop(connection), copies=True)
+        self._workers[life] = hello.connection, post
 
     def is_current(self, hello: Hello, connection: Connection) -> bool:
         """Say whether a worker is reached by this connection and not by a newer one."""
@@ -46,22 +48,23 @@ class Peers:
 
     def connection_of(self, worker: int, incarnation: int) -> Connection | None:
         """Return the newest connection to that life of that worker, if there is one."""
-        _, connection = self._workers.get((worker, incarnation), (0, None))
-        return connection
+        _, post = self._workers.get((worker, incarnation), (0, None))
+        return None if post is None else post.connection
 
     def forget(self, connection: Connection) -> None:
         """Drop a connection that has ended."""
-        self._workers = {life: entry for life, entry in self._workers.items() if entry[1] is not connection}
+        over = [life for life, (_, post) in self._workers.items() if post.connection is connection]
+        for life in over:
+            self._workers.pop(life)[1].close()
 
     def send_worker(self, worker: int, incarnation: int, message: object, body: memoryview = EMPTY) -> None:
-        """Send to that life of that worker; a worker that does not take it in time is disconnected."""
-        connection = self.connection_of(worker, incarnation)
-        if connection is None:
-            return
-        try:
-            connection.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S + len(body) / _LEAST_BYTES_PER_S)
-        except PeerError:
-            self.drop(connection)
+        """Send to that life of that worker; a worker that does not take it in time is disconnected.
+
+        The body may change as soon as this returns.
+        """
+        _, post = self._workers.get((worker, incarnation), (0, None))
+        if post is not None:
+            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S)
 
     def send_server(self, server: int, message: object) -> None:
         """Send to another server, over a connection that is made when it is first needed."""
@@ -74,7 +77,10 @@ class Peers:
                 lost.close()
 
     def close(self) -> None:
-        """Close the connections to other servers."""
+        """Close all connections."""
+        for _, post in self._workers.values():
+            post.close()
+        self._workers.clear()
         for connection in self._servers.values():
             connection.close()
         self._servers.clear()

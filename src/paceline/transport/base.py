@@ -86,6 +86,10 @@ class Connection(Protocol):
         """
         ...
 
+    def has_room(self) -> bool:
+        """Say whether `send` would take a small frame (16 KiB) without waiting for the other end. Does not block."""
+        ...
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame. One thread at a time.
 

@@ -50,6 +50,10 @@ class Channel(Protocol):
         """Write all of the buffers in turn; `descriptor`, if any, goes along with the first byte."""
         ...
 
+    def has_room(self) -> bool:
+        """Say whether tens of kilobytes can be written without waiting."""
+        ...
+
     def shut(self) -> None:
         """End the stream in both directions, at once and for both ends; wakes blocked threads. May be repeated."""
         ...
@@ -122,6 +126,10 @@ class SocketChannel:
             buffers, ancillary = _after(buffers, num_sent), []
             num_written += num_sent
             num_left -= num_sent
+
+    def has_room(self) -> bool:
+        """Say whether the kernel has room: it says so once a third of what it holds back is free."""
+        return bool(self._writable.poll(0))
 
     def wait_for_room(self, deadline: Deadline) -> None:
         """Wait until something can be written."""

@@ -54,6 +54,10 @@ class FaultyConnection:
         finally:
             self._changed.release()
 
+    def has_room(self) -> bool:
+        """Say whether a small frame would leave at once; see `Connection.has_room`."""
+        return self._inner.has_room()
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._inner.receive(timeout_s=timeout_s, place=place)

@@ -97,6 +97,10 @@ class MemoryConnection:
         except EOFError:
             raise self._lost() from None
 
+    def has_room(self) -> bool:
+        """Say that a small frame leaves at once; see `Connection.has_room`."""
+        return True
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:

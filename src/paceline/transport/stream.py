@@ -60,6 +60,10 @@ class StreamConnection:
         finally:
             self._sending.release()
 
+    def has_room(self) -> bool:
+        """Say whether a small frame would leave at once; see `Connection.has_room`."""
+        return self._channel.has_room()
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         with self._receiving:

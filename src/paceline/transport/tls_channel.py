@@ -78,6 +78,10 @@ class TlsChannel:
                 self._flush(deadline, num_encrypted)
         self._flush(deadline, num_encrypted)
 
+    def has_room(self) -> bool:
+        """Say whether the kernel has room; see `Channel.has_room`."""
+        return self._inner.has_room()
+
     def shut(self) -> None:
         """End the stream; see `Channel.shut`. Every frame says its length, so TLS need not say that it ends."""
         self._inner.shut()
