@@ -358,7 +358,7 @@ def connect(*, transport: Transport | None = None, place: Place | None = None) -
 def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
     """Take part in a job as the worker of this place."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
-    settings, options = WorkerSettings(sender, spec.num_servers), WorkerOptions(spec.wait_timeout_s)
+    settings, options = WorkerSettings(sender, spec.num_servers, shares=spec.shares), WorkerOptions(spec.wait_timeout_s)
     node = WorkerNode(settings, transport, spec.addresses, options)
     try:
         node.join()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.core.partition import ALIGNMENT, Range, partition
+from paceline.core.partition import ALIGNMENT, Range, check_shares, partition
 from paceline.errors import UsageError
 
 LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=12)
@@ -63,3 +63,28 @@ def test_more_servers_than_elements() -> None:
 def test_more_servers_than_whole_tensors() -> None:
     with pytest.raises(UsageError, match="3 servers for a table of 2 tensors, and its update rule needs each"):
         partition([500, 500], 3, cut="between_tensors")
+
+
+@given(st.integers(1000, 100_000), st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_ranges_are_in_proportion_to_the_shares(total: int, shares: list[int]) -> None:
+    assume(sum(shares) > 0)
+    ranges = partition([total], len(shares), shares=shares)
+    assert sum(r.length for r in ranges) == total
+    for r, share in zip(ranges, shares, strict=True):
+        assert abs(r.length - total * share / sum(shares)) <= ALIGNMENT + 1
+
+
+def test_equal_shares_are_none() -> None:
+    assert partition([1000, 333], 3, shares=(0.1, 0.1, 0.1)) == partition([1000, 333], 3)
+
+
+def test_a_server_without_a_share_holds_nothing_and_does_not_count() -> None:
+    ranges = partition([64], 3, shares=(0.0, 0.7, 0.0))
+    assert [r.length for r in ranges] == [0, 64, 0]
+    assert [r.length for r in partition([5], 2, cut="between_tensors", shares=(0, 1))] == [0, 5]
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, -1.0), (0.0, 0.0), (1.0, float("nan")), (float("inf"), 1.0)])
+def test_what_are_no_shares_is_refused(shares: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match=r"shares of 2 server"):
+        check_shares(shares, 2)

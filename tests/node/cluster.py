@@ -48,10 +48,13 @@ class Cluster:
     servers: list[ServerNode]
     addresses: tuple[str, ...]
     lease_s: float
+    shares: tuple[float, ...] = ()
     errors: list[BaseException] = field(default_factory=list)
 
     def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> WorkerNode:
-        settings = WorkerSettings(Sender(1, rank, incarnation), len(self.addresses), retry_s=RETRY_S)
+        settings = WorkerSettings(
+            Sender(1, rank, incarnation), len(self.addresses), retry_s=RETRY_S, shares=self.shares
+        )
         return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s))
 
     @contextmanager
@@ -106,6 +109,7 @@ def cluster(
     plan: FaultPlan | None = None,
     seed: int = 0,
     lease_s: float = 5.0,
+    shares: tuple[float, ...] = (),
 ) -> Iterator[Cluster]:
     """Run servers that expect these workers; everything has ended afterwards."""
     transport = make_transport(kind, directory)
@@ -115,7 +119,14 @@ def cluster(
     addresses = tuple(listener.address for listener in listeners)
     servers = [
         ServerNode(
-            ServerSettings(rank, num_servers, workers=tuple(range(num_workers)), lease_s=lease_s, retry_s=RETRY_S),
+            ServerSettings(
+                rank,
+                num_servers,
+                workers=tuple(range(num_workers)),
+                lease_s=lease_s,
+                retry_s=RETRY_S,
+                shares=shares,
+            ),
             listener,
             transport,
             lambda: addresses,
@@ -127,7 +138,7 @@ def cluster(
     for thread in threads:
         thread.start()
     try:
-        yield Cluster(transport, servers, addresses, lease_s)
+        yield Cluster(transport, servers, addresses, lease_s, shares=shares)
     finally:
         for server in servers:
             server.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Literal
 
 from paceline.errors import UsageError
@@ -30,31 +31,55 @@ class Range:
         return self.stop - self.start
 
 
-def partition(lengths: Sequence[int], num_servers: int, *, cut: Cut = "anywhere") -> tuple[Range, ...]:
+def partition(
+    lengths: Sequence[int], num_servers: int, *, cut: Cut = "anywhere", shares: Sequence[float] = ()
+) -> tuple[Range, ...]:
     """Cut a table of tensors with `lengths` elements into one contiguous range a server, balanced by size.
 
     Args:
         lengths: elements of each tensor, in the table's order.
         num_servers: how many ranges to make; some may be empty when the table is small.
         cut: "anywhere" for element-wise rules, "between_tensors" for rules that need whole tensors.
+        shares: how much each server is to hold, as proportions; none for equal parts.
 
     Raises:
-        UsageError: more servers than elements (or than tensors, where they cannot be cut).
+        UsageError: more servers with a share than elements (or than tensors, where they cannot be cut), or shares that
+            are none.
 
     Example:
         >>> [(r.start, r.stop) for r in partition([100, 100], 2)]
         [(0, 100), (100, 200)]
+        >>> [r.length for r in partition([1024], 3, shares=(2, 1, 1))]
+        [512, 256, 256]
     """
-    total = sum(lengths)
+    weights = check_shares(shares, num_servers) or (1,) * num_servers
+    total, num_holders = sum(lengths), sum(weight > 0 for weight in weights)
     pieces = total if cut == "anywhere" else len(lengths)
-    if num_servers > pieces:
+    if num_holders > pieces:
         what = "parameters" if cut == "anywhere" else "tensors, and its update rule needs each of them whole"
         raise UsageError(
-            f"{num_servers} servers for a table of {pieces} {what}. Use at most {pieces} server(s) for it."
+            f"{num_holders} servers for a table of {pieces} {what}. Use at most {pieces} server(s) for it."
         )
     starts = list(accumulate(lengths, initial=0))
-    cuts = [0, *(_nearest_cut(starts, total * k // num_servers, cut) for k in range(1, num_servers)), total]
+    before = list(accumulate(weights))
+    wanted = [round(total * weight / before[-1]) for weight in before[:-1]]
+    cuts = [0, *(_nearest_cut(starts, each, cut) for each in wanted), total]
     return tuple(Range(server, a, max(a, b)) for server, (a, b) in enumerate(pairwise(_rising(cuts))))
+
+
+def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]:
+    """Return the shares of these servers if they are such: one each, none below 0, and not all 0. Or none at all.
+
+    Raises:
+        UsageError: they are not.
+    """
+    fine = all(isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
+    if shares and not (fine and len(shares) == num_servers):
+        raise UsageError(
+            f"the shares of {num_servers} server(s) are {', '.join(f'{share:g}' for share in shares)}, expected one "
+            "number >= 0 for each, such as 2,1,1 for three, and not all 0"
+        )
+    return tuple(shares)
 
 
 def _nearest_cut(starts: list[int], wanted: int, cut: Cut) -> int:

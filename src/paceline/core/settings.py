@@ -17,6 +17,7 @@ class ServerSettings:
         workers: ranks that are expected to join; the clock waits for them until `join_timeout_s` has passed.
         lease_s: how long a worker may be disconnected before it is given up.
         retry_s: how often an unanswered question to the lead is repeated.
+        shares: how much of each table every server holds, as proportions; none for equal parts.
     """
 
     server: int
@@ -26,6 +27,7 @@ class ServerSettings:
     join_timeout_s: float = 60.0
     lease_s: float = 5.0
     retry_s: float = 1.0
+    shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,11 @@ class WorkerSettings:
         retry_s: after how long an unanswered message is repeated for the first time; the pauses double, up to 12 times
             this. Long on carriers that lose nothing, short on those that do.
         max_attempts: how often a message is sent before the worker gives up.
+        shares: how much of each table every server holds; see `ServerSettings`.
     """
 
     sender: Sender
     num_servers: int
     retry_s: float = 5.0
     max_attempts: int = 20
+    shares: tuple[float, ...] = ()

@@ -33,6 +33,7 @@ def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
         generation=spec.generation,
         workers=tuple(range(spec.num_workers)),
         join_timeout_s=spec.join_timeout_s,
+        shares=spec.shares,
     )
 
 

@@ -46,6 +46,7 @@ class ClusterSpec:
     join_timeout_s: float = 60.0
     wait_timeout_s: float = 600.0
     grace_s: float = 5.0
+    shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
 
     @staticmethod

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from paceline.core.partition import Range, partition
+from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.errors import UsageError
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import TableSpec
 from paceline.tensors.update import granularity
 
 
-def spans(spec: TableSpec, num_servers: int) -> tuple[Range, ...]:
+def spans(spec: TableSpec, settings: WorkerSettings | ServerSettings) -> tuple[Range, ...]:
     """Return the range of each server, by rank.
 
     Raises:
@@ -19,7 +20,8 @@ def spans(spec: TableSpec, num_servers: int) -> tuple[Range, ...]:
     """
     cut = "anywhere" if granularity(spec.rule) == "element" else "between_tensors"
     try:
-        return partition([segment.numel for segment in spec.segments], num_servers, cut=cut)
+        lengths = [segment.numel for segment in spec.segments]
+        return partition(lengths, settings.num_servers, cut=cut, shares=settings.shares)
     except UsageError as error:
         raise UsageError(f"table '{spec.name}': {error}") from None
 

@@ -96,8 +96,7 @@ class ServerNode:
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
         self._shelf = Shelf(
-            self.settings.server,
-            self.settings.num_servers,
+            self.settings,
             allocate,
             self._landing.give_back,
             self.num_threads,

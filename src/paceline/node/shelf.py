@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import PushId
+from paceline.core.settings import ServerSettings
 from paceline.errors import UsageError
 from paceline.node.layout import as_tensor, spans, torch_dtype
 from paceline.node.wire import PushFrame
@@ -29,8 +30,7 @@ class Shelf:
         allowed_paths: limits which rules may be imported by path; None allows all.
     """
 
-    server: int
-    num_servers: int
+    settings: ServerSettings
     allocate: Callable[[int], memoryview]
     release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
@@ -43,6 +43,11 @@ class Shelf:
     _waiting: dict[PushId, tuple[Contribution, memoryview]] = field(
         default_factory=dict[PushId, tuple[Contribution, memoryview]]
     )
+
+    @property
+    def server(self) -> int:
+        """Rank of the server whose shelf this is."""
+        return self.settings.server
 
     def declare(self, spec: TableSpec) -> Consistency:
         """Make a table, or check that it is the one that exists; return its consistency.
@@ -61,7 +66,7 @@ class Shelf:
         if known is None:
             spec.validate()
             rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
-            span = spans(spec, self.num_servers)[self.server]
+            span = spans(spec, self.settings)[self.server]
             try:
                 memory = self.allocate(span.length * torch_dtype(spec).itemsize)
                 values = as_tensor(memory, torch_dtype(spec))

@@ -224,7 +224,7 @@ class Table:
             tensor([1., 1., 1.])
         """
         with self.meter.communicating():
-            servers = [span.server for span in spans(self.spec, self.node.num_servers) if span.length]
+            servers = [span.server for span in spans(self.spec, self.node.settings) if span.length]
             called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the copy that is kept here is older
                 self.node.read(self.name, lambda _: None, refresh=True)

@@ -135,7 +135,7 @@ class WorkerNode:
         Raises:
             Refused: it exists with other settings; the message lists the first differences.
         """
-        layout = spans(spec, len(self.addresses))
+        layout = spans(spec, self.settings)
         live = live and self.transport.maps_memory
         self.calls.ask_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
         consistency = Consistency.parse(spec.consistency)

@@ -23,7 +23,7 @@ StateOf = dict[int, dict[str, Tensor]]
 
 def fetch_state(table: Table) -> StateOf:
     """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
-    layout = spans(table.spec, table.node.num_servers)
+    layout = spans(table.spec, table.node.settings)
     bodies = table.node.calls.ask_all(
         lambda number: SaveState(number, table.name), f"the servers' state of table '{table.name}'"
     )
@@ -36,7 +36,7 @@ def send_state(table: Table, state: StateOf, flat: Flat) -> None:
     values = flat.empty()
     flat.pack_values(values)
     bodies: list[memoryview] = []
-    for span in spans(table.spec, table.node.num_servers):
+    for span in spans(table.spec, table.node.settings):
         part = split_optimizer(table.spec, {"state": state, "param_groups": []}, span)
         bodies.append(memoryview(save({**part, "values": values[span.start : span.stop].clone()})))
     table.node.calls.ask_all(
