@@ -32,10 +32,16 @@ _Source = TypeVar("_Source")
 _current: ContextVar[Session] = ContextVar("paceline_session")
 
 
-def init() -> Session:
+def init(*, servers: str | None = None) -> Session:
     """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
 
-    The session is left when the process ends.
+    The session is left when the process ends. A process of torchrun, srun or mpirun finds its place by itself, as one
+    of `paceline run` does; where it is to be a server, this serves until the job is over, and raises SystemExit(0).
+
+    Args:
+        servers: where servers are under another launcher than ours: "first:M" are M processes beside rank 0, "node:M"
+            are M beside the first rank of every node, "ranks:M" are the last M ranks. By default what PACELINE_SERVERS
+            says, else "first:1".
 
     Example:
         >>> import paceline
@@ -45,7 +51,7 @@ def init() -> Session:
     """
     session = _current.get(None)
     if session is None or session.closed:
-        session = connect()
+        session = connect(servers=servers)
         _current.set(session)
     return session
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,7 +24,9 @@ from paceline.data.slicing import Slicing
 from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
+from paceline.launch.entrance import Stay, enter
 from paceline.launch.environment import Place, find_place
+from paceline.launch.gathering import START_TIMEOUT_S
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
@@ -55,8 +56,6 @@ from paceline.transport.memory import MemoryTransport
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-_START_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ class Session:
     scale: Scale | None
     exchange: Exchange
     arrangement: Arrangement
-    server: Embedded | None = None
+    server: Embedded | Stay | None = None
     num_samples: int = 0
     # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
     _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
@@ -290,7 +289,7 @@ class Session:
             self.exchange.close(politely=False)
             self.meter.trace.close()
             if self.server is not None:
-                self.server.close()
+                self.server.close(politely=politely)
 
     def _settle_parameters(self, *, politely: bool) -> None:
         """Let parameters have the values that are still under way, and memory of their own."""
@@ -330,7 +329,7 @@ class Session:
                 optimizer.follow()
 
 
-def connect(*, transport: Transport | None = None, place: Place | None = None) -> Session:
+def connect(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
     """Join the job that this process was started in, or embed one server when it was started alone.
 
     Blocks until all servers are there and have let this worker take part.
@@ -338,6 +337,7 @@ def connect(*, transport: Transport | None = None, place: Place | None = None) -
     Args:
         transport: the carrier; by default the one the job's spec names.
         place: which worker of which job this is; by default what the launcher left in the environment.
+        servers: where servers are under another launcher than ours; see `paceline.init`.
 
     Raises:
         PacelineError: no server can be reached in time, or they refuse this worker.
@@ -349,13 +349,15 @@ def connect(*, transport: Transport | None = None, place: Place | None = None) -
         (0, 1)
     """
     place = place or find_place()
+    stay = enter(servers) if place is None else None
+    place = place if stay is None else stay.place
     if place is None:
         return _embed()
-    spec = wait_spec(place.spec_path, _START_TIMEOUT_S)
-    return join(spec, place, transport or make_transport(spec, _notice))
+    spec = wait_spec(place.spec_path, START_TIMEOUT_S)
+    return join(spec, place, transport or make_transport(spec), stay)
 
 
-def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
+def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | None = None) -> Session:
     """Take part in a job as the worker of this place."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings, options = WorkerSettings(sender, spec.num_servers, shares=spec.shares), WorkerOptions(spec.wait_timeout_s)
@@ -364,8 +366,9 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         node.join()
     except BaseException:
         node.close()
+        if stay is not None:
+            stay.close(politely=False)
         raise
-    trace = Trace(trace_path(Path(spec.run_dir), "worker", place.rank))
     consistency = Consistency.parse(spec.consistency) if spec.consistency else None
     launched = Distribution.parse(spec.strategy) if spec.strategy else Distribution()
     session = Session(
@@ -373,11 +376,12 @@ def join(spec: ClusterSpec, place: Place, transport: Transport) -> Session:
         spec.num_workers,
         place.local_rank,
         node,
-        Meter(trace, place.rank),
+        Meter(Trace(trace_path(Path(spec.run_dir), "worker", place.rank)), place.rank),
         consistency,
         spec.scale,
         Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
         Arrangement(place.rank, spec.num_workers, launched),
+        stay,
     )
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))
@@ -394,7 +398,3 @@ def _embed() -> Session:
     session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
     atexit.register(session.close)
     return session
-
-
-def _notice(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")

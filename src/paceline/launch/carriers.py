@@ -1,5 +1,6 @@
 """Which transport a job uses, made from its spec."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,12 @@ from paceline.launch.spec import ClusterSpec, read_token
 from paceline.transport.base import Credentials, Transport
 
 
-def make_transport(spec: ClusterSpec, notice: Callable[[str], None]) -> Transport:
+def tell_user(text: str) -> None:
+    """Write on stderr what works less well than it could."""
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def make_transport(spec: ClusterSpec, notice: Callable[[str], None] = tell_user) -> Transport:
     """Make the carrier between the processes of this job; `notice` is told what works less well than it could."""
     if spec.transport == "tcp":
         from paceline.transport.tcp import TcpTransport

@@ -1,7 +1,9 @@
 """How a worker's script ended, and what is to be done about it before the process ends."""
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import TracebackType
 
 _calls: ContextVar[tuple[Callable[[bool], None], ...]] = ContextVar("paceline_script_end", default=())
 
@@ -17,6 +19,17 @@ def script_ended(*, well: bool) -> None:
     _calls.set(())
     for call in calls:
         call(well)
+
+
+def leave_after_crash() -> None:
+    """Have the calls made when an error ends this process, whose script nobody runs who would make them."""
+    tell = sys.excepthook
+
+    def tell_and_leave(kind: type[BaseException], error: BaseException, origin: TracebackType | None) -> None:
+        tell(kind, error, origin)
+        script_ended(well=False)
+
+    sys.excepthook = tell_and_leave
 
 
 def ended_well(error: BaseException | None) -> bool:

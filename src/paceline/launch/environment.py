@@ -13,6 +13,8 @@ RANK: Final = "PACELINE_RANK"
 LOCAL_RANK: Final = "PACELINE_LOCAL_RANK"
 INCARNATION: Final = "PACELINE_INCARNATION"
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
+SERVERS: Final = "PACELINE_SERVERS"
+RUN_DIR: Final = "PACELINE_RUN_DIR"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -61,6 +63,30 @@ def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
         local_rank=_number(variables, LOCAL_RANK, default=rank),
         incarnation=_number(variables, INCARNATION, default=0),
     )
+
+
+def inherited(variables: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """Return all that whoever started this process has left in the environment."""
+    return dict(variables)
+
+
+def asked_servers(variables: Mapping[str, str] = os.environ) -> str | None:
+    """Return where the user wants servers in a job that another launcher starts, or None."""
+    return variables.get(SERVERS) or None
+
+
+def asked_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
+    """Return where the user wants folders of jobs that another launcher starts, or None."""
+    return Path(variables[RUN_DIR]).absolute() if variables.get(RUN_DIR) else None
+
+
+def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
+    """Return where this user's processes meet when no folder was asked for.
+
+    >>> cache_folder({"XDG_CACHE_HOME": "/cache"})
+    PosixPath('/cache/paceline/jobs')
+    """
+    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "jobs"
 
 
 def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def threads_here(consistency: Consistency, spec: ClusterSpec) -> int:
     return server_threads(consistency, len(cores_here()), spec.num_servers, spec.num_workers)
 
 
-def serve(spec: ClusterSpec, rank: int) -> None:
-    """Serve one shard of the job; blocks until told to stop."""
+def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None]) -> None:
+    """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own."""
     run_dir = Path(spec.run_dir)
     transport = make_transport(spec, lambda text: print(text, file=sys.stderr))
     listener = transport.listen(listen_address(spec, rank))
@@ -63,7 +64,7 @@ def serve(spec: ClusterSpec, rank: int) -> None:
         full_trace=spec.trace == "full",
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
     )
-    threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
+    threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(run_dir / f"server-{rank}.address", listener.address.encode())
     node.run()
 
@@ -88,7 +89,7 @@ def main() -> None:
     """Serve as the command line says; Ctrl-C is left to the launcher, which stops the servers last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]))
+        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey)
     except PacelineError as error:
         if wants_traceback():
             raise

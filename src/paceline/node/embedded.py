@@ -29,7 +29,7 @@ class Embedded:
         thread.start()
         return Embedded(node, thread, addresses)
 
-    def close(self) -> None:
-        """End the server and its thread."""
+    def close(self, *, politely: bool) -> None:
+        """End the server and its thread, whose only worker this process is: there is nobody to be polite to."""
         self.node.stop()
         self.thread.join(timeout=10.0)
