@@ -107,3 +107,18 @@ def test_who_breaks_is_reported_once_and_over_mapped_memory_at_once() -> None:
     post.send(b"large", memoryview(bytes(LARGE)))
     assert reports == ["broken"]
     post.close()
+
+
+def test_what_is_urgent_goes_before_all_that_waits() -> None:
+    gate = Gate()
+    gate.num_expected = 4
+    post = Post(gate, maps_memory=False, on_broken=gate.close)
+    post.send(b"push 1", memoryview(bytes(LARGE)))
+    assert gate.begun.wait(PATIENCE_S)
+    post.send(b"push 2", memoryview(bytes(LARGE)))
+    post.send(b"clock 1", urgent=True)
+    post.send(b"clock 2", urgent=True)
+    gate.open.set()
+    assert gate.all_taken.wait(PATIENCE_S)
+    post.close()
+    assert [header for header, _ in gate.taken] == [b"push 1", b"clock 1", b"clock 2", b"push 2"]

@@ -15,13 +15,13 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Proces
 from torch.distributed import ProcessGroup, Work
 
 from paceline.collective.accounts import Accounts, names
+from paceline.collective.address import meeting_address
 from paceline.collective.call import NUM_WORDS, Call, require_same
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.node.requests import Meet
 from paceline.node.worker import WorkerNode
 
 STORE_NAME: Final = "collectives.store"
-_LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
 _HEADER_TAG: Final = 1
 _ABORT_TAG: Final = 2
 
@@ -166,7 +166,7 @@ class Group:
 def connect(company: Company, store: Store) -> ProcessGroup:
     """Return a process group of all workers, of which torch knows nothing globally: there may be several a process."""
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
-    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=meeting_address(company.node.addresses[0]))]
     options._timeout = timedelta(seconds=company.patience_s)
     try:
         backend = ProcessGroupGloo(store, company.rank, company.size, options)

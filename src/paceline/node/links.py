@@ -48,13 +48,13 @@ class Link:
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
-    def send(self, header: bytes, body: memoryview = EMPTY) -> None:
+    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
         """Send one frame, also while others are on their way to other servers; see `Post`.
 
         If the connection is broken it is lost, and repeated when there is a new connection. Until it is answered, the
         body must stay as it is.
         """
-        self._post.send(header, body)
+        self._post.send(header, body, urgent=urgent)
 
     def close(self) -> None:
         """End the connection and its thread."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline.core.messages import Held, Ticked
 from paceline.errors import PeerError
 from paceline.node.post import Post
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Transport
 
 _SEND_TIMEOUT_S = 5.0
+_URGENT = Held | Ticked  # a clock closes no sooner than a worker has heard these
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -64,7 +66,7 @@ class Peers:
         """
         _, post = self._workers.get((worker, incarnation), (0, None))
         if post is not None:
-            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S)
+            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=isinstance(message, _URGENT))
 
     def send_server(self, server: int, message: object) -> None:
         """Send to another server, over a connection that is made when it is first needed."""

@@ -33,20 +33,23 @@ class Post:
     maps_memory: bool
     on_broken: Callable[[], None]
     copies: bool = False
-    # Invariant: the first one stays until it has left.
+    # Invariant: what is being sent stays the first of its queue until it has left.
+    _urgent: deque[tuple[bytes, memoryview]] = field(default_factory=deque[tuple[bytes, memoryview]])
     _waiting: deque[tuple[bytes, memoryview]] = field(default_factory=deque[tuple[bytes, memoryview]])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _closed: bool = False
 
-    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def send(
+        self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float = _TIMEOUT_S, urgent: bool = False
+    ) -> None:
         """Send one frame. Blocks only where the carrier maps memory, for `timeout_s` at most, and for room for a copy.
 
-        A repetition of a frame that still waits is left out.
+        An urgent one goes before all that waits and is not urgent. A repetition of what still waits is left out.
         """
         with self._changed:
             at_once = self._leaves_at_once(body)
-            in_time = at_once or self._put(header, body)
+            in_time = at_once or self._put(header, body, self._urgent if urgent else self._waiting)
         if at_once:
             self._send(header, body, timeout_s)
         elif not in_time:
@@ -55,9 +58,7 @@ class Post:
     def close(self) -> None:
         """End the connection, and the thread if there is one; what has not left is lost. May be repeated."""
         with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+            self._drop_all()
         self.connection.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
@@ -65,16 +66,16 @@ class Post:
     def _leaves_at_once(self, body: memoryview) -> bool:
         if self.maps_memory:
             return True
-        return not self._waiting and body.nbytes <= _AT_ONCE_BYTES and self.connection.has_room()
+        return not (self._urgent or self._waiting) and body.nbytes <= _AT_ONCE_BYTES and self.connection.has_room()
 
-    def _put(self, header: bytes, body: memoryview) -> bool:
+    def _put(self, header: bytes, body: memoryview, queue: deque[tuple[bytes, memoryview]]) -> bool:
         """Have the thread send a frame; False when there was no room for it all the time that the first one has."""
         patience_s = _patience_s(self._waiting[0][1]) if self._waiting else 0.0
         if self.copies and not self._changed.wait_for(self._has_room, patience_s):
             return False
-        if self._closed or any(header == waiting for waiting, _ in self._waiting):
+        if self._closed or any(header == waiting for waiting, _ in queue):
             return True
-        self._waiting.append((header, memoryview(bytes(body)) if self.copies else body))
+        queue.append((header, memoryview(bytes(body)) if self.copies else body))
         if self._thread is None:
             name = f"paceline-post-{self.connection.peer}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -89,15 +90,16 @@ class Post:
         """Send what waits, until closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._changed.wait_for(lambda: self._urgent or self._waiting or self._closed)
                 if self._closed:
                     return
-                header, body = self._waiting[0]
+                queue = self._urgent or self._waiting
+                header, body = queue[0]
             self._send(header, body, _patience_s(body))
             del body  # while it waits for the next one, this one's memory is others' to use
             with self._changed:
                 if not self._closed:
-                    self._waiting.popleft()
+                    queue.popleft()
                 self._changed.notify_all()
 
     def _send(self, header: bytes, body: memoryview, timeout_s: float) -> None:
@@ -106,11 +108,15 @@ class Post:
         except PeerError:
             self._give_up()
 
+    def _drop_all(self) -> None:
+        self._closed = True
+        self._urgent.clear()
+        self._waiting.clear()
+        self._changed.notify_all()
+
     def _give_up(self) -> None:
         with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+            self._drop_all()
         self.on_broken()
 
 

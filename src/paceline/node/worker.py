@@ -24,7 +24,7 @@ from paceline.core.effects import (
     WorkerEffect,
 )
 from paceline.core.events import Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
-from paceline.core.messages import Pull, Push
+from paceline.core.messages import Clock, Pull, Push
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import ProtocolBug, UsageError
@@ -378,7 +378,7 @@ class WorkerNode:
         message = effect.message
         if not isinstance(message, Push):
             said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
-            self._links[effect.server].send(encode(said))
+            self._links[effect.server].send(encode(said), urgent=isinstance(message, Clock))
             return
         outgoing = self._pushes.outgoing(message)
         if outgoing is not None:

@@ -19,6 +19,8 @@ from paceline.transport.tls import TlsHandshake, TlsSettings
 # A peer whose machine is gone is given up after this long without an acknowledgement.
 _SILENCE_MS: Final = 10_000
 _KEEPALIVE_AFTER_S: Final = 5
+# What has not left waits in our queues, where what is urgent passes it, and not in the kernel's.
+_UNSENT_BYTES: Final = 256 << 10
 
 
 @final
@@ -129,6 +131,7 @@ def _inspect(sock: socket.socket) -> str:
 
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_AFTER_S)
