@@ -11,24 +11,17 @@ policies `clock_only` does not converge, so it has a smaller one. Needs root, an
 
 import argparse
 import json
-import os
-import secrets
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
-from shaped_network import CannotShapeError, ShapedNetwork
-
-from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
-from paceline.launch.environment import NUM_THREADS, Place
-from paceline.launch.spec import ClusterSpec, write_token
+from hosted_job import HostedJob, JobFailedError, hosted_spec
+from shaped_network import CannotShapeError, Line, ShapedNetwork
 
 HERE = Path(__file__).resolve().parent
 POLICIES = ("clock_only", "random", "relative_magnitude")
@@ -56,67 +49,29 @@ class Outcome:
 
 def run(policy: str, seed: int, options: argparse.Namespace) -> Outcome:
     """Run one job and measure it; nothing of it is left, whatever happens."""
+    command = [sys.executable, str(HERE / "managed_worker.py"), "--policy", policy, "--seed", str(seed)]
+    command += ["--out", "{folder}", "--lr", str(options.clock_only_lr if policy == "clock_only" else options.lr)]
+    for name in ("budget_mbps", "seconds", "clock_ms", "bound"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    lines = [Line(options.line_mbps, options.down_mbps)] * NUM_WORKERS
+    spec = replace(hosted_spec(NUM_WORKERS, 1), join_timeout_s=START_S)
     with (
-        ShapedNetwork(NUM_WORKERS, options.line_mbps, options.down_mbps) as network,
-        tempfile.TemporaryDirectory(prefix="paceline-") as folder,
+        ShapedNetwork([*lines, Line()]) as network,
+        HostedJob(network, spec, [NUM_WORKERS], range(NUM_WORKERS), command, start_s=START_S) as job,
     ):
-        run_dir = Path(folder)
-        spec = ClusterSpec(
-            job=secrets.token_hex(8),
-            num_workers=NUM_WORKERS,
-            num_servers=1,
-            transport="tcp",
-            run_dir=folder,
-            join_timeout_s=START_S,
-        )
-        write_token(run_dir)
-        spec.write(run_dir / SPEC_NAME)
-        (run_dir / "trace").mkdir()
-        counts = _play(network, spec, policy, seed, options)
-        curves = [_curve(run_dir / f"curve-{rank}") for rank in range(NUM_WORKERS)]
+        counts = _count(network, job, time.monotonic() + START_S + options.seconds + END_S)
+        curves = [_curve(job.folder / f"curve-{rank}") for rank in range(NUM_WORKERS)]
     return outcome(curves, counts, options.target)
 
 
-def _play(
-    network: ShapedNetwork, spec: ClusterSpec, policy: str, seed: int, options: argparse.Namespace
-) -> list[Counts]:
-    """Start the processes and count what the workers send until they have ended; return the counts of each."""
-    run_dir, environment = Path(spec.run_dir), os.environ | {NUM_THREADS: "1"}
-    server_command = network.command(
-        network.server, sys.executable, str(HERE / "managed_server.py"), str(run_dir / SPEC_NAME)
-    )
-    server = subprocess.Popen(server_command, stdin=subprocess.PIPE, env=environment)
-    workers = list[subprocess.Popen[bytes]]()
-    try:
-        deadline = time.monotonic() + START_S
-        book = AddressBook(spec)
-        while not book.poll():
-            _check(server.poll() is None and time.monotonic() < deadline, "the server did not start")
-            time.sleep(0.01)
-        for rank in range(NUM_WORKERS):
-            arguments = ["--policy", policy, "--seed", str(seed), "--out", spec.run_dir]
-            arguments += ["--lr", str(options.clock_only_lr if policy == "clock_only" else options.lr)]
-            for name in ("budget_mbps", "seconds", "clock_ms", "bound"):
-                arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-            command = network.command(network.worker(rank), sys.executable, str(HERE / "managed_worker.py"), *arguments)
-            place = Place(run_dir / CLUSTER_NAME, rank, rank).as_environment()
-            workers.append(subprocess.Popen(command, env=environment | place))
-        return _count(network, workers, deadline + options.seconds + END_S)
-    finally:
-        for process in workers:
-            process.kill()
-            process.wait()
-        server.communicate(timeout=END_S)
-
-
-def _count(network: ShapedNetwork, workers: list[subprocess.Popen[bytes]], deadline: float) -> list[Counts]:
-    counts: list[Counts] = [[] for _ in workers]
-    while any(worker.poll() is None for worker in workers):
+def _count(network: ShapedNetwork, job: HostedJob, deadline: float) -> list[Counts]:
+    """Count what the workers send until they have ended; return the counts of each."""
+    counts: list[Counts] = [[] for _ in job.workers]
+    while job.running():
         _check(time.monotonic() < deadline, "the workers did not end in time")
         for rank, own in enumerate(counts):
             own.append(network.sent_bytes(rank))
         time.sleep(SAMPLE_S)
-    _check(not any(worker.returncode for worker in workers), "a worker failed")
     return counts
 
 
@@ -235,7 +190,7 @@ def main() -> None:
             for policy, own in outcomes.items():
                 own.append(run(policy, seed, options))
                 print(f"seed {seed}, {policy}: {own[-1]}", file=sys.stderr)
-    except CannotShapeError as problem:
+    except (CannotShapeError, JobFailedError) as problem:
         print(f"managed.py: skipped, since {problem}", file=sys.stderr)
         print(json.dumps({"name": "managed", "skipped": str(problem)}))
         return

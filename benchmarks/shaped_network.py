@@ -1,9 +1,8 @@
-"""Workers and a server in network namespaces of their own, joined by lines whose rate the kernel limits both ways.
+"""Hosts in network namespaces of their own, joined by lines whose rate the kernel limits both ways, and which it cuts.
 
-A namespace "server" has a bridge; every worker's namespace has a line to it. What each end sends goes through a token
-bucket (`tbf`): traffic over the loopback interface would not. All addresses are of 127.9.0.0/24, which Paceline takes
-for this machine's, as they are; they do lead over the lines, since the kernel is told so (`route_localnet`) and no
-namespace has a loopback interface that is up.
+A namespace "switch" has a bridge; every host's namespace has a line to it. What each end sends goes through a token
+bucket (`tbf`). All addresses are of 127.9.0.0/24, which Paceline takes for this machine's, as they are; they do lead
+over the lines, since the kernel is told so (`route_localnet`) and each host's loopback interface takes 127.0.0.1 only.
 """
 
 import json
@@ -11,6 +10,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -18,11 +18,18 @@ from typing import Final, Self
 _PREFIX: Final = "paceline"
 _BURST_KB: Final = 64  # less would cut the bundles of segments that the kernel hands down at once
 _TIMEOUT_S: Final = 20.0
-SERVER_HOST: Final = "127.9.0.1"
 
 
 class CannotShapeError(Exception):
     """This machine does not let us make namespaces or limit rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a host's line carries in megabits a second, from it (up) and to it (down); None is without a limit."""
+
+    up_mbps: float | None = None
+    down_mbps: float | None = None
 
 
 @dataclass(slots=True)
@@ -30,14 +37,16 @@ class ShapedNetwork:
     """A star of lines; a context manager that takes everything down, also what a killed run has left.
 
     Args:
-        num_workers: how many lines.
-        up_mbps: what the workers' ends of the lines may send, each.
-        down_mbps: what the server's ends may send, each.
+        lines: one a host; hosts are named by their numbers in it.
+        queue_ms: how long a full queue in front of a line takes to leave.
+        mtu: the largest packet in bytes; of 1500 the headers take 5 %, of 9000 less than 1 %.
+        congestion: how TCP finds its rate, such as "reno"; by default as everywhere on this machine.
     """
 
-    num_workers: int
-    up_mbps: float
-    down_mbps: float
+    lines: Sequence[Line]
+    queue_ms: float = 1000.0
+    mtu: int = 1500
+    congestion: str | None = None
     _name: str = field(default_factory=lambda: f"{_PREFIX}-{os.getpid()}")
 
     def __enter__(self) -> Self:
@@ -59,57 +68,74 @@ class ShapedNetwork:
         """Take everything down."""
         self._take_down()
 
-    @property
-    def server(self) -> str:
-        """The server's namespace."""
-        return f"{self._name}-server"
+    def address(self, host: int) -> str:
+        """Return a host's address."""
+        return f"127.9.0.{10 + host}"
 
-    def worker(self, rank: int) -> str:
-        """Return a worker's namespace."""
-        return f"{self._name}-{rank}"
+    def command(self, host: int, *command: str) -> list[str]:
+        """Return what runs a command on a host."""
+        return ["ip", "netns", "exec", self._namespace(host), *command]
 
-    def command(self, namespace: str, *command: str) -> list[str]:
-        """Return what runs a command in a namespace."""
-        return ["ip", "netns", "exec", namespace, *command]
+    def cut(self, host: int) -> None:
+        """Let nothing through a host's line any more; neither end is told."""
+        self._set_line(host, "down")
 
-    def sent_bytes(self, rank: int) -> tuple[float, int]:
-        """Return when, and how many bytes a worker had sent by then, as the token bucket counts: headers included."""
+    def heal(self, host: int) -> None:
+        """Let everything through a host's line again."""
+        self._set_line(host, "up")
+
+    def sent_bytes(self, host: int) -> tuple[float, int]:
+        """Return when, and how many bytes a host had sent by then, as its token bucket counts: headers included."""
         began = time.monotonic()
-        shown = _run("tc", "-n", self.worker(rank), "-s", "-j", "qdisc", "show", "dev", "line")
+        shown = _run("tc", "-n", self._namespace(host), "-s", "-j", "qdisc", "show", "dev", "line")
         return (began + time.monotonic()) / 2, json.loads(shown)[0]["bytes"]
 
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._name}-{host}"
+
+    def _set_line(self, host: int, state: str) -> None:
+        _run("ip", "-n", self._switch, "link", "set", f"line{host}", state)
+
     def _set_up(self) -> None:
-        _namespace(self.server)
-        _run("ip", "-n", self.server, "link", "add", "bridge", "type", "bridge")
-        _address(self.server, "bridge", f"{SERVER_HOST}/24")
-        for rank in range(self.num_workers):
-            _namespace(self.worker(rank))
-            end = ("type", "veth", "peer", "name", "line", "netns", self.worker(rank))
-            _run("ip", "link", "add", f"line{rank}", "netns", self.server, *end)
-            _run("ip", "-n", self.server, "link", "set", f"line{rank}", "master", "bridge", "up")
-            _address(self.worker(rank), "line", f"127.9.0.{10 + rank}/24")
-            _limit(self.worker(rank), "line", self.up_mbps)
-            _limit(self.server, f"line{rank}", self.down_mbps)
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        for host, line in enumerate(self.lines):
+            self._add_host(host)
+            self._limit(self._namespace(host), "line", line.up_mbps)
+            self._limit(self._switch, f"line{host}", line.down_mbps)
+
+    def _add_host(self, host: int) -> None:
+        namespace, mtu = self._namespace(host), ("mtu", str(self.mtu))
+        _run("ip", "netns", "add", namespace)
+        settings = ["conf.all.route_localnet=1"]
+        if self.congestion is not None:
+            settings.append(f"tcp_congestion_control={self.congestion}")
+        for setting in settings:
+            _run("ip", "netns", "exec", namespace, "sysctl", "-qw", f"net.ipv4.{setting}")
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        _run("ip", "-n", namespace, "address", "delete", "127.0.0.1/8", "dev", "lo")
+        _run("ip", "-n", namespace, "address", "add", "127.0.0.1/32", "dev", "lo")
+        end = ("type", "veth", "peer", "name", "line", *mtu, "netns", namespace)
+        _run("ip", "link", "add", f"line{host}", *mtu, "netns", self._switch, *end)
+        _run("ip", "-n", self._switch, "link", "set", f"line{host}", "master", "bridge", "up")
+        _run("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "line")
+        _run("ip", "-n", namespace, "link", "set", "line", "up")
+
+    def _limit(self, namespace: str, device: str, mbps: float | None) -> None:
+        if mbps is not None:
+            rate = ("rate", f"{mbps}mbit", "burst", f"{_BURST_KB}kb", "latency", f"{self.queue_ms}ms")
+            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
     def _take_down(self) -> None:
-        for namespace in (self.server, *map(self.worker, range(self.num_workers))):
-            if namespace in _namespaces():
+        left = _namespaces()
+        for namespace in (self._switch, *map(self._namespace, range(len(self.lines)))):
+            if namespace in left:
                 _run("ip", "netns", "delete", namespace)
-
-
-def _namespace(name: str) -> None:
-    _run("ip", "netns", "add", name)
-    _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
-
-
-def _address(namespace: str, device: str, address: str) -> None:
-    _run("ip", "-n", namespace, "address", "add", address, "dev", device)
-    _run("ip", "-n", namespace, "link", "set", device, "up")
-
-
-def _limit(namespace: str, device: str, mbps: float) -> None:
-    rate = ("rate", f"{mbps}mbit", "burst", f"{_BURST_KB}kb", "latency", "1s")
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate)
 
 
 def _namespaces() -> list[str]:

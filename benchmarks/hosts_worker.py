@@ -1,0 +1,134 @@
+"""A worker of the benchmark of hosts: sends and fetches a model over and over, and writes down what that took.
+
+Its tables are chunks of the model. Each is pushed and its values are asked for before the next one is pushed, in a
+clock of its own; so while chunks are on their way to servers, others come from them. A chunk is pushed again once its
+values have come, as by who computes with them.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline.node.table import Asked, Table
+from paceline.session import Session
+
+NUM_LINE_TURNS = 10
+
+
+def options() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=("servers", "ring", "line"), default="servers")
+    parser.add_argument("--megabytes", type=float, default=25.0)
+    parser.add_argument("--chunks", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gets the seconds")
+    return parser.parse_args()
+
+
+def by_servers(ps: Session, numel: int, num_chunks: int, num_steps: int) -> list[float]:
+    """Sum and fetch the model over servers; return the seconds of a step of many, on average, and of one alone."""
+    tables = _tables(ps, numel, num_chunks, "bsp")
+    gradients = [torch.ones(table.shape) for table in tables]
+    _play(ps, tables, gradients, 1)  # memory is made, and connections come to their rate
+    ps.barrier()
+    began = time.monotonic()
+    ends = _play(ps, tables, gradients, num_steps + 2)  # in the first the lines fill, in the last they run empty
+    for table in tables:
+        values = table.pull(refresh=False)
+        assert bool((values == ps.size * (num_steps + 3)).all()), f"{table.name} is {values}"
+    return [(ends[-2] - ends[0]) / num_steps, ends[0] - began]
+
+
+def _tables(ps: Session, numel: int, num_chunks: int, consistency: str) -> list[Table]:
+    sizes = [len(chunk) for chunk in torch.arange(numel).tensor_split(num_chunks)]
+    return [
+        ps.table(f"chunk{index}", shape=(size,), update=paceline.update.Add(), scale="sum", consistency=consistency)
+        for index, size in enumerate(sizes)
+    ]
+
+
+def _play(ps: Session, tables: list[Table], gradients: list[torch.Tensor], num_steps: int) -> list[float]:
+    """Take steps; return when the last values of each had come."""
+    asked, ends = dict[str, Asked](), list[float]()
+    for step in range(num_steps + 1):
+        for table, gradient in zip(tables, gradients, strict=True):
+            _arrive(table, asked)
+            if step < num_steps:
+                table.push(gradient)
+                ps.clock()
+                asked[table.name] = table.ask()
+        ends.append(time.monotonic())
+    return ends[1:]
+
+
+def _arrive(table: Table, asked: dict[str, Asked]) -> None:
+    if table.name in asked:
+        table.take(asked.pop(table.name), lambda _: None)
+
+
+def by_ring(ps: Session, numel: int, num_steps: int) -> list[float]:
+    """Return the seconds of a step, on average, over all-reduce."""
+    gradient = torch.ones(numel)
+    _all_reduce(ps, gradient)
+    ps.barrier()
+    began = time.monotonic()
+    for _ in range(num_steps):
+        total = _all_reduce(ps, gradient)
+        assert float(total[-1]) == ps.size
+    return [(time.monotonic() - began) / num_steps]
+
+
+def _all_reduce(ps: Session, gradient: torch.Tensor) -> torch.Tensor:
+    exchange = ps.exchange
+    return exchange.finish(exchange.all_reduce(gradient, "sum", None), "all_reduce", None)
+
+
+def over_line(ps: Session, numel: int, num_chunks: int) -> list[float]:
+    """Return the seconds that pushing the model takes, and fetching it, on average, while the line is kept busy."""
+    tables = _tables(ps, numel, num_chunks, "asynchronous")
+    gradients = [torch.ones(table.shape) for table in tables]
+    _push(tables, gradients, 1)
+    _pull(tables, 1)
+    return [_push(tables, gradients, NUM_LINE_TURNS), _pull(tables, NUM_LINE_TURNS)]
+
+
+def _push(tables: list[Table], gradients: list[torch.Tensor], num_turns: int) -> float:
+    began = time.monotonic()
+    pushes = [t.push(gradient) for _ in range(num_turns) for t, gradient in zip(tables, gradients, strict=True)]
+    for push in pushes:
+        assert push.result().applied
+    return (time.monotonic() - began) / num_turns
+
+
+def _pull(tables: list[Table], num_turns: int) -> float:
+    began, asked = time.monotonic(), dict[str, Asked]()
+    for _ in range(num_turns):
+        for table in tables:
+            _arrive(table, asked)
+            asked[table.name] = table.ask()
+    for table in tables:
+        _arrive(table, asked)
+    return (time.monotonic() - began) / num_turns
+
+
+def main() -> None:
+    """Take steps, and write down what one took."""
+    chosen = options()
+    torch.set_num_threads(1)
+    numel = int(chosen.megabytes * 1e6) // 4
+    with paceline.connect() as ps:
+        if chosen.mode == "servers":
+            found = by_servers(ps, numel, chosen.chunks, chosen.steps)
+        elif chosen.mode == "ring":
+            found = by_ring(ps, numel, chosen.steps)
+        else:
+            found = over_line(ps, numel, chosen.chunks)
+        (chosen.out / f"seconds-{ps.rank}").write_text(" ".join(map(repr, found)))
+
+
+if __name__ == "__main__":
+    main()
