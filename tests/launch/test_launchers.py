@@ -1,0 +1,164 @@
+"""Scripts under launchers that know nothing of Paceline: the real ones, where they are installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.launch.launching import processes_of, wait_gone
+from tests.launch.slurm import slurm
+
+TIMEOUT_S = 60.0
+LEFT_WITHIN_S = 5.0
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+TRAIN = """
+import torch, paceline
+paceline.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), consistency="bsp")
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+for x, y in paceline.shard(torch.utils.data.DataLoader(data, batch_size=4), seed=1):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+with optimizer.snapshot():
+    bits = "".join(p.detach().numpy().tobytes().hex() for p in model.parameters())
+print(f"worker {paceline.rank()} of {paceline.size()} has {bits}")
+"""
+
+# Without torch.optim, which imports as much again as all the rest.
+ADD_UP = """
+import torch, paceline
+with paceline.connect() as ps:
+    table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
+    table.push([2.0 ** ps.rank])
+    ps.clock()
+    total = ps.exchange.all_reduce(torch.ones(1), "sum", None).result().item()
+    print(f"worker {ps.rank} of {ps.size} has {table.pull().item():g} and {total:g}")
+"""
+ADDED_UP = [f"worker {rank} of 2 has 3 and 2" for rank in range(2)]
+
+STAY = """
+import sys
+import paceline
+with paceline.connect() as ps:
+    table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
+    print("there", flush=True)
+    for line in sys.stdin:
+        table.push([1.0])
+        ps.clock()
+        print("value", table.pull().item(), flush=True)
+"""
+
+
+def outcome(command: list[str], script: Path, variables: dict[str, str]) -> tuple[list[str], str]:
+    """Run the script to its end; return what workers said, in order, and all that went to stderr."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    ended = subprocess.run([*command, str(script)], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr
+    return sorted(ended.stdout.splitlines()), ended.stderr
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_torchrun_learns_what_paceline_run_does(tmp_path: Path) -> None:
+    script, folder = write(tmp_path, TRAIN), tmp_path / "runs"
+    expected, _ = outcome([sys.executable, "-m", "paceline", "run", "-n", "2", "--quiet"], script, {})
+
+    lines, told = outcome([*TORCHRUN], script, {"PACELINE_RUN_DIR": str(folder)})
+
+    assert [f"[{line[:8]}] {line}" for line in lines] == expected  # to the last bit
+    assert told.count("paceline: torchrun, 2 workers on 1 node, 1 server beside rank 0\n") == 1
+    [run_dir] = folder.iterdir()
+    assert {path.name for path in run_dir.iterdir()} == {"spec.json", "cluster.json", "trace"}
+    assert processes_of(run_dir) == set()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: install Open MPI")
+def test_open_mpi_with_a_rank_as_the_server(tmp_path: Path) -> None:
+    command = ["mpirun", "-n", "3", "--oversubscribe", "--bind-to", "none", sys.executable]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    folder = tmp_path / "runs"
+
+    lines, told = outcome(
+        command, write(tmp_path, ADD_UP), {**root, "PACELINE_SERVERS": "ranks:1", "PACELINE_RUN_DIR": str(folder)}
+    )
+
+    assert lines == ADDED_UP
+    assert "paceline: Open MPI, 2 workers on 1 node, 1 server as rank 2\n" in told
+    assert len(list(folder.iterdir())) == 1  # the folder of the job, and no invitation to it
+
+
+def test_slurm(tmp_path: Path) -> None:
+    with slurm(tmp_path) as environment:
+        lines, told = outcome(
+            ["srun", "-n", "2", sys.executable],
+            write(tmp_path, ADD_UP),
+            {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        )
+
+    assert lines == ADDED_UP
+    assert "paceline: Slurm, 2 workers on 1 node, 1 server beside rank 0\n" in told
+
+
+@contextmanager
+def started(folder: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
+    """One of two workers whose launcher does no more than set variables."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+        "PACELINE_RUN_DIR": str(folder / "runs"),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(folder / "script.py")],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_others_go_on_without_a_killed_worker_and_nothing_survives_a_killed_rank_0(tmp_path: Path) -> None:
+    write(tmp_path, STAY)
+    with ExitStack() as running:
+        first, second = (running.enter_context(started(tmp_path, rank)) for rank in range(2))
+        assert [hear(first), hear(second)] == ["there", "there"]
+        [run_dir] = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+        family = processes_of(run_dir)
+        assert len(family) == 2  # the server and the guard
+
+        second.kill()
+        say(first)
+        assert hear(first) == "value 1.0"  # after the clock of all workers: of those that are left
+        first.kill()
+
+        assert wait_gone(family, LEFT_WITHIN_S) == set()
+    assert {path.name for path in run_dir.iterdir()} <= {"spec.json", "cluster.json", "trace"}
