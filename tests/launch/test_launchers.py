@@ -162,3 +162,29 @@ def test_others_go_on_without_a_killed_worker_and_nothing_survives_a_killed_rank
 
         assert wait_gone(family, LEFT_WITHIN_S) == set()
     assert {path.name for path in run_dir.iterdir()} <= {"spec.json", "cluster.json", "trace"}
+
+
+def test_dmlc_with_roles_and_without_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, str(write(tmp_path, ADD_UP))]
+    variables = {
+        **os.environ,
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": "1",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    with ExitStack() as running:
+        processes = [
+            running.enter_context(
+                subprocess.Popen(
+                    command, env={**variables, "DMLC_ROLE": role}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                )
+            )
+            for role in ("scheduler", "server", "worker")
+        ]
+        told = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [out for out, _ in told] == [b"", b"", b"worker 0 of 1 has 1 and 1\n"]
+    assert told[0][1] == b"paceline: DMLC, 1 worker on 1 node, 1 server of its own\n"
