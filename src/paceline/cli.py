@@ -49,6 +49,7 @@ def run(
     on_error: OnError = "stop",
     max_restarts: int = 3,
     run_dir: Path | None = None,
+    shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
     trace: TraceLevel = "steps",
@@ -88,6 +89,8 @@ def run(
         How often one worker is started again under --on-crash restart.
     run_dir
         New or empty folder that keeps the run's traces; without it nothing is kept.
+    shares
+        How much of every table each server holds, as proportions such as 2,1,1; by default all the same.
     server_threads
         With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
     pin
@@ -119,6 +122,7 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
+            shares=read_shares(shares),
             server_threads=server_threads,
             pin=pin,
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
@@ -133,6 +137,14 @@ app.command("paceline.compare.command:compare", name="compare", help="Run a scri
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")
+
+
+def read_shares(text: str | None) -> tuple[float, ...]:
+    """Read proportions such as 2,1,1; whether they are the right ones is seen later."""
+    try:
+        return tuple(map(float, text.split(","))) if text is not None else ()
+    except ValueError:
+        raise UsageError(f"--shares is {text!r}, expected numbers such as 2,1,1, one for each server") from None
 
 
 def check_consistency(text: str | None) -> None:

@@ -86,6 +86,8 @@ def test_where_the_script_begins(tokens: list[str], split: tuple[list[str], list
         ("run -n 0 train.py", "--workers must be at least 1, got 0"),
         ("run --servers 0 train.py", "--servers must be at least 1, got 0"),
         ("run --server-threads 0 train.py", "--server-threads must be at least 1, got 0"),
+        ("run --servers 2 --shares 1,two train.py", "--shares is '1,two', expected numbers such as 2,1,1"),
+        ("run --servers 2 --shares 1,1,1 train.py", "the shares of 2 server(s) are 1, 1, 1, expected one number >= 0"),
         ("run --transport pigeon train.py", 'Choose from: "shm", "tcp", "memory"'),
         ("run --wrokers 2 train.py", "Did you mean --workers?"),
         ("run /nowhere/train.py", "there is no script /nowhere/train.py (looked from"),

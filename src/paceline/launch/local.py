@@ -75,6 +75,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         strategy=run.strategy,
         trace=run.trace,
         grace_s=run.grace_s,
+        shares=run.shares,
         server_threads=run.server_threads,
     )
     write_token(run_dir)

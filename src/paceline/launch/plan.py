@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from paceline.core.partition import check_shares
 from paceline.errors import UsageError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.launch.child import Launch
@@ -55,6 +56,7 @@ class LocalRun:
     grace_s: float = 5.0  # from being told to end until being killed
     progress: bool = False
     quiet: bool = False
+    shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
     pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
@@ -69,6 +71,7 @@ class LocalRun:
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
+        check_shares(self.shares, self.num_servers)
         if self.transport == "memory" and self.policy.on_crash == "restart":
             raise UsageError(
                 "--on-crash restart needs processes to start again, and with --transport memory the job is one "
