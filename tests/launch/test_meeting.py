@@ -54,6 +54,19 @@ def test_an_invitation_of_an_earlier_run_is_none_and_is_replaced(tmp_path: Path)
     board.close()
 
 
+def test_what_killed_jobs_have_left_goes_with_the_next_job_of_any_name(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path)], check=True)
+    living = FolderBoard(tmp_path, "living")
+    living.invite(HERE)
+
+    board = FolderBoard(tmp_path, "next")
+    board.invite(HERE)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"living.meeting", "next.meeting"}
+    board.close()
+    living.close()
+
+
 def test_two_runs_of_one_name_at_once_are_refused(tmp_path: Path) -> None:
     board = FolderBoard(tmp_path, "job")
     board.invite(HERE)

@@ -117,11 +117,12 @@ class FolderBoard:
         """Tell it in place of what an earlier run may have told here; see `Board.invite`."""
         make_private(self._path.parent)
         with _alone(self._path.parent):
-            if self._read() is not None:
+            if _read(self._path) is not None:
                 raise UsageError(
                     f"another run has the same name, and goes on: it holds {self._path} locked. Wait until it has "
                     "ended, or let PACELINE_RUN_DIR name another folder for each"
                 )
+            _sweep(self._path.parent)
             unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -132,7 +133,7 @@ class FolderBoard:
         """Block until it is told; see `Board.wait_invitation`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            invitation = self._read()
+            invitation = _read(self._path)
             if invitation is not None:
                 return invitation
             if time.monotonic() >= deadline_s:
@@ -150,17 +151,6 @@ class FolderBoard:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = None
-
-    def _read(self) -> Invitation | None:
-        """Return what a process that still lives tells here."""
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        with open(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_uid != os.geteuid():
-                raise UsageError(f"{self._path} belongs to another user: it is not from this job. Remove it")
-            return msgspec.json.decode(file.read(), type=Invitation) if is_held(descriptor) else None
 
 
 def check_folder(run_dir: Path) -> None:
@@ -196,6 +186,25 @@ def _alone(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _read(path: Path) -> Invitation | None:
+    """Return what a process that still lives tells in this file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise UsageError(f"{path} belongs to another user: it is not from this job. Remove it")
+        return msgspec.json.decode(file.read(), type=Invitation) if is_held(descriptor) else None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes have left here that were killed."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        if _read(path) is None:
+            path.unlink(missing_ok=True)
 
 
 def _first_line(error: RuntimeError) -> str:
