@@ -32,8 +32,8 @@ class Gate:
         if len(self.taken) == self.num_expected:
             self.all_taken.set()
 
-    def has_room(self) -> bool:
-        return True
+    def has_room(self, body_bytes: int) -> bool:
+        return body_bytes < LARGE
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         raise NotImplementedError

@@ -360,3 +360,8 @@ def test_limits_hold_for_bodies(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="limits"):
         pair.client.send(b"", memoryview(bytes(1001)), timeout_s=5)
     pair.close()
+
+
+def test_an_idle_connection_has_room_for_a_small_frame(pair: Pair) -> None:
+    assert pair.client.has_room(100)
+    assert pair.server.has_room(0)

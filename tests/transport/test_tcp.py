@@ -187,3 +187,15 @@ def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: py
         monkeypatch.setattr(SocketChannel, "read_some", silent)
         with pytest.raises(ConnectionLost, match="fell silent"):
             server.receive(timeout_s=5)
+
+
+def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> None:
+    sock, connection = served_by_hand()
+    with closing(sock), closing(connection):
+        assert connection.has_room(1000)
+        assert not connection.has_room(1 << 20)
+        for _ in range(1000):
+            if not connection.has_room(1000):
+                break
+            connection.send(b"more", memoryview(bytes(16 << 10)), timeout_s=5)
+        assert not connection.has_room(0)

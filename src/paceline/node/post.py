@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY, Connection
 
-_AT_ONCE_BYTES = 16 << 10  # a connection that has room takes so much without waiting
 _TIMEOUT_S = 60.0  # for a small frame that waits
 _LEAST_BYTES_PER_S = 1e6  # a peer that takes in large ones more slowly than this is given up
 _MOST_COPIED_BYTES = 256 << 20  # by one peer; who has more to send it waits
@@ -21,8 +20,8 @@ _JOIN_TIMEOUT_S = 5.0
 class Post:
     """Sends frames over one connection. Only one thread may call `send` at a time.
 
-    Over carriers that copy, a large frame, and whatever comes after it until it has left, goes by a thread; it is made
-    when it is first needed. Carriers that map memory send references only, which is done at once.
+    A frame that would have to wait for the other end, and whatever comes after it until it has left, goes by a thread;
+    it is made when it is first needed. Carriers that map memory send references only, which is done at once.
 
     Args:
         on_broken: called once the connection turns out to be over, on any thread; what has not left is lost.
@@ -66,7 +65,7 @@ class Post:
     def _leaves_at_once(self, body: memoryview) -> bool:
         if self.maps_memory:
             return True
-        return not (self._urgent or self._waiting) and body.nbytes <= _AT_ONCE_BYTES and self.connection.has_room()
+        return not (self._urgent or self._waiting) and self.connection.has_room(body.nbytes)
 
     def _put(self, header: bytes, body: memoryview, queue: deque[tuple[bytes, memoryview]]) -> bool:
         """Have the thread send a frame; False when there was no room for it all the time that the first one has."""

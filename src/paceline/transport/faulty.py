@@ -54,9 +54,9 @@ class FaultyConnection:
         finally:
             self._changed.release()
 
-    def has_room(self) -> bool:
-        """Say whether a small frame would leave at once; see `Connection.has_room`."""
-        return self._inner.has_room()
+    def has_room(self, body_bytes: int) -> bool:
+        """Say whether a frame would leave at once; see `Connection.has_room`."""
+        return self._inner.has_room(body_bytes)
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""

@@ -14,6 +14,8 @@ from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.readahead import ReadAhead
 
+_SMALL_BYTES: Final = 16 << 10  # a channel that has room takes so much at once
+
 
 @dataclass(slots=True)
 class _Arrival:
@@ -60,9 +62,9 @@ class StreamConnection:
         finally:
             self._sending.release()
 
-    def has_room(self) -> bool:
-        """Say whether a small frame would leave at once; see `Connection.has_room`."""
-        return self._channel.has_room()
+    def has_room(self, body_bytes: int) -> bool:
+        """Say whether a frame would leave at once, which only small ones do; see `Connection.has_room`."""
+        return body_bytes <= _SMALL_BYTES and self._channel.has_room()
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
