@@ -220,6 +220,7 @@ def test_statistics_of_the_model_are_averaged(tmp_path: Path) -> None:
     def work(worker: Session) -> float:
         model = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1)).double()
         optimizer = pour(model, adagrad, with_model=True)
+        worker.barrier()  # both begin with the same statistics
         model(torch.tensor([[0.0], [2.0]], dtype=torch.float64) + 10 * worker.rank).sum().backward()
         optimizer.step()
         optimizer.arrive()
