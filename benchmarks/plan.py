@@ -2,7 +2,8 @@
 
     python benchmarks/plan.py --workers 2
 
-Three small models with momentum SGD in float32, alone and under a parameter server over shared memory and over tcp.
+Three small models with momentum SGD in float32: alone, under a parameter server over shared memory and over tcp, and
+under the strategies without a server: all-reduce, fsdp, a pipeline of two stages and layers split over two ranks.
 What a process takes for a tiny model of the same kind (the interpreter, torch, its libraries) is measured in the same
 run and taken off, as it is from the plan. Memory that several processes map counts in equal parts on each (PSS).
 """
@@ -16,8 +17,8 @@ import torch
 from cyclopts import App, Parameter
 from measuring import machine, print_json, progress
 from memory import GIVE_BACK, MB, server_pid, watch
-from plan_models import WORK
-from plan_worker import ALONE, SIZES
+from plan_models import WORK, WithLoss
+from plan_worker import ALONE, MICRO_BATCHES, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage
 
 from paceline.planning.estimate import Task, estimate
@@ -25,9 +26,10 @@ from paceline.planning.machine import Machines, parse_device, parse_link
 from paceline.planning.measuring import measured_model
 from paceline.planning.recipe import Recipe
 from paceline.planning.sample import Sample
-from paceline.planning.strategy import Strategy
+from paceline.planning.strategy import parse_strategy
 
-STRATEGIES: Final = (ALONE, "shm", "tcp")
+TRANSPORTS: Final = ("shm", "tcp")  # of a parameter server
+STRATEGIES: Final = (ALONE, *TRANSPORTS, "all-reduce", "fsdp", "pipeline:2", "tensor:2")
 NOISE_BYTES: Final = 20 * MB  # what two processes that do the same may differ by; roles that need less say nothing
 
 app = App(name="plan.py", help="Compare planned with measured memory.", help_format="plaintext")
@@ -62,11 +64,11 @@ def plan(
     Parameters
     ----------
     workers
-        Number of workers under a parameter server.
+        Number of workers, except alone.
     models
         Which ones: perceptron, transformer, convolution.
     strategies
-        Which ones: single, shm, tcp.
+        Which ones: single, shm, tcp (both a parameter server), or what `paceline plan` and `paceline run` both know.
     json
         Print only one line of JSON on stdout.
     """
@@ -76,10 +78,10 @@ def plan(
         print(failure, file=sys.stderr)
         return 1
     if not json:
-        print(f"momentum SGD in float32, {workers} workers and a server; {machine()}")
+        print(f"momentum SGD in float32, {workers} workers; {machine()}")
         for one in found:
             print(
-                f"  {one.strategy:7} {one.model:12} {one.role:7} planned {one.planned / MB:5.0f} MB, measured "
+                f"  {one.strategy:10} {one.model:12} {one.role:7} planned {one.planned / MB:5.0f} MB, measured "
                 f"{one.measured / MB:5.0f} MB, {one.error:+.1%}"
             )
     errors = {f"{one.strategy}.{one.model}.{one.role}_error": one.error for one in found}
@@ -90,6 +92,8 @@ def plan(
 def compare(strategy: str, models: tuple[str, ...], num_workers: int) -> Iterator[Found]:
     """Yield what was planned and measured of each model's roles."""
     for name in models:
+        if strategy.startswith("tensor") and not hasattr(WORK[name].make(), "tensor_plan"):
+            continue
         progress(f"Measuring a tiny {name} under {strategy}, then the whole one")
         tiny, whole = (planned_bytes(strategy, size, name, num_workers) for size in SIZES)
         below, above = (peaks(strategy, size, name, num_workers) for size in SIZES)
@@ -101,11 +105,12 @@ def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict
     """Return the peak of each role by the plan."""
     work = SIZES[size][name]
     with torch.device("meta"):
-        module = work.make()
+        module = WithLoss(work.make())
     recipe = Recipe("fp32", "momentum")
     model = measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes)
-    host, link = parse_device("cpu:1TB"), parse_link("shm" if strategy == "shm" else "10gbit", "--link")
+    host, link = parse_device("cpu:1TB"), parse_link("10gbit" if strategy == "tcp" else "shm", "--link")
     count = 1 if strategy == ALONE else num_workers
+    chosen = parse_strategy("parameter-server:1" if strategy in TRANSPORTS else strategy, count)
     machines = Machines(
         device=host,
         num_devices=count,
@@ -115,23 +120,24 @@ def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict
         server_device=host,
         utilisation=1.0,
     )
-    chosen = Strategy() if strategy == ALONE else Strategy(data=count, joint="parameter-server", num_servers=1)
-    found = estimate(Task(model=model, batch=count * work.batch, recipe=recipe), chosen, machines)
+    task = Task(model=model, batch=chosen.data * work.batch, recipe=recipe)
+    found = estimate(task, chosen, machines, MICRO_BATCHES if chosen.pipeline > 1 else None)
     return {role.name: role.memory.total for role in found.roles}
 
 
 def peaks(strategy: str, size: str, name: str, num_workers: int) -> dict[str, float]:
     """Train and return the peak of each role: of workers the highest."""
     script = [str(BENCHMARKS / "plan_worker.py"), "{stage}", size, name, strategy]
-    options = ["-m", "paceline", "run", "-n", str(num_workers), "--transport", strategy, "--quiet"]
+    how = ["--transport" if strategy in TRANSPORTS else "--strategy", strategy]
+    options = ["-m", "paceline", "run", "-n", str(num_workers), *how, "--quiet"]
     command = [sys.executable, *(() if strategy == ALONE else options), *script]
     with Stage() as stage:
         side = stage.start("paceline", command, 1 if strategy == ALONE else num_workers, GIVE_BACK)
         side.ask("step", 1)
-        servers = [] if strategy == ALONE else [server_pid(side)]
+        servers = [server_pid(side)] if strategy in TRANSPORTS else []
         found = [peak.pss for peak in watch(side, [*side.pids, *servers])]
-    if strategy == ALONE:
-        return {"worker": found[0]}
+    if not servers:
+        return {"worker": max(found)}
     return {"worker": max(found[:-1]), "server": found[-1]}
 
 

@@ -1,42 +1,70 @@
 """One process of the benchmark of plans: trains a model, alone or under `paceline run`."""
 
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from plan_models import TINY, VOCABULARY, WORK, Work
-from torch import Tensor, nn
-from turns import play
+from torch import Tensor
+from turns import Act, play
 
 import paceline
 from paceline.planning.sample import Sample
 
 ALONE: Final = "single"
 SIZES: Final = {"tiny": TINY, "whole": WORK}
+MICRO_BATCHES: Final = 4  # of a pipeline
 
 
 def main() -> None:
     """Step when asked."""
     stage, size, name, strategy = sys.argv[1:]
-    rank = 0 if strategy == ALONE else paceline.init().rank
-    module, batch = made(SIZES[size][name])
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, fused=True)
-    stepper = optimizer if strategy == ALONE else paceline.distributed(optimizer)
+    work = SIZES[size][name]
+    batch = sample_of(work)
+    play(stage, *(alone(work, batch) if strategy == ALONE else together(work, batch, strategy)))
+
+
+def alone(work: Work, batch: Tensor) -> tuple[int, Mapping[str, Act]]:
+    """Return the rank of a worker that trains by itself, and what it can be asked for."""
+    model = work.make()
+    optimizer = momentum(model, ALONE)
 
     def step(num_steps: int) -> None:
         for _ in range(num_steps):
-            stepper.zero_grad()
-            module(batch).backward()
-            stepper.step()
+            optimizer.zero_grad()
+            model.loss(model(batch), batch).backward()
+            optimizer.step()
 
-    play(stage, rank, {"step": step})
+    return 0, {"step": step}
 
 
-def made(work: Work) -> tuple[nn.Module, Tensor]:
-    """Return a model, which gives a loss, and a worker's part of the batch."""
+def together(work: Work, batch: Tensor, strategy: str) -> tuple[int, Mapping[str, Act]]:
+    """Return the rank of a worker of a job that the launcher was told how to distribute, and what it can be asked."""
+    rank = paceline.init().rank
+    whole = work.make()
+    model = paceline.parallelize(whole, loss=whole.loss, micro_batches=MICRO_BATCHES)
+    optimizer = paceline.distributed(momentum(model, strategy), model=model)
+
+    def step(num_steps: int) -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model.forward_backward(batch, batch)
+            optimizer.step()
+
+    return rank, {"step": step}
+
+
+def momentum(model: torch.nn.Module, strategy: str) -> torch.optim.Optimizer:
+    """Return the optimizer that the plan is told of; it makes no temporaries."""
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=strategy != "fsdp", foreach=False)
+
+
+def sample_of(work: Work) -> Tensor:
+    """Return a worker's part of the batch."""
     sample = Sample.parse(work.sample)
     shape = (work.batch, *sample.shape)
-    return work.make(), torch.randint(VOCABULARY, shape) if sample.is_ids else torch.randn(shape)
+    return torch.randint(VOCABULARY, shape) if sample.is_ids else torch.randn(shape)
 
 
 if __name__ == "__main__":

@@ -134,11 +134,22 @@ def estimate(task: Task, strategy: Strategy, machines: Machines, num_micro_batch
 def _roles(task: Task, strategy: Strategy, machines: Machines, stages: Sequence[Sequence[Layer]]) -> tuple[Role, ...]:
     """Return the worker of the neediest stage, and the servers."""
     samples = _samples(task, strategy)
-    inputs = [task.model.input_bytes, *(stage[-1].output_bytes for stage in stages[:-1])]
+    between = [stage[-1].output_bytes for stage in stages[:-1]]
+    inputs = [task.model.input_bytes, *between]
+    passing = list(zip([0.0, *between], [*between, 0.0], strict=True))
     worker = max(
         (
-            worker_memory(stage, input_bytes, strategy, task.recipe, samples, peak_in_flight(strategy, index))
-            for index, (stage, input_bytes) in enumerate(zip(stages, inputs, strict=True))
+            worker_memory(
+                stage,
+                input_bytes,
+                strategy,
+                task.recipe,
+                samples,
+                peak_in_flight(strategy, index),
+                passing_bytes,
+                gathers_ahead=not machines.device.is_host,
+            )
+            for index, (stage, input_bytes, passing_bytes) in enumerate(zip(stages, inputs, passing, strict=True))
         ),
         key=lambda memory: memory.total,
     )

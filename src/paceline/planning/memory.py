@@ -24,7 +24,7 @@ class Memory:
         gradients: of one step; on a server the pushes.
         optimizer: master copy and moments.
         activations: what they take at their most, beyond memory that gradients fill later.
-        buffers: values or layers on their way in.
+        buffers: values, layers or micro-batches on their way in.
     """
 
     weights: float = 0.0
@@ -49,7 +49,15 @@ class Memory:
 
 
 def worker_memory(
-    stage: Sequence[Layer], input_bytes: float, strategy: Strategy, recipe: Recipe, samples: float, in_flight: int
+    stage: Sequence[Layer],
+    input_bytes: float,
+    strategy: Strategy,
+    recipe: Recipe,
+    samples: float,
+    in_flight: int,
+    passing_bytes: tuple[float, float] = (0.0, 0.0),
+    *,
+    gathers_ahead: bool = True,
 ) -> Memory:
     """Return what a device that computes one stage needs.
 
@@ -60,16 +68,23 @@ def worker_memory(
         recipe: what is held for each parameter.
         samples: of a micro-batch.
         in_flight: micro-batches whose backward pass is still to come, at most.
+        passing_bytes: of a sample, between it and the stage before it, and that after it.
+        gathers_ahead: whether fsdp gathers a layer while it computes another.
     """
     count = sum(layer.parameters_of(strategy.tensor) for layer in stage)
     own_buffers = sum(layer.buffer_bytes for layer in stage)
-    activations = _activations(stage, input_bytes, strategy, recipe, samples, in_flight)
+    # Each micro-batch has a place of its own to come in, and torch a pattern of it. What goes out stays until its
+    # backward pass, and that of the one before until it is sent.
+    passing = samples * ((strategy.num_micro_batches + 1) * sum(passing_bytes) + 2 * passing_bytes[1])
+    whole = _whole(stage, strategy, recipe, ahead=gathers_ahead)
+    activations = _activations(stage, input_bytes, strategy, recipe, samples, in_flight, [0.0] * len(stage))
+    beside = _activations(stage, input_bytes, strategy, recipe, samples, in_flight, whole) - activations
     if strategy.has_servers:
         return Memory(
             weights=recipe.weight_bytes * count + own_buffers,
             gradients=recipe.gradient_bytes * count,
             activations=activations,
-            buffers=recipe.weight_bytes * count,  # the values that arrive
+            buffers=recipe.weight_bytes * count + passing,  # the values that arrive
         )
     replicas = strategy.data
     return Memory(
@@ -77,7 +92,7 @@ def worker_memory(
         gradients=recipe.gradient_bytes * count / (replicas if strategy.sharding >= 2 else 1),
         optimizer=recipe.optimizer_bytes * count / (replicas if strategy.sharding >= 1 else 1),
         activations=activations,
-        buffers=_gathered(stage, strategy, recipe),
+        buffers=beside + passing,
     )
 
 
@@ -122,13 +137,17 @@ def peak_in_flight(strategy: Strategy, stage_index: int) -> int:
     return min(strategy.num_micro_batches, strategy.pipeline - stage_index)
 
 
-def _gathered(stage: Sequence[Layer], strategy: Strategy, recipe: Recipe) -> float:
-    """Return the layers that are whole for a moment: under fsdp this one and the next; from zero-2 on a gradient."""
-    if strategy.sharding < 2:
-        return 0.0
-    largest = sorted((layer.parameters_of(strategy.tensor) for layer in stage), reverse=True)
-    weights = recipe.weight_bytes * sum(largest[:2]) if strategy.sharding == 3 else 0
-    return weights + recipe.gradient_bytes * largest[0]
+def _whole(stage: Sequence[Layer], strategy: Strategy, recipe: Recipe, *, ahead: bool) -> list[float]:
+    """Return what is whole while backward runs through each layer: gradients from zero-2 on, under fsdp weights too.
+
+    Where layers are gathered `ahead`, those are its own weights and the weights of the layer before.
+    """
+    counts = [layer.parameters_of(strategy.tensor) if strategy.sharding >= 2 else 0.0 for layer in stage]
+    weights = [recipe.weight_bytes * count if strategy.sharding == 3 else 0.0 for count in counts]
+    before = [0.0, *weights[:-1]] if ahead else [0.0] * len(weights)
+    return [
+        own + next_ + recipe.gradient_bytes * count for own, next_, count in zip(weights, before, counts, strict=True)
+    ]
 
 
 def _fresh(layer: Layer, strategy: Strategy, recipe: Recipe) -> float:
@@ -139,9 +158,15 @@ def _fresh(layer: Layer, strategy: Strategy, recipe: Recipe) -> float:
 
 
 def _activations(
-    stage: Sequence[Layer], input_bytes: float, strategy: Strategy, recipe: Recipe, samples: float, in_flight: int
+    stage: Sequence[Layer],
+    input_bytes: float,
+    strategy: Strategy,
+    recipe: Recipe,
+    samples: float,
+    in_flight: int,
+    whole: Sequence[float],
 ) -> float:
-    """Return the most that activations take, walking back through the layers of the last micro-batch."""
+    """Return the most that activations and what is whole take, walking back through the last micro-batch's layers."""
     ranks = strategy.tensor
     kept = [samples * layer.kept_by(ranks) for layer in stage]
     working = [samples * layer.working_of(ranks) + _fresh(layer, strategy, recipe) for layer in stage]
@@ -156,5 +181,5 @@ def _activations(
     # Backward through layer i: kept are the layers up to i, and there are gradients of those from i on.
     below = accumulate(kept)
     above = list(accumulate(reversed(gradients)))[::-1]
-    peak = max(sum(moment) for moment in zip(below, working, above, strict=True))
+    peak = max(sum(moment) for moment in zip(below, working, above, whole, strict=True))
     return waiting + max(0.0, peak - sum(gradients))

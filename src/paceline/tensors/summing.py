@@ -99,7 +99,7 @@ def zeroed(tensor: Tensor) -> Tensor:
 
 
 def num_nonfinite(tensor: Tensor, crew: Crew | None = None) -> int:
-    """Return how many elements of (n,) are NaN or infinite; one read of memory when there are none."""
+    """Return how many elements, of (n,) with a crew, are NaN or infinite; one read of memory when there are none."""
     if crew is None or crew.num_threads == 1:
         return _num_nonfinite(tensor)
     size = max(CHUNK, tensor.numel() // (4 * crew.num_threads))  # not so long that one thread ends far behind

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import NonFinite
 from paceline.training.flat import Flat
 
@@ -82,7 +83,7 @@ def gradients_of(flat: Flat, nonfinite: NonFinite, where: str) -> dict[int, Tens
         if gradient.layout != torch.strided:
             raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
         found[index] = gradient.detach()
-    if nonfinite == "ignore" or all(bool(gradient.isfinite().all()) for gradient in found.values()):
+    if nonfinite == "ignore" or not any(map(num_nonfinite, found.values())):
         return found
     if nonfinite == "zero":
         return {index: gradient.nan_to_num(0.0, 0.0, 0.0) for index, gradient in found.items()}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.observe import trace as records
+from paceline.tensors.summing import num_nonfinite
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
@@ -156,7 +157,7 @@ class CombinedOptimizer(Distributed):
         """Return why the combined gradients may not be used: all parts of the model hear of it and do the same."""
         if self._settings.nonfinite in ("ignore", "zero"):
             return ""
-        own = any(tensor.grad is not None and not tensor.grad.isfinite().all() for tensor in self._flat.tensors)
+        own = any(tensor.grad is not None and num_nonfinite(tensor.grad) for tensor in self._flat.tensors)
         bad = torch.tensor([float(own)])
         mesh = self._part.mesh
         with mesh.explained(f"step of '{self._settings.name}'"):

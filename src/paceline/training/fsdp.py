@@ -46,6 +46,10 @@ class FullySharded:
                 f"strategy fsdp of '{settings.name}' shards a module and follows its forward and backward: give "
                 "model=... to paceline.distributed."
             )
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"strategy fsdp of '{settings.name}': fused optimizers cannot step slices: leave out fused=True."
+            )
         if isinstance(job, PartJob) and job.part.grid.pipeline > 1:
             raise UsageError(
                 f"strategy fsdp of '{settings.name}' does not go with pipeline, which runs backward once for each "

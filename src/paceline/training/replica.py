@@ -22,6 +22,7 @@ from paceline.collective.call import Call
 from paceline.collective.lane import Turn
 from paceline.collective.patterns import reduce_in_place
 from paceline.errors import PeerError, UsageError
+from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import NonFinite, Scale
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat
@@ -174,6 +175,7 @@ class Replica:
                 model,
                 process_group=self._group.process_group,
                 bucket_cap_mb=self._settings.bucket_mb,
+                gradient_as_bucket_view=True,  # else each gradient is there twice
                 find_unused_parameters=self._settings.unused,
             )
         except RuntimeError as error:
@@ -263,7 +265,7 @@ class Replica:
         return self._group.accounts.explain(where, self._job.exchange.company.others, None, str(error))
 
     def _objection(self, buckets: list[Tensor]) -> str:
-        if self._settings.nonfinite in ("ignore", "zero") or all(bool(one.isfinite().all()) for one in buckets):
+        if self._settings.nonfinite in ("ignore", "zero") or not any(map(num_nonfinite, buckets)):
             return ""
         return "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
 

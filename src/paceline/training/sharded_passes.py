@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.mesh import Mesh
+from paceline.tensors.summing import num_nonfinite
 from paceline.training.buffers import floating_buffers
 from paceline.training.optimizer import Job, Settings
 
@@ -92,7 +93,7 @@ class Passes:
             for one in slices:
                 one.nan_to_num_(0.0, 0.0, 0.0)
             return ""
-        (bad,) = self._summed([float(not all(bool(one.isfinite().all()) for one in slices))], dist.group.WORLD)
+        (bad,) = self._summed([float(any(map(num_nonfinite, slices)))], dist.group.WORLD)
         if not bad:
             return ""
         return "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
