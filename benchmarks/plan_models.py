@@ -152,7 +152,7 @@ class Work:
 WORK: Final = {
     "perceptron": Work(Perceptron, "2048", 256),
     "transformer": Work(Transformer, f"{LENGTH}:ids", 4),
-    "convolution": Work(Convolution, "3,64,64", 8),
+    "convolution": Work(Convolution, "3,64,64", 32),
 }
 # The same operations on next to nothing: what a process takes for itself, and for the libraries that they need.
 TINY: Final = {

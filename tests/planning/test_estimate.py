@@ -42,7 +42,7 @@ def found(text: str, num_devices: int = 4, task: Task = TASK, micro_batches: int
 
 @pytest.mark.parametrize(
     ("link", "workers", "server_mb", "worker_mb"),
-    [("shm", 2, 233.3, 83.3), ("shm", 4, 320.0, 70.0), ("10gbit", 2, 400.0, 300.0)],
+    [("shm", 2, 233.3, 83.3), ("shm", 4, 320.0, 70.0), ("10gbit", 2, 500.0, 300.0)],
 )
 def test_a_parameter_server_needs_what_was_measured(
     link: str, workers: int, server_mb: float, worker_mb: float

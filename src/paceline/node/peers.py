@@ -59,14 +59,22 @@ class Peers:
         for life in over:
             self._workers.pop(life)[1].close()
 
-    def send_worker(self, worker: int, incarnation: int, message: object, body: memoryview = EMPTY) -> None:
+    def send_worker(
+        self,
+        worker: int,
+        incarnation: int,
+        message: object,
+        body: memoryview = EMPTY,
+        copy: Callable[[], memoryview] | None = None,
+    ) -> None:
         """Send to that life of that worker; a worker that does not take it in time is disconnected.
 
-        The body may change as soon as this returns.
+        The body may change as soon as this returns: what waits is a copy of it, or what `copy` gives.
         """
         _, post = self._workers.get((worker, incarnation), (0, None))
         if post is not None:
-            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=isinstance(message, _URGENT))
+            urgent = isinstance(message, _URGENT)
+            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=urgent, copy=copy)
 
     def send_server(self, server: int, message: object) -> None:
         """Send to another server, over a connection that is made when it is first needed."""

@@ -40,15 +40,22 @@ class Post:
     _closed: bool = False
 
     def send(
-        self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float = _TIMEOUT_S, urgent: bool = False
+        self,
+        header: bytes,
+        body: memoryview = EMPTY,
+        *,
+        timeout_s: float = _TIMEOUT_S,
+        urgent: bool = False,
+        copy: Callable[[], memoryview] | None = None,
     ) -> None:
         """Send one frame. Blocks only where the carrier maps memory, for `timeout_s` at most, and for room for a copy.
 
         An urgent one goes before all that waits and is not urgent. A repetition of what still waits is left out.
+        Who has a copy of the body that several peers may share gives it; it is asked for only where one is needed.
         """
         with self._changed:
             at_once = self._leaves_at_once(body)
-            in_time = at_once or self._put(header, body, self._urgent if urgent else self._waiting)
+            in_time = at_once or self._put(header, body, copy, self._urgent if urgent else self._waiting)
         if at_once:
             self._send(header, body, timeout_s)
         elif not in_time:
@@ -67,14 +74,22 @@ class Post:
             return True
         return not (self._urgent or self._waiting) and self.connection.has_room(body.nbytes)
 
-    def _put(self, header: bytes, body: memoryview, queue: deque[tuple[bytes, memoryview]]) -> bool:
+    def _put(
+        self,
+        header: bytes,
+        body: memoryview,
+        copy: Callable[[], memoryview] | None,
+        queue: deque[tuple[bytes, memoryview]],
+    ) -> bool:
         """Have the thread send a frame; False when there was no room for it all the time that the first one has."""
         patience_s = _patience_s(self._waiting[0][1]) if self._waiting else 0.0
         if self.copies and not self._changed.wait_for(self._has_room, patience_s):
             return False
         if self._closed or any(header == waiting for waiting, _ in queue):
             return True
-        queue.append((header, memoryview(bytes(body)) if self.copies else body))
+        if self.copies:
+            body = memoryview(bytes(body)) if copy is None else copy()
+        queue.append((header, body))
         if self._thread is None:
             name = f"paceline-post-{self.connection.peer}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)

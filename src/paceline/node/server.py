@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, cast
 
 import msgspec
@@ -39,6 +40,7 @@ from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request, WholeTable
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
+from paceline.node.snapshots import Snapshots
 from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.observe import trace as records
@@ -79,6 +81,7 @@ class ServerNode:
     _peers: Peers = field(init=False)
     _loans: Loans = field(init=False)
     _landing: Landing = field(default_factory=Landing)
+    _snapshots: Snapshots = field(default_factory=Snapshots)
     _shelf: Shelf = field(init=False)
     _rows: RowShelf = field(init=False)
     _desk: Desk = field(init=False)
@@ -95,13 +98,7 @@ class ServerNode:
         )
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        self._shelf = Shelf(
-            self.settings,
-            allocate,
-            self._landing.give_back,
-            self.num_threads,
-            self.allowed_paths,
-        )
+        self._shelf = Shelf(self.settings, allocate, self._landing.give_back, self.num_threads, self.allowed_paths)
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._desk = Desk(self._shelf, self._rows, self._peers.send_worker)
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
@@ -321,7 +318,9 @@ class ServerNode:
         live = (effect.worker, effect.incarnation, message.table) in self._live
         if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
             body = self._lend(connection, message)
-        self._peers.send_worker(effect.worker, effect.incarnation, message, body)
+        version = message.version, self._shelf.shards[message.table].version
+        copy = partial(self._snapshots.of, message.table, version, body)
+        self._peers.send_worker(effect.worker, effect.incarnation, message, body, copy)
 
     def _serve_rows(self, effect: Serve, message: Fetched | Delivered) -> None:
         life = effect.worker, effect.incarnation

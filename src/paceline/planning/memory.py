@@ -97,12 +97,16 @@ def worker_memory(
 
 
 def server_memory(num_parameters: float, strategy: Strategy, recipe: Recipe, share: float) -> Memory:
-    """Return what a server needs that keeps this share of the model: values, optimizer state, a push of each worker."""
+    """Return what a server needs that keeps this share of the model: values, optimizer state, a push of each worker.
+
+    And a copy of the values, for the workers whose lines are slow to take them.
+    """
     held = num_parameters * share
     return Memory(
         weights=(recipe.master_bytes or recipe.weight_bytes) * held,
         gradients=strategy.data * recipe.gradient_bytes * held,
         optimizer=recipe.moment_bytes * held,
+        buffers=recipe.weight_bytes * held,
     )
 
 
