@@ -5,9 +5,9 @@
 A table of N bytes needs, under bsp over shared memory: values, momentum, and the gradient of each of P workers, which
 is also the message; nothing else, (2 + P) N on the whole host. Values are mapped by all, a gradient by its worker and
 the server, and what is mapped by several counts in equal parts on each (PSS): the server has
-(1 + 1/(1 + P) + P/2) N, a worker (1/(1 + P) + 1/2) N. Over tcp nothing is shared: on the server values, momentum, a push of
-each worker, and one copy of the values for those whose lines are slow to take them, (3 + P) N; on a worker parameters,
-gradient and the values that arrive, 3 N.
+(1 + 1/(1 + P) + P/2) N, a worker (1/(1 + P) + 1/2) N. Over tcp nothing is shared: on the server values, momentum, a
+push of each worker, and one copy of the values for those whose lines are slow to take them, (3 + P) N; on a worker
+parameters, gradient and the values that arrive, 3 N.
 What a process of an almost empty table takes (the interpreter and torch) is measured in the same run and taken off.
 """
 
