@@ -90,7 +90,8 @@ def test_a_script_cannot_tell_that_its_process_was_forked(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = write_script(tmp_path, LOOK)
-    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{tmp_path}/x", "HOME": ""}
+    folders = os.pathsep.join(filter(None, [ENVIRONMENT.get("PYTHONPATH"), f"{tmp_path}/x"]))
+    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": ""}
     environment = {name: value for name, value in ENVIRONMENT.items() if name != "PATH"} | changed
     launch = replace(plan(script, "-x", "a b"), environment=environment)
 
