@@ -69,8 +69,9 @@ def test_a_worker_reads_its_own_pushes_before_they_are_sent(tmp_path: Path) -> N
         t = ps.table(
             "t", rows=2, update=paceline.update.SGD(lr=0.5), consistency="ssp:4", communication=paceline.managed(1e-6)
         )
+        t.push(list(range(1000, 6000)), torch.ones(5000, 2))  # more than may go at once, and then nothing for hours
         t.push([7, 7, 8], [[1.0, 2.0], [1.0, 2.0], [4.0, 4.0]])
-        t.push([9], [[2.0, 2.0]])  # waits: the first has used up the budget for hours
+        t.push([9], [[2.0, 2.0]])
         read = t.pull([7, 8, 9]).tolist()
         t.push([9], [[2.0, 2.0]])
         assert len(t.opened.budgeted.pending)
