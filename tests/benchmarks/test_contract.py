@@ -24,9 +24,13 @@ import contextlib, io, json, runpy, sys
 told = {}
 for script in sys.argv[1:]:
     sys.argv, sys.path[0] = [script, "--help"], script.rpartition("/")[0]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        runpy.run_path(script, run_name="__main__")
-    told[script] = out.getvalue()
+    code = None
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    told[script] = [code or 0, out.getvalue()]
 print(json.dumps(told))
 """
 
@@ -35,7 +39,9 @@ def test_every_benchmark_takes_json() -> None:
     command = [sys.executable, "-c", ASK_ALL, *map(str, benchmarks())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     told = json.loads(done.stdout)
-    assert [script for script in map(str, benchmarks()) if "--json" not in told[script]] == []
+    assert {script: code for script, (code, _) in told.items() if code != 0} == {}
+    assert [script for script, (_, said) in told.items() if "--json" not in said] == []
+    assert set(told) == set(map(str, benchmarks()))
 
 
 def test_a_result_is_laid_out_in_rows() -> None:

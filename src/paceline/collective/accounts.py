@@ -41,7 +41,7 @@ class Accounts:
                 if self.store.check([f"account/{rank}"]):
                     found[rank] = self.store.get(f"account/{rank}").decode()
                     silent.discard(rank)
-            if time.monotonic() >= deadline_s:
+            if not silent or time.monotonic() >= deadline_s:
                 break
             time.sleep(_POLL_INTERVAL_S)
         return found

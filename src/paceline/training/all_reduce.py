@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.observe import trace as records
 from paceline.training.combined import CombinedOptimizer
 from paceline.training.flat import segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.replica import Replica, ReplicaSettings
 from paceline.training.strategy import Distributed
+from paceline.training.together import SteppedTogether, weight_said
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class AllReduce:
         return ReplicatedOptimizer(optimizer, model, settings, self, job)
 
 
-class ReplicatedOptimizer(Distributed):
+class ReplicatedOptimizer(SteppedTogether):
     """Used like the optimizer it wraps, which steps on every worker with the mean of all workers' gradients.
 
     After `backward` the gradients are already combined, as in DistributedDataParallel: to clip them then clips what
@@ -70,37 +69,11 @@ class ReplicatedOptimizer(Distributed):
     ) -> None:
         require_fresh(optimizer)
         named, _ = segments_of(optimizer, model)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
-        self.turn_s = time.monotonic()
-        self.state = optimizer.state
-        self._optimizer = optimizer
-        self._settings = settings
-        self._job = job
-        self._num_samples = job.num_samples  # as of the last step
+        super().__init__(optimizer, "all-reduce", settings, job)
         unused, bucket_mb, average = strategy.unused, strategy.bucket_mb, settings.average_buffers
         how = ReplicaSettings(settings.name, settings.scale, settings.nonfinite, unused, bucket_mb, average)
         self._replica = Replica(model, named, how, job)
         job.exchange.when_closed(WeakMethod(self._replica.close))
-
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        own, kind = type(self).__name__, type(self._optimizer).__name__
-        return super().__repr__().replace(own, f"Distributed {kind}, all-reduce", 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the model was attached; used by the constructor before."""
-        if "_replica" in self.__dict__:
-            raise UsageError(
-                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
-                "group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Step with the gradients that the last backward has combined.
@@ -118,17 +91,12 @@ class ReplicatedOptimizer(Distributed):
         self._apply()
         return weight
 
-    def receive(self) -> None:
-        """Ask for nothing: every worker has stepped itself."""
-
     def weigh(self, samples: float) -> None:
         """Say before backward how many samples the gradients of this step stand for, their weight in the mean.
 
         Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
         """
-        if not samples > 0:
-            raise UsageError(f"weigh got {samples} samples, expected more than 0.")
-        self._replica.weight = samples
+        self._replica.weight = weight_said(samples)
 
     def follow(self) -> None:
         """Take the step of the others, for which this worker has no batch: its part weighs nothing."""
@@ -136,9 +104,6 @@ class ReplicatedOptimizer(Distributed):
         self._replica.backward_of_nothing()
         self._replica.take_round(None)
         self._apply()
-
-    def arrive(self) -> None:
-        """Return at once: parameters never wait."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Combine nothing in the passes inside: the next backward outside combines what they have added up.
@@ -156,29 +121,15 @@ class ReplicatedOptimizer(Distributed):
         with torch.no_grad(), self._job.lookups.exactly():
             yield
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer, which is the same on all workers."""
-        return self._optimizer.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, and parameters and buffers to what they are on worker 0.
 
         Every worker must call it, with the same state; blocks until all have.
         """
-        self._optimizer.load_state_dict(state_dict)
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self._set_state(state_dict)
         self._replica.copy_from_first()
 
     def _apply(self) -> None:
-        """Step, unless the combined gradients are not finite: all workers see the same, so all do the same."""
-        self.turn_s = time.monotonic()
-        problem = self._replica.problem
-        if not problem:
-            self._optimizer.step()
-        elif self._settings.nonfinite == "halt":
-            raise UsageError(f"worker {self._job.rank}, step of '{self._settings.name}': {problem}")
-        else:
-            self.num_refused += 1
-            now, name = self._job.meter.now(), self._settings.name
-            self._job.meter.trace.record(records.Refusal(now, -1, self._job.rank, name, problem))
+        """Step, unless the combined gradients are not finite."""
+        self._step_unless(self._replica.problem)
         self._replica.average_buffers()

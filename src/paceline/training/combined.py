@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -11,17 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.errors import UsageError
-from paceline.observe import trace as records
 from paceline.tensors.summing import num_nonfinite
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
 from paceline.training.part_job import PartJob
-from paceline.training.strategy import Distributed
+from paceline.training.together import NOT_FINITE, SteppedTogether
 
 
-class CombinedOptimizer(Distributed):
+class CombinedOptimizer(SteppedTogether):
     """Used like the optimizer it wraps, which steps on every worker that holds the same part in the same way.
 
     Gradients are each worker's own until `step`: to clip them before clips those of one replica.
@@ -35,38 +32,12 @@ class CombinedOptimizer(Distributed):
     ) -> None:
         require_fresh(optimizer)
         named, _ = segments_of(optimizer, model)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
-        self.turn_s = time.monotonic()
-        self.state = optimizer.state
-        self._optimizer = optimizer
-        self._settings = settings
-        self._job = job
+        super().__init__(optimizer, "all-reduce", settings, job)
         self._part = job
         self._num_samples = job.num_samples  # as of the last step
         self._flat = Flat.over(named)
-        averaged = model is not None and settings.average_buffers
-        self._buffers = floating_buffers(model) if averaged and model is not None else {}
+        self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
         self._copy_from_first()
-
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        own, kind = type(self).__name__, type(self._optimizer).__name__
-        return super().__repr__().replace(own, f"Distributed {kind}, all-reduce", 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the others were combined; used by the constructor before."""
-        if "_flat" in self.__dict__:
-            raise UsageError(
-                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
-                "group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Combine the gradients of all replicas, and step.
@@ -83,16 +54,10 @@ class CombinedOptimizer(Distributed):
         self._step(weight if self._settings.scale == "samples" else 1.0)
         return weight
 
-    def receive(self) -> None:
-        """Ask for nothing: every worker has stepped itself."""
-
     def follow(self) -> None:
         """Take the step of the others, for which this replica has no batch: its part weighs nothing."""
         self.zero_grad()
         self._step(0.0)
-
-    def arrive(self) -> None:
-        """Return at once: parameters never wait."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Hold back nothing: gradients are combined in `step`."""
@@ -104,21 +69,15 @@ class CombinedOptimizer(Distributed):
         with torch.no_grad(), self._job.lookups.exactly():
             yield
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer, which is the same in all replicas."""
-        return self._optimizer.state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, and parameters and buffers to what they are in replica 0; all workers must call it."""
-        self._optimizer.load_state_dict(state_dict)
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self._set_state(state_dict)
         self._copy_from_first()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
     def _step(self, weight: float) -> None:
         """Combine gradients that weigh so much, step with their mean, and average buffers."""
-        self.turn_s = time.monotonic()
         with self._job.communicating():
             if self._settings.nonfinite == "zero":
                 for tensor in self._flat.tensors:
@@ -127,14 +86,7 @@ class CombinedOptimizer(Distributed):
             if self._part.size > 1:
                 self._combine(weight)
             problem = self._problem()
-        if not problem:
-            self._optimizer.step()
-        elif self._settings.nonfinite == "halt":
-            raise UsageError(f"step of '{self._settings.name}': {problem}")
-        else:
-            self.num_refused += 1
-            rank, meter = self._job.exchange.company.rank, self._job.meter
-            meter.trace.record(records.Refusal(meter.now(), -1, rank, self._settings.name, problem))
+        self._step_unless(problem)
         with self._job.communicating():
             self._average_buffers(weight)
 
@@ -162,9 +114,7 @@ class CombinedOptimizer(Distributed):
         mesh = self._part.mesh
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_reduce(bad, group=mesh.replica)
-        if not bad.item():
-            return ""
-        return "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
+        return NOT_FINITE if bad.item() else ""
 
     def _average_buffers(self, weight: float) -> None:
         """Set floating-point buffers to the mean over the replicas that had a batch."""

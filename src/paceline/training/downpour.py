@@ -112,11 +112,9 @@ class DownpourOptimizer(Distributed):
     ) -> None:
         rule = from_optimizer(optimizer)
         require_fresh(optimizer)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
+        super().__init__(optimizer, settings.name, "downpour", job)
         self._settings = settings
         self._how = how
-        self._job = job
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
@@ -135,26 +133,7 @@ class DownpourOptimizer(Distributed):
         self._ask()
         self.arrive()
 
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        kind = self._spec.rule.name.removeprefix("torch.optim.")
-        return super().__repr__().replace(type(self).__name__, f"Distributed {kind}, downpour", 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the table was made; used by the constructor before."""
-        if "_spec" in self.__dict__:
-            raise UsageError(
-                f"table '{self._settings.name}' has all its parameters from the start: give the wrapped optimizer "
-                "every group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
     # -- the loop ----------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Add the gradients to what has accrued, step the own copy with them, and push if it is time.

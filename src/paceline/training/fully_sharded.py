@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.observe import trace as records
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.parallel.whole import whole
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.sharded_passes import Passes
-from paceline.training.strategy import Distributed
+from paceline.training.together import SteppedTogether, weight_said
 
 
-class ShardedOptimizer(Distributed):
+class ShardedOptimizer(SteppedTogether):
     """Used like the optimizer it wraps, which steps this worker's slice of each parameter.
 
     After `backward` gradients are already combined, in slices. Parameters, gradients and state are `DTensor`s, so that
@@ -43,35 +41,10 @@ class ShardedOptimizer(Distributed):
         self._mesh = mesh
         _require_whole(optimizer, model, settings.name)
         root = _shard(optimizer, model, settings.name, mesh)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
-        self.turn_s = time.monotonic()
-        self.state = optimizer.state
-        self._optimizer = optimizer
+        super().__init__(optimizer, "fsdp", settings, job)
         self._model = root
-        self._settings = settings
-        self._job = job
         self._passes = Passes(root, settings, job, mesh)
         job.exchange.when_closed(WeakMethod(self._passes.close))
-
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        own, kind = type(self).__name__, type(self._optimizer).__name__
-        return super().__repr__().replace(own, f"Distributed {kind}, fsdp", 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the model was sharded; used by the constructor before."""
-        if "_passes" in self.__dict__:
-            raise UsageError(
-                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
-                "group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Step this worker's slice with the gradients that the last backward has combined.
@@ -89,17 +62,12 @@ class ShardedOptimizer(Distributed):
         self._apply()
         return weight
 
-    def receive(self) -> None:
-        """Ask for nothing: every worker has stepped its slice."""
-
     def weigh(self, samples: float) -> None:
         """Say before backward how many samples its gradients stand for, their weight in the mean.
 
         Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
         """
-        if not samples > 0:
-            raise UsageError(f"weigh got {samples} samples, expected more than 0.")
-        self._passes.weight = samples
+        self._passes.weight = weight_said(samples)
 
     def follow(self) -> None:
         """Take the step of the others, for which this worker has no batch: it repeats its last, which weighs nothing.
@@ -111,9 +79,6 @@ class ShardedOptimizer(Distributed):
         self._passes.repeat_for_nothing()
         self._passes.take(None)
         self._apply()
-
-    def arrive(self) -> None:
-        """Return at once: parameters never wait."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Hold back nothing: every backward combines what it computes, and adds it to what is there."""
@@ -152,22 +117,13 @@ class ShardedOptimizer(Distributed):
             }
             for index, of in state_dict["state"].items()
         }
-        self._optimizer.load_state_dict({**state_dict, "state": state})
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self._set_state({**state_dict, "state": state})
 
     def _apply(self) -> None:
-        """Step, unless gradients are not finite: all workers hear of it, so all do the same."""
-        self.turn_s = time.monotonic()
+        """Step, unless gradients are not finite."""
         with self._job.communicating():
             problem = self._passes.objection()
-        if not problem:
-            self._optimizer.step()
-        elif self._settings.nonfinite == "halt":
-            raise UsageError(f"step of '{self._settings.name}': {problem}")
-        else:
-            self.num_refused += 1
-            meter, rank = self._job.meter, self._job.exchange.company.rank
-            meter.trace.record(records.Refusal(meter.now(), -1, rank, self._settings.name, problem))
+        self._step_unless(problem)
         with self._job.communicating():
             self._passes.average_buffers()
 

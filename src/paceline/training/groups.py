@@ -156,13 +156,10 @@ class GroupedOptimizer(Distributed):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], name: str, job: Job) -> None:
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._name = name
-        self._job = job
+        super().__init__(optimizer, name, "by groups", job)
         # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
         # before they finish their clock, for which the values of the other parts wait.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
-        self.no_slices = next((part.optimizer.no_slices for part in parts if part.optimizer.no_slices), "")
         self.no_slices = next((part.optimizer.no_slices for part in self._parts if part.optimizer.no_slices), "")
         self._note_turn()
 
@@ -170,15 +167,6 @@ class GroupedOptimizer(Distributed):
         """Return what is distributed, and how."""
         parts = "".join(f"\n{part.patterns}: {part.optimizer!r}" for part in self._parts)
         return f"Distributed by groups ({parts}\n)"
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the parts were made; used by the constructor before."""
-        if "_parts" in self.__dict__:
-            raise UsageError(
-                f"'{self._name}' has all its parameters from the start: give the wrapped optimizer every group, and "
-                "freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
 
     @property
     def num_refused(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -190,7 +178,6 @@ class GroupedOptimizer(Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters, and with them those that embeddings have collected."""
         super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
         self._hand_on_numbers()
 
     def weigh(self, samples: float) -> None:

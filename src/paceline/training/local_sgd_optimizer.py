@@ -43,37 +43,16 @@ class LocalOptimizer(Distributed):
     ) -> None:
         named, _ = segments_of(optimizer, model)
         _require_fit(named, settings, rounds)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
+        super().__init__(optimizer, settings.name, f"exchanged every {rounds.steps} steps", job)
         self.state = optimizer.state
         self._optimizer = optimizer
-        self._settings, self._rounds, self._job = settings, rounds, job
+        self._settings, self._rounds = settings, rounds
         self._num_samples = job.num_samples  # as of the last step
         self._fragments = self._open_fragments(named, model)
         # As the others count: who joins late, with a clock that is theirs, exchanges when they do.
         self._num_steps = self._fragments[0].table.node.clock
 
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        own, kind = type(self).__name__, type(self._optimizer).__name__
-        how = f"Distributed {kind}, exchanged every {self._rounds.steps} steps"
-        return super().__repr__().replace(own, how, 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the tables were made; used by the constructor before."""
-        if "_fragments" in self.__dict__:
-            raise UsageError(
-                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
-                "group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
     # -- the loop ----------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Take a step here, and push the fragments whose turn it is.

@@ -144,10 +144,8 @@ class DistributedOptimizer(Distributed):
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job) -> None:
         rule = from_optimizer(optimizer)
         require_fresh(optimizer)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.num_refused = 0
+        super().__init__(optimizer, settings.name, str(settings.consistency), job)
         self._settings = settings
-        self._job = job
         self.no_slices = settings.no_slices
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
@@ -160,27 +158,7 @@ class DistributedOptimizer(Distributed):
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
         self._fetch(refresh=True)
 
-    def __repr__(self) -> str:
-        """Return what is distributed, and how."""
-        spec = self._spec
-        kind = spec.rule.name.removeprefix("torch.optim.")
-        return super().__repr__().replace(type(self).__name__, f"Distributed {kind}, {spec.consistency}", 1)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after the table was made; used by the constructor before."""
-        if "_spec" in self.__dict__:
-            raise UsageError(
-                f"table '{self._settings.name}' has all its parameters from the start: give the wrapped optimizer "
-                "every group, and freeze those that are to join later with requires_grad_(False)."
-            )
-        super().add_param_group(param_group)
-
     # -- the loop ----------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
-        super().zero_grad(set_to_none)
-        self._job.lookups.zero_grad()
 
     def send(self, samples: float | None) -> float:
         """Push the gradients.

@@ -27,6 +27,7 @@ from paceline.tensors.table import NonFinite, Scale
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat
 from paceline.training.optimizer import Job
+from paceline.training.together import NOT_FINITE, require_weighed
 
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's name for what it is to leave alone
 
@@ -99,21 +100,17 @@ class Replica:
             UsageError: there are none, or they were weighed by another number of samples.
         """
         done, self._done = self._done, None
-        name, rank = self._settings.name, self._job.rank
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         if done is None:
             raise UsageError(
-                f"worker {rank}, step of '{name}': no backward has combined the gradients since the last step; "
+                f"{where}: no backward has combined the gradients since the last step; "
                 f"{self._without_gradient()}Call the model itself (not a part of it, not its .forward), run the last "
                 "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
                 "some parameters do not take part in every forward."
             )
-        if samples is not None and self._settings.scale == "samples" and samples != done:
-            raise UsageError(
-                f"worker {rank}, step of '{name}': samples={samples:g}, but backward has weighed the gradients by "
-                f"{done:g}: call optimizer.weigh({samples:g}) before backward."
-            )
+        weight = require_weighed(where, self._settings.scale, samples, done)
         self.weight, self._num_samples = None, self._job.num_samples
-        return done if samples is None else samples
+        return weight
 
     def backward_of_nothing(self) -> None:
         """Run a backward whose gradients are zeros and weigh nothing, while the others run theirs."""
@@ -267,7 +264,7 @@ class Replica:
     def _objection(self, buckets: list[Tensor]) -> str:
         if self._settings.nonfinite in ("ignore", "zero") or not any(map(num_nonfinite, buckets)):
             return ""
-        return "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
+        return NOT_FINITE
 
     def _without_gradient(self) -> str:
         """Name parameters that have no gradient, for a message."""

@@ -18,6 +18,7 @@ from paceline.parallel.mesh import Mesh
 from paceline.tensors.summing import num_nonfinite
 from paceline.training.buffers import floating_buffers
 from paceline.training.optimizer import Job, Settings
+from paceline.training.together import NOT_FINITE, require_weighed
 
 
 class Passes:
@@ -60,12 +61,7 @@ class Passes:
                 f"{where}: no backward has combined gradients since the last step. Call the model itself, not a part "
                 "of it and not its .forward, and run backward on what it returns."
             )
-        if samples is not None and self._settings.scale == "samples" and samples != done:
-            raise UsageError(
-                f"{where}: samples={samples:g}, but backward has weighed the gradients by {done:g}: call "
-                f"optimizer.weigh({samples:g}) before backward."
-            )
-        return done if samples is None else samples
+        return require_weighed(where, self._settings.scale, samples, done)
 
     def repeat_for_nothing(self) -> None:
         """Run the last forward again, and a backward that weighs nothing, while the others run theirs."""
@@ -94,9 +90,7 @@ class Passes:
                 one.nan_to_num_(0.0, 0.0, 0.0)
             return ""
         (bad,) = self._summed([float(any(map(num_nonfinite, slices)))], dist.group.WORLD)
-        if not bad:
-            return ""
-        return "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
+        return NOT_FINITE if bad else ""
 
     def average_buffers(self) -> None:
         """Set floating-point buffers to the mean over the workers that had a batch."""

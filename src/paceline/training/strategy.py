@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -25,11 +25,36 @@ class Distributed(torch.optim.Optimizer, ABC):
         turn_s: when it was used last, where its workers have to take turns together.
     """
 
-    num_refused: int
+    num_refused: int = 0
     turn_s: float = 0.0
     no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
-    _job: Job
     _bank: Bank | None = None  # once a loop has slices
+    _is_whole: bool = False  # it has all its groups
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: Job) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._name = name
+        self._title = f"Distributed {type(optimizer).__name__}, {way}"
+        self._job = job
+        self._is_whole = True
+
+    def __repr__(self) -> str:
+        """Return what is distributed, and how."""
+        return super().__repr__().replace(type(self).__name__, self._title, 1)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come after this was made; used by the constructor before."""
+        if self._is_whole:
+            raise UsageError(
+                f"'{self._name}' has all its parameters from the start: give the wrapped optimizer every group, and "
+                "freeze those that are to join later with requires_grad_(False)."
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        super().zero_grad(set_to_none)
+        self._job.lookups.zero_grad()
 
     def begin_slices(self, slices: Slices) -> None:
         """Let `step` finish a clock only with the last slice that this worker is given in it.

@@ -1,0 +1,78 @@
+"""Optimizers that step on every worker at once, with gradients that all have combined."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.observe import trace as records
+from paceline.training.optimizer import Job, Settings
+from paceline.training.strategy import Distributed
+
+NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
+
+
+class SteppedTogether(Distributed):
+    """Used like the optimizer it wraps, which every worker that holds the same steps in the same way.
+
+    Attributes:
+        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: Job) -> None:
+        super().__init__(optimizer, settings.name, way, job)
+        self.turn_s = time.monotonic()
+        self.state = optimizer.state
+        self._optimizer = optimizer
+        self._settings = settings
+
+    def receive(self) -> None:
+        """Ask for nothing: every worker has stepped itself."""
+
+    def arrive(self) -> None:
+        """Return at once: parameters never wait."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
+        return self._optimizer.state_dict()
+
+    def _set_state(self, state_dict: dict[str, Any]) -> None:
+        """Give the wrapped optimizer a state, and share what it makes of it."""
+        self._optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+
+    def _step_unless(self, problem: str) -> None:
+        """Step, unless there is a problem: all workers have heard of the same, so all do the same."""
+        self.turn_s = time.monotonic()
+        rank, name, meter = self._job.exchange.company.rank, self._settings.name, self._job.meter
+        if not problem:
+            self._optimizer.step()
+        elif self._settings.nonfinite == "halt":
+            raise UsageError(f"worker {rank}, step of '{name}': {problem}")
+        else:
+            self.num_refused += 1
+            meter.trace.record(records.Refusal(meter.now(), -1, rank, name, problem))
+
+
+def weight_said(samples: float) -> float:
+    """Return what a script says that gradients weigh; raises UsageError unless that is more than 0."""
+    if not samples > 0:
+        raise UsageError(f"weigh got {samples} samples, expected more than 0.")
+    return samples
+
+
+def require_weighed(where: str, scale: str, samples: float | None, done: float) -> float:
+    """Return what gradients weigh that backward has weighed by `done`.
+
+    Raises:
+        UsageError: the step says another number of samples, which comes too late.
+    """
+    if samples is not None and scale == "samples" and samples != done:
+        raise UsageError(
+            f"{where}: samples={samples:g}, but backward has weighed the gradients by {done:g}: call "
+            f"optimizer.weigh({samples:g}) before backward."
+        )
+    return done if samples is None else samples
