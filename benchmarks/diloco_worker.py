@@ -20,6 +20,7 @@ import paceline
 from paceline.current import bind
 from paceline.launch.carriers import make_transport
 from paceline.launch.environment import find_place
+from paceline.launch.holders import Holder
 from paceline.launch.spec import wait_spec
 from paceline.session import Session
 from paceline.training.strategy import Strategy
@@ -155,7 +156,7 @@ def counted(counts: Counts) -> Iterator[Session]:
     place = find_place()
     if place is None:
         raise SystemExit("this is started by diloco.py")
-    transport = make_transport(wait_spec(place.spec_path, 60.0), lambda said: None)
+    transport = make_transport(wait_spec(place.spec_path, 60.0), Holder("worker", place.rank), lambda said: None)
     with paceline.connect(transport=CountedTransport(transport, counts), place=place) as session:
         bind(session)
         yield session

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import make_transport
+from paceline.launch.holders import Holder
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
@@ -19,7 +20,7 @@ from paceline.observe.trace import Trace
 def main() -> None:
     """Serve the job whose spec is named on the command line."""
     spec, rank, address = ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    run_dir, transport = Path(spec.run_dir), make_transport(spec, print)
+    run_dir, transport = Path(spec.run_dir), make_transport(spec, Holder("server", rank), print)
     listener = transport.listen(f"tcp://{address}:0")
 
     @cache

@@ -19,6 +19,7 @@ from tests.leaks import nothing_left_behind
 from paceline.current import bind
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.environment import Place
+from paceline.launch.holders import Holder
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.node.server import ServerNode
@@ -140,7 +141,7 @@ def _transport(spec: ClusterSpec, directory: Path) -> Transport:
         return MemoryTransport()
     if spec.transport == "tcp":
         write_token(directory)
-    return make_transport(spec, pytest.fail)
+    return make_transport(spec, Holder("any"), pytest.fail)
 
 
 def _address(spec: ClusterSpec, rank: int) -> str:

@@ -27,6 +27,7 @@ from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.entrance import Stay, enter
 from paceline.launch.environment import Place, find_place
 from paceline.launch.gathering import START_TIMEOUT_S
+from paceline.launch.holders import Holder
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
@@ -354,14 +355,14 @@ def connect(*, transport: Transport | None = None, place: Place | None = None, s
     if place is None:
         return _embed()
     spec = wait_spec(place.spec_path, START_TIMEOUT_S)
-    return join(spec, place, transport or make_transport(spec), stay)
+    return join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)), stay)
 
 
 def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | None = None) -> Session:
     """Take part in a job as the worker of this place."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
-    settings, options = WorkerSettings(sender, spec.num_servers, shares=spec.shares), WorkerOptions(spec.wait_timeout_s)
-    node = WorkerNode(settings, transport, spec.addresses, options)
+    settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
+    node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
     try:
         node.join()
     except BaseException:
@@ -369,7 +370,6 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | Non
         if stay is not None:
             stay.close(politely=False)
         raise
-    consistency = Consistency.parse(spec.consistency) if spec.consistency else None
     launched = Distribution.parse(spec.strategy) if spec.strategy else Distribution()
     session = Session(
         place.rank,
@@ -377,7 +377,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | Non
         place.local_rank,
         node,
         Meter(Trace(trace_path(Path(spec.run_dir), "worker", place.rank)), place.rank),
-        consistency,
+        Consistency.parse(spec.consistency) if spec.consistency else None,
         spec.scale,
         Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
         Arrangement(place.rank, spec.num_workers, launched),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.launch.holders import KEYS_NAME, Holder, tls_settings
 from paceline.launch.spec import ClusterSpec, read_token
 from paceline.transport.base import Credentials, Transport
 
@@ -14,12 +15,17 @@ def tell_user(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def make_transport(spec: ClusterSpec, notice: Callable[[str], None] = tell_user) -> Transport:
-    """Make the carrier between the processes of this job; `notice` is told what works less well than it could."""
+def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell_user) -> Transport:
+    """Make the carrier between the processes of this job, for one of them.
+
+    `notice` is told what works less well than it could. Raises UsageError when a file that it needs is not there.
+    """
     if spec.transport == "tcp":
         from paceline.transport.tcp import TcpTransport
 
-        return TcpTransport(Credentials(read_token(Path(spec.run_dir)), spec.job))
+        run_dir = Path(spec.run_dir)
+        tls = tls_settings(run_dir / KEYS_NAME, holder) if spec.encrypted else None
+        return TcpTransport(Credentials(read_token(run_dir), spec.job), tls=tls)
     if spec.transport == "shm":
         from paceline.transport.shm import ShmTransport
 
@@ -27,6 +33,7 @@ def make_transport(spec: ClusterSpec, notice: Callable[[str], None] = tell_user)
     raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
 
 
-def listen_address(spec: ClusterSpec, server: int) -> str:
-    """Return where a server of this job listens: a free port, or a socket in the job's folder."""
-    return "tcp://127.0.0.1:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/server-{server}.sock"
+def listen_address(spec: ClusterSpec, server: int, host: str = "127.0.0.1") -> str:
+    """Return where a server of this job listens: a free port of `host`, or a socket in the job's folder."""
+    place = f"[{host}]" if ":" in host else host
+    return f"tcp://{place}:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/server-{server}.sock"

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-LEFTOVERS: Final = ("token", "*.address", "*.sock", "*.store", "*.life")
+LEFTOVERS: Final = ("token*", "keys/*", "*.address", "*.sock", "*.store", "*.life")
 NUM_ATTEMPTS: Final = 50
 RETRY_INTERVAL_S: Final = 0.02
 

@@ -19,6 +19,7 @@ from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.cores import cores_here, server_threads
 from paceline.launch.environment import wants_traceback
+from paceline.launch.holders import Holder
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
@@ -46,7 +47,7 @@ def threads_here(consistency: Consistency, spec: ClusterSpec) -> int:
 def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None]) -> None:
     """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own."""
     run_dir = Path(spec.run_dir)
-    transport = make_transport(spec, lambda text: print(text, file=sys.stderr))
+    transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
     listener = transport.listen(listen_address(spec, rank))
 
     @cache

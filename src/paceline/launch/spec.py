@@ -47,6 +47,7 @@ class ClusterSpec:
     wait_timeout_s: float = 600.0
     grace_s: float = 5.0
     shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
+    encrypted: bool = False  # then transport is tcp, and the folder `keys` in run_dir holds certificates
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
 
     @staticmethod

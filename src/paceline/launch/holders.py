@@ -1,0 +1,34 @@
+"""Whom a certificate is for, and the files in which a process finds its own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from paceline.transport.tls import TlsSettings
+
+KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its processes find certificates
+AUTHORITY_NAME: Final = "authority"
+
+Role = Literal["server", "worker", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Whom a certificate is for: one process of a job, or any of them.
+
+    >>> str(Holder("server", 0)), str(Holder("worker", 3)), str(Holder("any"))
+    ('server-0', 'worker-3', 'any')
+    """
+
+    role: Role
+    rank: int = -1
+
+    def __str__(self) -> str:
+        """Return the name of this holder's files, which is what a certificate says, too."""
+        return self.role if self.role == "any" else f"{self.role}-{self.rank}"
+
+
+def tls_settings(folder: Path, holder: Holder) -> TlsSettings:
+    """Return the files of a holder in a folder of keys; those for any process where it has none of its own."""
+    name = str(holder) if (folder / f"{holder}.pem").exists() else str(Holder("any"))
+    return TlsSettings(folder / f"{name}.pem", folder / f"{name}.key", folder / f"{AUTHORITY_NAME}.pem")
