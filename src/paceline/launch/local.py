@@ -21,6 +21,7 @@ from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_laun
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
 from paceline.launch.spec import ClusterSpec, write_token
+from paceline.launch.stage import LocalStage
 from paceline.launch.supervise import Board, Supervisor, Terms
 
 GUARD_TIMEOUT_S: Final = 5.0
@@ -88,7 +89,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         console = Console(copy)
         environment = _share_cores(run, console)
         with open_nursery(run, programs, run_dir, environment) as nursery:
-            supervisor = Supervisor(terms, AddressBook(spec), console, guard, signals, board, nursery)
+            stage = LocalStage(console, guard, signals.wakeup_fd, nursery)
+            supervisor = Supervisor(terms, stage, AddressBook(spec), console, signals, board)
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
 

@@ -8,15 +8,12 @@ decides the exit code. (3) Workers are stopped before servers, so that a worker 
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from paceline.launch.child import Child, Launch, Process, start_process
+from paceline.launch.child import Launch
 from paceline.launch.console import Console
-from paceline.launch.guard import Guard
-from paceline.launch.nursery import Nursery
-from paceline.launch.pipes import Pump
 from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
 from paceline.launch.signals import Signals
 
@@ -49,13 +46,76 @@ class Rendezvous(Protocol):
         ...
 
 
+class Member(Protocol):
+    """A process of the job that was started, wherever it runs."""
+
+    @property
+    def launch(self) -> Launch:
+        """How it was started."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def last_lines(self) -> Sequence[str]:
+        """What it last wrote to stderr."""
+        ...
+
+    def reap(self) -> int | None:
+        """Return its exit code (negative: the signal that killed it), or None while it runs."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and all that it started."""
+        ...
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input, if it is there to read it."""
+        ...
+
+
+class Stage(Protocol):
+    """Where processes run: this machine, or those of an engine."""
+
+    def prepare(self) -> Sequence[Member]:
+        """Begin to make room for the processes; return those that help with that. Does not block."""
+        ...
+
+    def settled(self) -> bool:
+        """Tell whether processes can be started now; does not block. Raises when they never can."""
+        ...
+
+    def start(self, launch: Launch) -> Member:
+        """Start a process; does not wait until it runs."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something happens or `timeout_s` have passed; relay what processes have written."""
+        ...
+
+    def release(self, member: Member) -> None:
+        """Relay the rest of what a member that has ended has written, and forget it."""
+        ...
+
+    def close(self) -> None:
+        """Release what is left; nothing runs any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why the run ends before its workers are done, and the exit code that says so."""
 
     code: int
     reason: str
-    culprit: Child | None = None
+    culprit: Member | None = None
     tell_workers: int = signal.SIGTERM
 
 
@@ -75,22 +135,19 @@ class Supervisor:
     def __init__(
         self,
         terms: Terms,
+        stage: Stage,
         rendezvous: Rendezvous,
         console: Console,
-        guard: Guard,
         signals: Signals,
         board: Board | None,
-        nursery: Nursery | None,
     ) -> None:
         self._terms = terms
+        self._stage = stage
         self._rendezvous = rendezvous
         self._console = console
-        self._guard = guard
         self._signals = signals
         self._board = board
-        self._nursery = nursery
-        self._pump = Pump(signals.wakeup_fd)
-        self._running: list[Child] = []
+        self._running: list[Member] = []
         self._met = False
         self._servers_stopped = False
         self._ending: Ending | None = None
@@ -102,8 +159,7 @@ class Supervisor:
         self._start_deadline_s = math.inf  # nobody was started, and nobody is awaited
         self._next_refresh_s = 0.0
         try:
-            if self._nursery is not None:
-                self._open(self._nursery)
+            self._prepare()
             if self._ending is None:
                 self._start_all(launches)
             while self._ending is None and self._alive("worker"):
@@ -113,7 +169,7 @@ class Supervisor:
         finally:
             self._kill(self._running)
             self._wait_until_gone(self._running, time.monotonic() + KILL_TIMEOUT_S)
-            self._pump.close()
+            self._stage.close()
             if self._board is not None:
                 self._board.close()
         return self._conclude()
@@ -121,7 +177,7 @@ class Supervisor:
     # What happens
 
     def _turn(self) -> None:
-        self._pump.wait(TURN_S if self._met else STARTING_TURN_S)
+        self._stage.wait(TURN_S if self._met else STARTING_TURN_S)
         for number in self._signals.take():
             self._on_signal(number)
         for child in tuple(self._running):
@@ -155,10 +211,9 @@ class Supervisor:
             self._console.say("interrupted again: killing what is left")
             self._kill(self._running)
 
-    def _on_exit(self, child: Child, exit_code: int) -> None:
+    def _on_exit(self, child: Member, exit_code: int) -> None:
         self._running.remove(child)
-        for pipe in child.pipes:
-            self._pump.remove(pipe)
+        self._stage.release(child)
         match child.launch.role:
             case "worker":
                 self._on_worker_exit(child, exit_code)
@@ -167,14 +222,14 @@ class Supervisor:
             case "nursery":  # the run can do without
                 pass
 
-    def _on_worker_exit(self, child: Child, exit_code: int) -> None:
+    def _on_worker_exit(self, child: Member, exit_code: int) -> None:
         self._tell_servers_of_end(child.launch)
         if exit_code == 0:
             self._num_finished += 1
         elif self._ending is None:
             self._on_worker_loss(child, exit_code)
 
-    def _on_server_exit(self, child: Child, exit_code: int) -> None:
+    def _on_server_exit(self, child: Member, exit_code: int) -> None:
         if self._ending is None and not (self._servers_stopped and exit_code == 0):
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             self._ending = Ending(1, f"{child.name} {describe_exit(exit_code)} {when}", culprit=child)
@@ -184,7 +239,7 @@ class Supervisor:
         for server in self._alive("server"):
             server.tell(f"ended {launch.rank} {launch.incarnation}")
 
-    def _on_worker_loss(self, child: Child, exit_code: int) -> None:
+    def _on_worker_loss(self, child: Member, exit_code: int) -> None:
         launch = child.launch
         happened = f"{child.name} {describe_exit(exit_code)}"
         match self._terms.policy.decide(exit_code, launch.incarnation):
@@ -201,10 +256,9 @@ class Supervisor:
 
     # What is done
 
-    def _open(self, nursery: Nursery) -> None:
-        """Start the nursery, and wait until it is ready, or never will be."""
-        self._add(nursery.launch, nursery.open)
-        while self._ending is None and not nursery.settled():
+    def _prepare(self) -> None:
+        self._running.extend(self._stage.prepare())
+        while self._ending is None and not self._stage.settled():
             self._turn()
 
     def _start_all(self, launches: Sequence[Launch]) -> None:
@@ -213,13 +267,7 @@ class Supervisor:
             self._start(launch)
 
     def _start(self, launch: Launch) -> None:
-        self._add(launch, start_process if self._nursery is None else self._nursery.start)
-
-    def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> None:
-        child = Child(launch, self._console, self._guard, start)
-        self._running.append(child)
-        for pipe in child.pipes:
-            self._pump.add(pipe)
+        self._running.append(self._stage.start(launch))
 
     def _stop_workers(self) -> None:
         if self._ending is None:
@@ -239,7 +287,7 @@ class Supervisor:
         was_cut_short = self._met or self._ending is not None
         self._end_within(servers, grace_end_s if was_cut_short else max(grace_end_s, self._start_deadline_s))
 
-    def _end_within(self, children: Sequence[Child], deadline_s: float) -> None:
+    def _end_within(self, children: Sequence[Member], deadline_s: float) -> None:
         """Wait for the children to end; kill those that have not at the deadline."""
         self._wait_until_gone(children, deadline_s)
         late = [child for child in children if child in self._running]
@@ -250,16 +298,16 @@ class Supervisor:
         self._kill(late)
         self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
 
-    def _wait_until_gone(self, children: Sequence[Child], deadline_s: float) -> None:
+    def _wait_until_gone(self, children: Sequence[Member], deadline_s: float) -> None:
         awaited = tuple(children)
         while time.monotonic() < deadline_s and any(child in self._running for child in awaited):
             self._turn()
 
-    def _kill(self, children: Sequence[Child]) -> None:
+    def _kill(self, children: Sequence[Member]) -> None:
         for child in children:
             child.kill()
 
-    def _alive(self, role: str) -> list[Child]:
+    def _alive(self, role: str) -> list[Member]:
         return [child for child in self._running if child.launch.role == role]
 
     # What is told
@@ -275,7 +323,7 @@ class Supervisor:
         self._console.say(ending.reason)
         return ending.code
 
-    def _quote(self, culprit: Child) -> None:
+    def _quote(self, culprit: Member) -> None:
         if not culprit.last_lines:
             self._console.say(f"{culprit.name} wrote nothing to stderr")
             return

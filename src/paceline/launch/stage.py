@@ -1,0 +1,56 @@
+"""This machine as the place where the processes of a job run."""
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from paceline.launch.child import Child, Launch, Process, start_process
+from paceline.launch.console import Console
+from paceline.launch.guard import Guard
+from paceline.launch.nursery import Nursery
+from paceline.launch.pipes import Pipe, Pump
+from paceline.launch.supervise import Member
+
+
+@final
+class LocalStage:
+    """Starts processes here, has them forked where there is a nursery, and reads what they write."""
+
+    def __init__(self, console: Console, guard: Guard, wakeup_fd: int, nursery: Nursery | None) -> None:
+        """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable."""
+        self._console = console
+        self._guard = guard
+        self._nursery = nursery
+        self._pump = Pump(wakeup_fd)
+        self._pipes: dict[Member, Sequence[Pipe]] = {}
+
+    def prepare(self) -> Sequence[Member]:
+        """Start the nursery, if there is one."""
+        return () if self._nursery is None else (self._add(self._nursery.launch, self._nursery.open),)
+
+    def settled(self) -> bool:
+        """Tell whether the nursery is ready, or never will be."""
+        return self._nursery is None or self._nursery.settled()
+
+    def start(self, launch: Launch) -> Member:
+        """Start a process."""
+        return self._add(launch, start_process if self._nursery is None else self._nursery.start)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a process writes or ends, or a signal comes."""
+        self._pump.wait(timeout_s)
+
+    def release(self, member: Member) -> None:
+        """Read the rest of what it wrote."""
+        for pipe in self._pipes.pop(member):
+            self._pump.remove(pipe)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._pump.close()
+
+    def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> Child:
+        child = Child(launch, self._console, self._guard, start)
+        self._pipes[child] = child.pipes
+        for pipe in child.pipes:
+            self._pump.add(pipe)
+        return child
