@@ -4,7 +4,7 @@ from tests.core.cores import make_server, of, pull, push, push_id, said, sender,
 
 from paceline.core.consistency import asynchronous, backup, bsp, ssp
 from paceline.core.effects import Apply, Discard, Membership, Reply, Serve
-from paceline.core.events import Died, Disconnected, Timeout
+from paceline.core.events import Declared, Died, Disconnected, Timeout
 from paceline.core.messages import (
     Applied,
     Fetched,
@@ -17,6 +17,8 @@ from paceline.core.messages import (
     Ticked,
     WorkerRefused,
 )
+from paceline.core.server import ServerCore
+from paceline.core.settings import ServerSettings
 
 
 def test_t6_expected_workers_hold_the_clock_until_they_are_overdue() -> None:
@@ -45,6 +47,17 @@ def test_t6_a_joiner_starts_at_the_slowest_clock_and_holds_the_others_from_there
     assert effects == [Membership(2, 0, "joined"), Reply(2, 0, Joined(4))]
     core.handle(tick(0, 5), 0.0)
     assert core.handle(pull(0, 1, 5, needs=5), 0.0) == []
+
+
+def test_a_job_that_goes_on_begins_where_it_ended() -> None:
+    core = ServerCore(ServerSettings(0, 1, workers=(0,), clock=7), started=0.0)
+    core.handle(Declared("w", bsp()), 0.0)
+    assert [reply.message for reply in of(core.handle(Join(sender(0)), 0.0), Reply)] == [Joined(7)]
+    assert [reply.message for reply in of(core.handle(Join(sender(5)), 0.0), Reply)] == [Joined(7)]
+    assert core.clock_of("w") == 7
+    core.handle(tick(0, 8), 0.0)
+    core.handle(tick(5, 8), 0.0)
+    assert core.clock_of("w") == 8
 
 
 def test_t6_a_joiner_does_not_start_in_a_clock_that_a_quorum_has_closed() -> None:

@@ -116,7 +116,7 @@ def test_r4_the_ledger_stays_small_over_ten_thousand_pushes() -> None:
     for seq in range(10_000):
         core.handle(push(0, seq, seq, settled=max(0, seq - 10)), 0.0)
         core.handle(tick(0, seq + 1), 0.0)
-    ledger = core._lives.current(0).ledger  # type: ignore[union-attr]
+    ledger = core.lives.current(0).ledger  # type: ignore[union-attr]
     assert len(ledger) == 11
     (message,) = [effect.message for effect in core.handle(pull(0, 1, 0, 0), 0.0)]  # type: ignore[union-attr]
     assert len(message.includes) == 11

@@ -136,13 +136,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a zombie may join again",
         SERVER,
-        " or self._lives.has_ended(sender)",
+        " or self.lives.has_ended(sender)",
         "",
     ),
     Mutant(
         "the dead may join late",
         SERVER,
-        "self._lives.bury(event.worker, event.incarnation)",
+        "self.lives.bury(event.worker, event.incarnation)",
         "pass",
     ),
     Mutant(
@@ -173,7 +173,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a joiner starts in a clock that is closed",
         SERVER,
-        "max([self._clocks.add(sender.worker), *(t.closing.clock for t in self._tables.values())])",
+        "max([self._clocks.add(sender.worker), *(t.closing.clock for t in self.tables.values())])",
         "self._clocks.add(sender.worker)",
     ),
     # -- closing clocks ----------------------------------------------------------------------------------------------

@@ -9,6 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Which life of which worker speaks: rank, and how often that rank was started before."""
+
+    generation: int
+    worker: int
+    incarnation: int
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class PushId:
     """The identity of one push; the same on every server and in every retry."""
@@ -18,14 +27,10 @@ class PushId:
     incarnation: int
     seq: int
 
-
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """Which life of which worker speaks: rank, and how often that rank was started before."""
-
-    generation: int
-    worker: int
-    incarnation: int
+    @property
+    def sender(self) -> Sender:
+        """The life that made it."""
+        return Sender(self.generation, self.worker, self.incarnation)
 
 
 # -- what a worker says ----------------------------------------------------------------------------------------------

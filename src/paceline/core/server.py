@@ -53,15 +53,17 @@ class ServerCore:
 
     settings: ServerSettings
     started: float
-    _clocks: Clocks = field(default_factory=Clocks)
-    _lives: Lives = field(init=False)
-    _tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
+    # For others to look at; what changes them are events alone.
+    lives: Lives = field(init=False)
+    tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
+    _clocks: Clocks = field(init=False)
 
     def __post_init__(self) -> None:
         """Count on the expected workers from the start, so that no early one runs ahead of them."""
-        self._lives = Lives(self.settings.generation)
+        self.lives = Lives(self.settings.generation)
+        self._clocks = Clocks(slowest=self.settings.clock)
         for worker in self.settings.workers:
-            self._lives.expect(worker, self.started + self.settings.join_timeout_s)
+            self.lives.expect(worker, self.started + self.settings.join_timeout_s)
             self._clocks.add(worker)
 
     # -- driving -----------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class ServerCore:
             case Declared():
                 self._on_declared(event, now, effects)
             case Changed():
-                self._tables[event.table].version += 1
+                self.tables[event.table].version += 1
             case Disconnected():
                 self._on_disconnected(event, now)
             case Died():
@@ -102,13 +104,13 @@ class ServerCore:
 
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
-        asks = [t.ask_lead_at for t in self._tables.values() if t.closes_clocks]
-        candidates = [*(asks if self._follows else ()), *filter(None, [self._lives.next_deadline()])]
+        asks = [t.ask_lead_at for t in self.tables.values() if t.closes_clocks]
+        candidates = [*(asks if self._follows else ()), *filter(None, [self.lives.next_deadline()])]
         return min(candidates, default=None)
 
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
-        entry = self._tables[table]
+        entry = self.tables[table]
         return entry.closing.clock if entry.closes_clocks else self._clocks.slowest
 
     @property
@@ -123,7 +125,7 @@ class ServerCore:
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def _on_push(self, push: Push, spoiled: str, effects: list[ServerEffect]) -> None:
-        life = self._life_of(_sender(push.id), effects)
+        life = self._life_of(push.id.sender, effects)
         if life is None:
             return
         life.ledger.settle(push.settled)
@@ -131,7 +133,7 @@ class ServerCore:
             return
         if life.ledger.overflows(push):
             reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes"
-            effects.append(self._to(push.id, WorkerRefused(_sender(push.id), reason)))
+            effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
             return
         known = life.ledger.answer(push)
         if known is not None:
@@ -141,7 +143,7 @@ class ServerCore:
 
     def _decide_push(self, push: Push, spoiled: str, life: Life, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
-        table = self._tables.get(push.table)
+        table = self.tables.get(push.table)
         if spoiled or table is None:
             self._answer(push.id, push.table, PushRefused(push.id, spoiled or self._unknown(push.table)), effects)
         elif not table.closes_clocks:
@@ -159,7 +161,7 @@ class ServerCore:
     def _answer(
         self, push_id: PushId, table: str, answer: Held | Applied | PushRefused, effects: list[ServerEffect]
     ) -> None:
-        life = self._lives.current(push_id.worker)
+        life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
             life.ledger.record(table, answer)
         effects.append(self._to(push_id, answer))
@@ -171,7 +173,7 @@ class ServerCore:
         if self._life_of(sender, effects) is None:
             return
         for name, clock in event.withdrawn:
-            table = self._tables.get(name)
+            table = self.tables.get(name)
             if table is not None and table.closes_clocks:
                 table.closing.withdraw(sender.worker, sender.incarnation, clock)
         before = self._clocks.slowest
@@ -181,7 +183,7 @@ class ServerCore:
 
     def _progress(self, before: int, effects: list[ServerEffect]) -> None:
         """Follow a change of the clocks: close what is complete, then release and deliver."""
-        for name, table in self._tables.items():
+        for name, table in self.tables.items():
             if table.closes_clocks:
                 self._close_complete(name, table, effects)
             elif self._clocks.slowest > before:
@@ -219,14 +221,14 @@ class ServerCore:
         self._release(name, table, effects)
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
-        table = self._tables.get(event.table)
+        table = self.tables.get(event.table)
         if event.generation != self.settings.generation or table is None or event.clock != table.closing.clock:
             return
         self._close(event.table, table, event.contributors, effects)
         self._ask_lead(event.table, table, now, effects)
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
-        table = self._tables.get(event.table)
+        table = self.tables.get(event.table)
         if event.generation != self.settings.generation or table is None:
             return
         contributors = table.closing.follow(event.server, event.clock)
@@ -244,7 +246,7 @@ class ServerCore:
     def _on_pull(self, pull: Pull, effects: list[ServerEffect]) -> None:
         if self._life_of(pull.sender, effects) is None:
             return
-        table = self._tables.get(pull.table)
+        table = self.tables.get(pull.table)
         if table is None:
             refusal = PullRefused(pull.request, pull.table, self._unknown(pull.table))
             effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
@@ -252,7 +254,7 @@ class ServerCore:
             effects.append(self._values(pull, table))
 
     def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
-        table = self._tables.get(event.table)
+        table = self.tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
             table.readers.taken(event.sender.worker, event.clock)
             if table.readers.start_delivery(event.sender.worker, self.clock_of(event.table)):
@@ -279,7 +281,7 @@ class ServerCore:
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def _on_declared(self, event: Declared, now: float, effects: list[ServerEffect]) -> None:
-        known = self._tables.get(event.table)
+        known = self.tables.get(event.table)
         if known is not None:
             if known.consistency != event.consistency:
                 raise ProtocolBug(
@@ -288,7 +290,7 @@ class ServerCore:
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
         table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest), event.keyed)
-        self._tables[event.table] = table
+        self.tables[event.table] = table
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
 
@@ -296,16 +298,16 @@ class ServerCore:
 
     def _on_join(self, event: Join, effects: list[ServerEffect]) -> None:
         sender = event.sender
-        life = self._lives.current(sender.worker)
+        life = self.lives.current(sender.worker)
         if life and life.incarnation == sender.incarnation and life.joined_at is not None:
             life.lease_until = None
-            for table in self._tables.values():
+            for table in self.tables.values():
                 table.readers.reconnected(sender.worker)
             effects.append(Reply(sender.worker, sender.incarnation, Joined(life.joined_at)))
             return
-        stale = sender.generation != self.settings.generation or self._lives.has_ended(sender)
+        stale = sender.generation != self.settings.generation or self.lives.has_ended(sender)
         if stale or (life and life.incarnation > sender.incarnation):
-            refusal = WorkerRefused(sender, self._lives.objection(sender))
+            refusal = WorkerRefused(sender, self.lives.objection(sender))
             effects.append(Reply(sender.worker, sender.incarnation, refusal))
             return
         if life and life.joined_at is not None:
@@ -317,38 +319,38 @@ class ServerCore:
         clock = (
             self._clocks.of(sender.worker)
             if sender.worker in self._clocks
-            else max([self._clocks.add(sender.worker), *(t.closing.clock for t in self._tables.values())])
+            else max([self._clocks.add(sender.worker), *(t.closing.clock for t in self.tables.values())])
         )
         self._clocks.advance(sender.worker, clock)
-        self._lives.begin(sender, clock)
+        self.lives.begin(sender, clock)
         effects.append(Membership(sender.worker, sender.incarnation, "joined"))
         effects.append(Reply(sender.worker, sender.incarnation, Joined(clock)))
 
     def _on_leave(self, event: Leave, effects: list[ServerEffect]) -> None:
         sender = event.sender
-        life = self._lives.current(sender.worker)
-        if life and life.incarnation == sender.incarnation and not self._lives.objection(sender):
+        life = self.lives.current(sender.worker)
+        if life and life.incarnation == sender.incarnation and not self.lives.objection(sender):
             self._give_up(sender.worker, life, "left", "", effects)
         effects.append(Reply(sender.worker, sender.incarnation, Left()))
 
     def _on_disconnected(self, event: Disconnected, now: float) -> None:
-        life = self._lives.current(event.worker)
+        life = self.lives.current(event.worker)
         if life and life.incarnation == event.incarnation and life.joined_at is not None:
             life.lease_until = now + self.settings.lease_s
 
     def _on_died(self, event: Died, effects: list[ServerEffect]) -> None:
-        life = self._lives.current(event.worker)
+        life = self.lives.current(event.worker)
         if life and life.incarnation == event.incarnation:
             self._give_up(event.worker, life, "died", event.reason, effects)
         else:
-            self._lives.bury(event.worker, event.incarnation)
+            self.lives.bury(event.worker, event.incarnation)
 
     def _on_timeout(self, now: float, effects: list[ServerEffect]) -> None:
-        for worker, life in self._lives.overdue(now):
+        for worker, life in self.lives.overdue(now):
             waited = self.settings.lease_s if life.joined_at is not None else self.settings.join_timeout_s
             did = "did not come back" if life.joined_at is not None else "did not join"
             self._give_up(worker, life, "died", f"it {did} within {waited:g} s", effects)
-        for name, table in self._tables.items():
+        for name, table in self.tables.items():
             if self._follows and table.closes_clocks and table.ask_lead_at <= now:
                 self._ask_lead(name, table, now, effects)
 
@@ -357,11 +359,11 @@ class ServerCore:
 
         Only the lead drops: another server may have yet to apply a clock that the lead has closed with this worker.
         """
-        for table in self._tables.values():
+        for table in self.tables.values():
             table.readers.forget(worker)
             if not self._follows:
                 effects += [Discard(push_id) for push_id in table.closing.drop(worker, life.incarnation)]
-        self._lives.end(worker, left=change == "left")
+        self.lives.end(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)
         effects.append(Membership(worker, life.incarnation, change, reason))
@@ -371,30 +373,26 @@ class ServerCore:
 
     def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Life | None:
         """Return the life that this sender is, or refuse it."""
-        objection = self._lives.objection(sender)
+        objection = self.lives.objection(sender)
         if objection:
-            if not self._lives.has_left(sender):
+            if not self.lives.has_left(sender):
                 effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, objection)))
             return None
-        return self._lives.current(sender.worker)
+        return self.lives.current(sender.worker)
 
     def _living(self, worker: int) -> Life:
-        life = self._lives.current(worker)
+        life = self.lives.current(worker)
         if life is None:
-            raise ProtocolBug(f"worker {worker} is served values but takes no part; lives: {self._lives}")
+            raise ProtocolBug(f"worker {worker} is served values but takes no part; lives: {self.lives}")
         return life
 
     def _incarnation(self, worker: int) -> int:
         return self._living(worker).incarnation
 
     def _unknown(self, table: str) -> str:
-        names = ", ".join(sorted(self._tables)) or "none"
+        names = ", ".join(sorted(self.tables)) or "none"
         return f"there is no table '{table}' on server {self.settings.server}; tables: {names}"
 
     @staticmethod
     def _to(push_id: PushId, message: Held | Applied | PushRefused | WorkerRefused) -> Reply:
         return Reply(push_id.worker, push_id.incarnation, message)
-
-
-def _sender(push_id: PushId) -> Sender:
-    return Sender(push_id.generation, push_id.worker, push_id.incarnation)

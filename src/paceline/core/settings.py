@@ -18,6 +18,7 @@ class ServerSettings:
         lease_s: how long a worker may be disconnected before it is given up.
         retry_s: how often an unanswered question to the lead is repeated.
         shares: how much of each table every server holds, as proportions; none for equal parts.
+        clock: where the job goes on, of which all clocks below were finished before.
     """
 
     server: int
@@ -28,6 +29,7 @@ class ServerSettings:
     lease_s: float = 5.0
     retry_s: float = 1.0
     shares: tuple[float, ...] = ()
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)

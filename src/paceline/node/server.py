@@ -36,6 +36,7 @@ from paceline.node.errands import Errands
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.landing import Landing
 from paceline.node.loans import Loans
+from paceline.node.orders import Holdings, Stop, Task
 from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request, WholeTable
 from paceline.node.rows.shelf import RowShelf
@@ -51,11 +52,6 @@ from paceline.transport.buffers import fresh_buffer
 
 _FROM_WORKERS = Join | Leave | Clock | Taken
 _FROM_SERVERS = Follow | Closed
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Put into the inbox to end the server's loop."""
 
 
 @dataclass(slots=True)
@@ -118,6 +114,8 @@ class ServerNode:
                     self._take_in(item)
                 elif isinstance(item, Died):
                     self._handle(item)
+                elif isinstance(item, Task):
+                    item.call(Holdings(self._core, self._shelf, self._rows))
         finally:
             self._peers.close()
             self._inbox.close()
@@ -130,6 +128,10 @@ class ServerNode:
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._inbox.put(Stop())
+
+    def do(self, call: Callable[[Holdings], None]) -> None:
+        """Have `call` called by the thread that serves, with all that this server has; from any thread."""
+        self._inbox.put(Task(call))
 
     def report_death(self, worker: int, incarnation: int, reason: str) -> None:
         """Say that a worker's process is known to be dead, from any thread."""
@@ -225,7 +227,7 @@ class ServerNode:
             return
         problem = self._rows.accept(frame, body)
         if isinstance(problem, KeysWanted):
-            self._want_keys(Sender(push.id.generation, push.id.worker, push.id.incarnation), problem)
+            self._want_keys(push.id.sender, problem)
         elif not self._handle(Spoiled(push, problem) if problem else push):
             self._rows.discard(push.id)
 

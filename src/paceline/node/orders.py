@@ -1,0 +1,31 @@
+"""What a server is told by its own process: to do something between two messages, or to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.server import ServerCore
+from paceline.node.rows.shelf import RowShelf
+from paceline.node.shelf import Shelf
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All that a server has, to be looked at and changed by its own thread alone."""
+
+    core: ServerCore
+    shelf: Shelf
+    rows: RowShelf
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to be done with what a server has, in its turn."""
+
+    call: Callable[[Holdings], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Put into the inbox to end the server's loop."""
