@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `compare`, `demo`, `simulate` and `plan`.
+"""The command line: `paceline run`, `launch`, `compare`, `demo`, `simulate` and `plan`.
 
 Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
 """
@@ -18,6 +18,7 @@ from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel, Tra
 
 TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
+TAKING_SCRIPTS: Final = ("run", "launch")
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -133,6 +134,7 @@ def run(
     )
 
 
+app.command("paceline.launch.emit.command:launch", name="launch", help="Write a batch script, or a manifest.")
 app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
@@ -178,7 +180,7 @@ def answer(tokens: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are told on stderr in one line."""
     options, script = split_at_script(tokens)
     wants_traceback = TRACEBACK_FLAG in options
-    if not script:  # `run` hands it on to its workers
+    if options[:1] != ["run"]:  # `run` hands it on to its workers
         options = [token for token in options if token != TRACEBACK_FLAG]
     try:
         return app([*options, END_OF_OPTIONS, *script] if script else options)
@@ -192,14 +194,14 @@ def answer(tokens: Sequence[str]) -> int:
 
 
 def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into our own part and, for `run`, the script with all that follows it.
+    """Split a command line into our own part and, for `run` and `launch`, the script with all that follows it.
 
     >>> split_at_script(["run", "-n", "4", "--quiet", "train.py", "-n", "9"])
     (['run', '-n', '4', '--quiet'], ['train.py', '-n', '9'])
     """
     flags = switches()
     position = 1
-    while tokens[:1] == ["run"] and position < len(tokens):
+    while tokens and tokens[0] in TAKING_SCRIPTS and position < len(tokens):
         token = tokens[position]
         if token == END_OF_OPTIONS:
             return list(tokens[:position]), list(tokens[position + 1 :])
