@@ -24,7 +24,7 @@ from paceline.launch.holders import Holder
 from paceline.launch.spec import wait_spec
 from paceline.session import Session
 from paceline.training.strategy import Strategy
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, Papers, Place, Transport
 
 CONTEXT, LETTERS, WIDTH, HIDDEN, BATCH = 12, 64, 16, 256, 32
 LR = 2e-3
@@ -60,6 +60,11 @@ class CountedConnection:
     def identity(self) -> bytes:
         """What the connecting side said of itself."""
         return self.inner.identity
+
+    @property
+    def papers(self) -> Papers:
+        """What the certificate of the other end says."""
+        return self.inner.papers
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame."""

@@ -43,7 +43,8 @@ def greeting(*, version: int = WIRE_VERSION, nonce: bytes = NONCE) -> bytes:
 
 def proof(role: bytes, identity: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
     """Compute a proof from the description of the protocol, apart from the code under test."""
-    parts = (role, struct.pack(">H", WIRE_VERSION), CREDENTIALS.job.encode(), identity, client_nonce, server_nonce)
+    version, job, unbound = struct.pack(">H", WIRE_VERSION), CREDENTIALS.job.encode(), b""
+    parts = (role, version, job, unbound, identity, client_nonce, server_nonce)
     said = b"".join(struct.pack(">I", len(part)) + part for part in parts)
     return hmac.new(CREDENTIALS.token, said, "sha256").digest()
 

@@ -9,7 +9,7 @@ before `send` returns, and is the receiver's own; over tcp that is every body. E
 dropped. Treat received bodies as read-only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -44,6 +44,19 @@ class Limits:
     max_half_open: int = 64
 
 
+class Secret(Protocol):
+    """What all processes of one job know, and nobody else."""
+
+    @property
+    def job(self) -> str:
+        """The name of the job."""
+        ...
+
+    def tokens(self) -> Sequence[bytes]:
+        """Return the tokens that hold now: with the first one we prove ourselves, others may do so with any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """The secret shared by all processes of one job. The token never appears in a repr or a message.
@@ -64,6 +77,32 @@ class Credentials:
                 f"{MIN_TOKEN_BYTES}: make one with os.urandom({MIN_TOKEN_BYTES})"
             )
 
+    def tokens(self) -> Sequence[bytes]:
+        """Return the one token; see `Secret.tokens`."""
+        return (self.token,)
+
+
+@dataclass(frozen=True, slots=True)
+class Papers:
+    """What a peer's certificate says: whom it is for ("worker-3", "any"), and its serial number in hexadecimal.
+
+    Without TLS there is none, and both are empty.
+    """
+
+    holder: str = ""
+    serial: str = ""
+
+    def permit(self, role: str, rank: int) -> bool:
+        """Say whether a peer with these papers may call itself so; where there are none, anybody may."""
+        return self.holder in ("", "any", f"{role}-{rank}")
+
+    def are_among(self, names: Collection[str]) -> bool:
+        """Say whether the holder or the serial number is one of these names."""
+        return self.holder in names or self.serial in names
+
+
+NO_PAPERS: Final = Papers()
+
 
 class Connection(Protocol):
     """One end of an open connection; either end may send at any time."""
@@ -76,6 +115,11 @@ class Connection(Protocol):
     @property
     def identity(self) -> bytes:
         """What the connecting side said of itself in the handshake; the same at both ends."""
+        ...
+
+    @property
+    def papers(self) -> Papers:
+        """What the certificate of the other end says."""
         ...
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:

@@ -1,5 +1,7 @@
 """Accepting over stream sockets: every client shakes hands in a thread of its own, beside `accept`.
 
+A client that is turned away is told nothing; who runs the listener is told why.
+
 At most `max_half_open` clients shake hands at once. When the places are taken, the next client waits in the kernel's
 backlog until one is free, or until the oldest guest has had its fair time and is shown out.
 """
@@ -11,15 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
-from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, PeerError
 from paceline.transport.base import Limits
-from paceline.transport.channel import Channel, OutOfTime, SocketChannel
+from paceline.transport.channel import OutOfTime, SocketChannel
+from paceline.transport.complaints import Complaints, Notice
 from paceline.transport.deadline import Deadline
-from paceline.transport.security import Handshake
+from paceline.transport.security import Greeted, Handshake
 from paceline.transport.stream import StreamConnection
 
 BACKLOG: Final = 512
@@ -31,7 +33,7 @@ _BREATHER_S: Final = 0.05
 
 # Checks and names a client that just connected; raises PeerError to turn it away.
 Inspect = Callable[[socket.socket], str]
-Welcome = Callable[[Channel, str, bytes], StreamConnection]
+Welcome = Callable[[Greeted, str], StreamConnection]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,7 @@ class StreamListener:
         *,
         inspect: Inspect,
         welcome: Welcome,
+        notice: Notice | None,
     ) -> None:
         self.address: Final = address
         self._socket = sock
@@ -63,6 +66,7 @@ class StreamListener:
         self._limits = limits
         self._inspect = inspect
         self._welcome = welcome
+        self._complaints = Complaints(notice)
         self._changed = threading.Condition()
         self._guests: dict[_Guest, threading.Thread] = {}  # in the order of their coming
         self._arrived: deque[StreamConnection] = deque()
@@ -100,13 +104,15 @@ class StreamListener:
         for connection in self._arrived:
             connection.close()
         self._arrived.clear()
+        self._complaints.tell_rest()
 
     def _keep_the_door(self) -> None:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._bell, select.POLLIN)
         while not self._closed:
-            poller.poll()
+            poller.poll(self._complaints.patience_ms())
+            self._complaints.tell_due()
             self._wait_for_a_place()
             if self._closed:
                 return
@@ -132,7 +138,11 @@ class StreamListener:
     def _admit(self, sock: socket.socket) -> None:
         try:
             name = self._inspect(sock)
-        except (PeerError, OSError):
+        except PeerError as error:
+            self._complaints.add(type(error).__name__, f"a client was turned away: {error}")
+            sock.close()
+            return
+        except OSError:  # it has gone away
             sock.close()
             return
         guest = _Guest(SocketChannel(sock), name, time.monotonic())
@@ -144,9 +154,11 @@ class StreamListener:
     def _receive_guest(self, guest: _Guest) -> None:
         """Shake hands; a guest who fails is told nothing."""
         connection = None
-        with suppress(PeerError, EOFError, OSError, OutOfTime):
-            channel, identity = self._handshake.answer(guest.channel, Deadline.after(self._limits.handshake_timeout_s))
-            connection = self._welcome(channel, guest.name, identity)
+        try:
+            connection = self._greet(guest)
+        except (PacelineError, EOFError, OSError, OutOfTime) as error:
+            if not self._closed:
+                self._complaints.add(type(error).__name__, f"{guest.name} was turned away: {_reason(error)}")
         with self._changed:
             del self._guests[guest]
             if connection is not None and not self._closed:
@@ -154,3 +166,16 @@ class StreamListener:
             else:
                 guest.channel.close()
             self._changed.notify_all()
+
+    def _greet(self, guest: _Guest) -> StreamConnection:
+        greeted = self._handshake.answer(guest.channel, Deadline.after(self._limits.handshake_timeout_s))
+        return self._welcome(greeted, guest.name)
+
+
+def _reason(error: Exception) -> str:
+    """Say what went wrong in a handshake, without a word that the client has chosen."""
+    if isinstance(error, OutOfTime):
+        return "it did not finish the handshake in time"
+    if isinstance(error, EOFError | ConnectionError):
+        return "it went away before the handshake was done"
+    return str(error)

@@ -32,6 +32,7 @@ class FaultyConnection:
     def __init__(self, inner: Connection, plan: FaultPlan, dice: Dice, tally: Tally) -> None:
         self.peer: Final = inner.peer
         self.identity: Final = inner.identity
+        self.papers: Final = inner.papers
         self._inner = inner
         self._longest_hold_s = plan.delay_s[1]
         self._dice = dice

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, Frame, Limits, Place, check_identity, strip_scheme
+from paceline.transport.base import EMPTY, NO_PAPERS, Frame, Limits, Place, check_identity, strip_scheme
 from paceline.transport.buffers import Regions, check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import Deadline
 
@@ -78,6 +78,7 @@ class MemoryConnection:
     ) -> None:
         self.peer: Final = peer
         self.identity: Final = identity
+        self.papers: Final = NO_PAPERS
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits

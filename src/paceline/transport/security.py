@@ -5,21 +5,25 @@ everything said: role, wire version, job, identity and both nonces. The client p
 the token learns nothing but the wire version. Neither a recording nor a reflection of the other side's bytes
 passes: the nonces and the role differ.
 
-Over tcp with TLS (`TlsHandshake`): the same, inside TLS with certificates on both sides.
+Over tcp with TLS (`TlsHandshake`): the same, inside TLS with certificates on both sides. The MAC then covers both
+certificates, too: who sits in between with a certificate of its own cannot pass on the proof of another.
 
 Over shm (`LocalHandshake`): the kernel tells each side who the other is; only the job is compared.
 
-A handshake reads at most `MAX_HANDSHAKE_BYTES` and takes no memory sized by the peer.
+A handshake reads at most `MAX_HANDSHAKE_BYTES`, in TLS `MAX_TLS_HANDSHAKE_BYTES`, and takes no memory sized by the
+peer.
 """
 
 import hmac
 import os
 import socket
 import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused
-from paceline.transport.base import MAX_IDENTITY_BYTES, Credentials
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PacelineError, PeerError, Refused
+from paceline.transport.base import MAX_IDENTITY_BYTES, NO_PAPERS, Papers, Secret
 from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
@@ -27,6 +31,7 @@ from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
+MAX_TLS_HANDSHAKE_BYTES: Final = 16384  # as certificates travel
 
 _HELLO: Final = struct.Struct(f"<4sHH{NONCE_BYTES}s")  # magic, wire version, bytes of identity, client's nonce
 _GREETING: Final = struct.Struct(f"<4sH{NONCE_BYTES}s")  # magic, wire version, server's nonce
@@ -35,17 +40,27 @@ _LOCAL_ANSWER: Final = struct.Struct("<4sH?")  # magic, wire version, whether th
 _PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 
-class Handshake(Protocol):
-    """Both halves of one way to shake hands; each returns the channel to use from then on, perhaps inside this one.
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """How two have met: the channel to use from now on, what the client calls itself, and the other side's papers."""
 
-    They raise PeerError, EOFError, OSError or OutOfTime, and never close.
+    channel: Channel
+    identity: bytes
+    papers: Papers = NO_PAPERS
+
+
+class Handshake(Protocol):
+    """Both halves of one way to shake hands; the channel that each returns may lie inside the one given.
+
+    They raise PeerError, EOFError, OSError or OutOfTime, or UsageError when our own files are in disorder. They never
+    close.
     """
 
-    def answer(self, channel: SocketChannel, deadline: Deadline) -> tuple[Channel, bytes]:
-        """Play the server; returns also the client's identity."""
+    def answer(self, channel: SocketChannel, deadline: Deadline) -> Greeted:
+        """Play the server."""
         ...
 
-    def introduce(self, channel: SocketChannel, identity: bytes, server: str, deadline: Deadline) -> Channel:
+    def introduce(self, channel: SocketChannel, identity: bytes, server: str, deadline: Deadline) -> Greeted:
         """Play the client of `server`."""
         ...
 
@@ -54,11 +69,11 @@ class Handshake(Protocol):
 class TokenHandshake:
     """Mutual proof of the job's token."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
 
-    def answer(self, channel: Channel, deadline: Deadline) -> tuple[Channel, bytes]:
-        """Play the server; see `Handshake.answer`."""
+    def answer(self, channel: Channel, deadline: Deadline, bound: bytes = b"") -> Greeted:
+        """Play the server; see `Handshake.answer`. `bound` is what the proofs hold for alone: both certificates."""
         magic, version, identity_bytes, theirs = _HELLO.unpack(read_exactly(channel, _HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
             raise PeerError("the client is not a Paceline peer")
@@ -67,24 +82,28 @@ class TokenHandshake:
         check_greeting(magic, version, "the client")
         identity = read_exactly(channel, identity_bytes, deadline)
         proof = read_exactly(channel, PROOF_BYTES, deadline)
-        if not hmac.compare_digest(proof, self._prove(b"client", identity, theirs, ours)):
-            raise AuthenticationFailed("the client did not prove that it belongs to this job")
-        channel.write([self._prove(b"server", identity, theirs, ours)], deadline)
-        return channel, identity
+        said = bound, identity, theirs, ours
+        token = self._token_behind(proof, self._transcript(b"client", *said))
+        channel.write([hmac.digest(token, self._transcript(b"server", *said), "sha256")], deadline)
+        return Greeted(channel, identity)
 
-    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> Channel:
-        """Play the client; see `Handshake.introduce`."""
+    def introduce(
+        self, channel: Channel, identity: bytes, server: str, deadline: Deadline, bound: bytes = b""
+    ) -> Greeted:
+        """Play the client; see `Handshake.introduce` and `answer`."""
+        token = self._secret.tokens()[0]
         ours = os.urandom(NONCE_BYTES)
         channel.write([_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity], deadline)
         magic, version, theirs = _GREETING.unpack(read_exactly(channel, _GREETING.size, deadline))
         _check_server(magic, version, server)
-        channel.write([self._prove(b"client", identity, ours, theirs)], deadline)
+        said = bound, identity, ours, theirs
+        channel.write([hmac.digest(token, self._transcript(b"client", *said), "sha256")], deadline)
         proof = self._await_proof(channel, server, deadline)
-        if not hmac.compare_digest(proof, self._prove(b"server", identity, ours, theirs)):
+        if not hmac.compare_digest(proof, hmac.digest(token, self._transcript(b"server", *said), "sha256")):
             raise AuthenticationFailed(
-                f"{server} did not prove that it belongs to job {self._credentials.job!r}; do not trust it"
+                f"{server} did not prove that it belongs to job {self._secret.job!r}; do not trust it"
             )
-        return channel
+        return Greeted(channel, identity)
 
     def _await_proof(self, channel: Channel, server: str, deadline: Deadline) -> bytes:
         try:
@@ -92,13 +111,25 @@ class TokenHandshake:
         except (EOFError, ConnectionError):
             raise AuthenticationFailed(
                 f"{server} closed the connection instead of proving itself: the token or the job "
-                f"{self._credentials.job!r} is not the one it was started with"
+                f"{self._secret.job!r} is not the one it was started with"
             ) from None
 
-    def _prove(self, role: bytes, identity: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-        said = (role, WIRE_VERSION.to_bytes(2), self._credentials.job.encode(), identity, client_nonce, server_nonce)
-        transcript = b"".join(len(part).to_bytes(4) + part for part in said)
-        return hmac.digest(self._credentials.token, transcript, "sha256")
+    def _token_behind(self, proof: bytes, transcript: bytes) -> bytes:
+        """Return which of our tokens the client has; every one of them is tried, whichever it is."""
+        held = [
+            token
+            for token in self._secret.tokens()
+            if hmac.compare_digest(proof, hmac.digest(token, transcript, "sha256"))
+        ]
+        if not held:
+            raise AuthenticationFailed("the client did not prove that it belongs to this job")
+        return held[0]
+
+    def _transcript(
+        self, role: bytes, bound: bytes, identity: bytes, client_nonce: bytes, server_nonce: bytes
+    ) -> bytes:
+        job = self._secret.job.encode()
+        return _joined((role, WIRE_VERSION.to_bytes(2), job, bound, identity, client_nonce, server_nonce))
 
 
 @final
@@ -108,7 +139,7 @@ class LocalHandshake:
     def __init__(self, job: str) -> None:
         self._job = job
 
-    def answer(self, channel: Channel, deadline: Deadline) -> tuple[Channel, bytes]:
+    def answer(self, channel: Channel, deadline: Deadline) -> Greeted:
         """Play the server; see `Handshake.answer`."""
         magic, version, identity_bytes, digest = _LOCAL_HELLO.unpack(read_exactly(channel, _LOCAL_HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
@@ -118,9 +149,9 @@ class LocalHandshake:
         check_greeting(magic, version, "the client")
         if not ours:
             raise AuthenticationFailed("the client belongs to another job")
-        return channel, read_exactly(channel, identity_bytes, deadline)
+        return Greeted(channel, read_exactly(channel, identity_bytes, deadline))
 
-    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> Channel:
+    def introduce(self, channel: Channel, identity: bytes, server: str, deadline: Deadline) -> Greeted:
         """Play the client; see `Handshake.introduce`."""
         hello = _LOCAL_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), self._digest())
         channel.write([hello + identity], deadline)
@@ -128,7 +159,7 @@ class LocalHandshake:
         _check_server(magic, version, server)
         if not same_job:
             raise AuthenticationFailed(f"{server} belongs to another job than {self._job!r}")
-        return channel
+        return Greeted(channel, identity)
 
     def _digest(self) -> bytes:
         return hmac.digest(b"paceline job", self._job.encode(), "sha256")
@@ -136,7 +167,7 @@ class LocalHandshake:
 
 def introduce_within(
     handshake: Handshake, channel: SocketChannel, identity: bytes, server: str, *, timeout_s: float, deadline: Deadline
-) -> Channel:
+) -> Greeted:
     """Play the client, naming the server in whatever goes wrong; closes the channel then."""
     try:
         return handshake.introduce(channel, identity, server, deadline)
@@ -149,7 +180,7 @@ def introduce_within(
             f"{server} closed the connection during the handshake ({error or 'end of stream'}): it may be busy, "
             "shutting down, or no Paceline server"
         ) from error
-    except PeerError:
+    except PacelineError:
         channel.close()
         raise
 
@@ -161,6 +192,11 @@ def check_same_user(sock: socket.socket, peer: str) -> int:
     if user != os.geteuid():
         raise AuthenticationFailed(f"{peer} runs as user {user}, expected our own user {os.geteuid()}")
     return process
+
+
+def _joined(parts: Iterable[bytes]) -> bytes:
+    """Join parts so that no two lists of them become the same."""
+    return b"".join(len(part).to_bytes(4) + part for part in parts)
 
 
 def _check_server(magic: bytes, version: int, server: str) -> None:

@@ -14,10 +14,10 @@ from typing import Final, final
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
 from paceline.transport.bodies import SharedBodies
-from paceline.transport.channel import Channel, SocketChannel
+from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
-from paceline.transport.security import LocalHandshake, check_same_user, introduce_within
+from paceline.transport.security import Greeted, LocalHandshake, check_same_user, introduce_within
 from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
 from paceline.transport.stream import StreamConnection
 
@@ -32,7 +32,8 @@ class ShmTransport:
 
     Addresses are "shm:///run/job/server-0.sock", with or without the scheme. The directory must be closed to others
     (mode 0700); it is made when missing. Both sides must run as the same user and name the same job. When shared
-    memory is not to be had, bodies go through the socket and `notice` is called once with the reason.
+    memory is not to be had, bodies go through the socket and `notice` is called once with the reason. It is also told
+    of every client that is turned away.
 
     >>> import tempfile
     >>> transport = ShmTransport("example")
@@ -63,6 +64,7 @@ class ShmTransport:
         self.maps_memory: Final = True
         self._handshake = LocalHandshake(job)
         self._limits = limits or Limits()
+        self._notice = notice
         self._segments = Segments(create_memory, _Once(notice))
 
     def allocate(self, size_bytes: int) -> memoryview:
@@ -82,18 +84,24 @@ class ShmTransport:
         peer = f"shm://{path}"
         deadline = Deadline.after(timeout_s)
         sock = _open(path, peer, timeout_s)
-        channel = introduce_within(
+        greeted = introduce_within(
             self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
         )
-        return self._welcome(channel, peer, identity)
+        return self._welcome(greeted, peer)
 
     def _serve(self, path: Path, sock: socket.socket) -> StreamListener:
         return StreamListener(
-            sock, f"shm://{path}", self._handshake, self._limits, inspect=_inspect, welcome=self._welcome
+            sock,
+            f"shm://{path}",
+            self._handshake,
+            self._limits,
+            inspect=_inspect,
+            welcome=self._welcome,
+            notice=self._notice,
         )
 
-    def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
-        return StreamConnection(channel, peer, identity, self._limits, SharedBodies(self._segments, self._limits))
+    def _welcome(self, greeted: Greeted, peer: str) -> StreamConnection:
+        return StreamConnection(greeted, peer, self._limits, SharedBodies(self._segments, self._limits))
 
 
 @final

@@ -9,10 +9,11 @@ from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageEr
 from paceline.transport.base import EMPTY, Frame, Limits, Place
 from paceline.transport.bodies import Bodies, Placement
 from paceline.transport.buffers import destination, flat, fresh_buffer
-from paceline.transport.channel import Channel, OutOfTime
+from paceline.transport.channel import OutOfTime
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.readahead import ReadAhead
+from paceline.transport.security import Greeted
 
 _SMALL_BYTES: Final = 16 << 10  # a channel that has room takes so much at once
 
@@ -30,9 +31,11 @@ class _Arrival:
 class StreamConnection:
     """A `Connection` over a channel whose handshake is done."""
 
-    def __init__(self, channel: Channel, peer: str, identity: bytes, limits: Limits, bodies: Bodies) -> None:
+    def __init__(self, greeted: Greeted, peer: str, limits: Limits, bodies: Bodies) -> None:
+        channel = greeted.channel
         self.peer: Final = peer
-        self.identity: Final = identity
+        self.identity: Final = greeted.identity
+        self.papers: Final = greeted.papers
         self._channel = channel
         self._limits = limits
         self._bodies = bodies

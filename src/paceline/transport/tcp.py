@@ -6,13 +6,14 @@ from errno import EADDRINUSE, EADDRNOTAVAIL
 from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import Credentials, Limits, check_identity, strip_scheme
+from paceline.transport.base import Limits, Secret, check_identity, strip_scheme
 from paceline.transport.bodies import InlineBodies
 from paceline.transport.buffers import check_size, fresh_buffer
-from paceline.transport.channel import Channel, SocketChannel
+from paceline.transport.channel import SocketChannel
+from paceline.transport.complaints import Notice
 from paceline.transport.deadline import Deadline
 from paceline.transport.doorman import BACKLOG, StreamListener
-from paceline.transport.security import Handshake, TokenHandshake, introduce_within
+from paceline.transport.security import Greeted, Handshake, TokenHandshake, introduce_within
 from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings
 
@@ -31,7 +32,7 @@ class TcpTransport:
     scheme; port 0 listens on a free port. Names other than localhost are not looked up.
 
     With `tls`, which both sides must have, all of it travels encrypted between holders of certificates, and any IP
-    address will do.
+    address will do. `notice` is told of every client that is turned away, and why.
 
     >>> import os
     >>> transport = TcpTransport(Credentials(token=os.urandom(32), job="example"))
@@ -46,14 +47,20 @@ class TcpTransport:
     """
 
     def __init__(
-        self, credentials: Credentials, limits: Limits | None = None, *, tls: TlsSettings | None = None
+        self,
+        secret: Secret,
+        limits: Limits | None = None,
+        *,
+        tls: TlsSettings | None = None,
+        notice: Notice | None = None,
     ) -> None:
         self.name: Final = "tcp"
         self.maps_memory: Final = False
         self._encrypts = tls is not None
-        proof = TokenHandshake(credentials)
-        self._handshake: Handshake = proof if tls is None else TlsHandshake(tls, proof)
+        proof = TokenHandshake(secret)
+        self._handshake: Handshake = proof if tls is None else TlsHandshake(tls, proof, secret.job)
         self._limits = limits or Limits()
+        self._notice = notice
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give plain memory; see `Transport.allocate`."""
@@ -73,7 +80,13 @@ class TcpTransport:
             sock.close()
             raise _explain_bind(error, host, port) from error
         return StreamListener(
-            sock, f"tcp://{bound}", self._handshake, self._limits, inspect=_inspect, welcome=self._welcome
+            sock,
+            f"tcp://{bound}",
+            self._handshake,
+            self._limits,
+            inspect=_inspect,
+            welcome=self._welcome,
+            notice=self._notice,
         )
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StreamConnection:
@@ -83,10 +96,10 @@ class TcpTransport:
         peer = _format((host, port))
         deadline = Deadline.after(timeout_s)
         sock = _open(family, host, port, timeout_s)
-        channel = introduce_within(
+        greeted = introduce_within(
             self._handshake, SocketChannel(sock), identity, peer, timeout_s=timeout_s, deadline=deadline
         )
-        return self._welcome(channel, peer, identity)
+        return self._welcome(greeted, peer)
 
     def _parse(self, address: str) -> tuple[socket.AddressFamily, str, int]:
         """Split an address; raises UsageError when it leads beyond this machine and nothing is encrypted."""
@@ -98,8 +111,8 @@ class TcpTransport:
             )
         return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), port
 
-    def _welcome(self, channel: Channel, peer: str, identity: bytes) -> StreamConnection:
-        return StreamConnection(channel, peer, identity, self._limits, InlineBodies())
+    def _welcome(self, greeted: Greeted, peer: str) -> StreamConnection:
+        return StreamConnection(greeted, peer, self._limits, InlineBodies())
 
 
 def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:

@@ -1,12 +1,13 @@
 """A channel inside TLS."""
 
 import ssl
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final, cast, final
 
-from paceline.errors import ProtocolBug
+from paceline.errors import PeerError, ProtocolBug
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 
@@ -23,13 +24,26 @@ class TlsChannel:
     without the lock.
     """
 
-    def __init__(self, inner: SocketChannel, context: ssl.SSLContext, *, server_side: bool) -> None:
+    def __init__(
+        self, inner: SocketChannel, context: ssl.SSLContext, *, server_side: bool, allowance_bytes: int
+    ) -> None:
         self._inner = inner
         self._lock = threading.Lock()
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=server_side)
+        # Until the peer has proven itself it may say only so much more, and memory is taken for no more than that.
+        self._allowance_bytes = allowance_bytes
+        self._records = memoryview(bytearray(allowance_bytes))
+
+    def trust(self) -> None:
+        """Read as much as comes from now on: the peer has proven itself."""
+        self._allowance_bytes = sys.maxsize
         self._records = memoryview(bytearray(_TURN_BYTES))
+
+    def certificate(self, *, binary: bool) -> object:
+        """Return the peer's certificate, which has been checked: as a dict, or as DER."""
+        return self._tls.getpeercert(binary)
 
     def shake_hands(self, deadline: Deadline) -> None:
         """Agree on keys, and check the other side's certificate; raises SSLError when that fails."""
@@ -104,7 +118,10 @@ class TlsChannel:
 
     def _take_in(self, deadline: Deadline) -> None:
         """Wait for records, or parts of them."""
-        num_bytes = self._inner.read_some(self._records, deadline)
+        if not self._allowance_bytes:
+            raise PeerError("it said more than a handshake takes before it had proven itself")
+        num_bytes = self._inner.read_some(self._records[: self._allowance_bytes], deadline)
+        self._allowance_bytes -= num_bytes
         with self._lock:
             self._arrived.write(self._records[:num_bytes])
 
