@@ -102,7 +102,7 @@ class Leases:
         if piece is not None:
             if not sizes:
                 self._extra.add(place)
-            return Answer("piece", piece.round, piece.home, piece.index, self._num_free())
+            return Answer("piece", piece.round, piece.home, piece.index, self.num_free)
         if sizes or place in self._extra:
             return Answer("rest", place)
         return Answer("over", place) if self.is_settled(place) else None
@@ -136,14 +136,16 @@ class Leases:
         faster = [self._num_taken[other] for other in self._at_work(place) if self._num_taken[other] > own]
         if not own or not faster:
             return False
-        turns = -(-self._num_free() // len(faster)) + 0.5
+        turns = -(-self.num_free // len(faster)) + 0.5
         return turns / max(faster) < 1 / own
 
     def _at_work(self, place: Round) -> list[Life]:
         """Return who is in this round and has not delivered yet, and so may ask for more of it."""
         return [life for life, where in self._places.items() if where == place and self._held.get(life)]
 
-    def _num_free(self) -> int:
+    @property
+    def num_free(self) -> int:
+        """Count the pieces that nobody has."""
         return sum(len(rest) for shares in self._free.values() for rest in shares.values())
 
     def _open(self, place: Round, sizes: Sequence[int]) -> None:

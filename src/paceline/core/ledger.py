@@ -26,7 +26,9 @@ class Ledger:
         return len(self._answers)
 
     def settle(self, settled: int) -> None:
-        """Forget what the sender has said that it knows."""
+        """Forget what the sender has said that it knows; it cannot know the answer to what is only held."""
+        held = (seq for seq, (_, answer) in self._answers.items() if isinstance(answer, Held))
+        settled = min([settled, *held])
         if settled > self.settled:
             self.settled = settled
             self._answers = {seq: entry for seq, entry in self._answers.items() if seq >= settled}

@@ -14,6 +14,9 @@ from paceline.transport.base import EMPTY
 
 Send = Callable[[int, int, object, memoryview], None]
 
+MAX_WORKS = 1024  # that workers may take pieces of
+MAX_PIECES = 1 << 20  # of one work that may be free at a time
+
 
 @dataclass(slots=True)
 class Dealer:
@@ -48,6 +51,7 @@ class Dealer:
         elif request.number == number:
             self.send(*life, Done(number), answer)
         elif request.number > number:
+            self._require_sense(request)
             self._require_agreement(life[0], request)
             self._go_to(life, request.work)
             self._answers.pop(life, None)
@@ -86,6 +90,18 @@ class Dealer:
             self._works[before].settle(life)
         self._works.setdefault(work, Leases())
         self._at[life] = work
+
+    def _require_sense(self, request: TakePiece) -> None:
+        """Refuse work that is cut so that no job could have cut it so."""
+        leases = self._works.get(request.work)
+        num_free = 0 if leases is None else leases.num_free
+        if min((request.epoch, request.round, *request.sizes)) < 0 or sum(request.sizes) + num_free > MAX_PIECES:
+            raise UsageError(
+                f"round {request.round} of epoch {request.epoch} of {request.work} has {sum(request.sizes)} pieces and "
+                f"{num_free} are left of earlier ones: expected at most {MAX_PIECES} together, and no number below 0"
+            )
+        if leases is None and len(self._works) >= MAX_WORKS:
+            raise UsageError(f"{len(self._works)} works are dealt out already, expected at most {MAX_WORKS}")
 
     def _require_agreement(self, rank: int, request: TakePiece) -> None:
         if (request.work, request.epoch) not in self._terms:  # older epochs are over: nobody begins one before

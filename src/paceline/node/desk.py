@@ -6,12 +6,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from paceline.core.events import Declared
 from paceline.errors import PacelineError
 from paceline.node.dealer import Dealer, Send
+from paceline.node.mishaps import MISHAPS, story
 from paceline.node.requests import (
     AwaitValues,
     Declare,
@@ -31,6 +31,9 @@ from paceline.node.shelf import Shelf
 from paceline.transport.base import EMPTY
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
+
+# A worker waits for its answers, so one with more requests of a kind that wait for others is a misbehaving peer.
+MAX_WAITING = 1024
 
 
 @dataclass(slots=True)
@@ -61,8 +64,8 @@ class Desk:
         """Answer a request; return that there is a table, if it declares one."""
         try:
             return self._carry_out(life, request, body)
-        except (PacelineError, SafetensorError) as error:
-            self._answer(life, Failed(request.number, str(error)))
+        except MISHAPS as error:
+            self._answer(life, Failed(request.number, story(error)))
             return None
 
     def release(self, members: Sequence[int]) -> None:
@@ -115,13 +118,13 @@ class Desk:
                 if request.number <= self._met.get(life, 0):
                     self._answer(life, Done(request.number))
                 else:
-                    self._meetings.setdefault(request.place, {})[life] = request.number
+                    self._wait(self._meetings, request.place, life, request.number)
             case TakePiece():
                 self.dealer.take(life, request)
             case AwaitValues():
-                self._awaiting.setdefault(self._known(request.table), {})[life] = request.number
+                self._wait(self._awaiting, self._known(request.table), life, request.number)
             case Describe():
-                self._asking.setdefault(request.table, {})[life] = request.number
+                self._wait(self._asking, request.table, life, request.number)
             case Initialise():
                 self.shelf.initialise(self._known(request.table), body)
                 self._answer(life, Done(request.number))
@@ -129,9 +132,16 @@ class Desk:
                 content = save(self.shelf.state(self._known(request.table)))
                 self.send(*life, Done(request.number), memoryview(content))
             case LoadState():
-                self.shelf.shards[self._known(request.table)].load_state(load(bytes(body)))
+                shard = self.shelf.shards[self._known(request.table)]
+                shard.load_state(load(bytes(body)), version=shard.version + 1)
                 self._answer(life, Done(request.number))
         return None
+
+    def _wait(self, waiting: dict[str, dict[Life, int]], key: str, life: Life, number: int) -> None:
+        """Note that a life waits for what this book is of."""
+        if life not in waiting.get(key, {}) and sum(life in entry for entry in waiting.values()) >= MAX_WAITING:
+            raise PacelineError(f"worker {life[0]} waits for {MAX_WAITING} others of this kind already")
+        waiting.setdefault(key, {})[life] = number
 
     def _answer(self, life: Life, answer: Done | Failed) -> None:
         self.send(*life, answer, EMPTY)

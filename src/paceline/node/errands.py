@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from safetensors import SafetensorError
-
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import PeerError
 from paceline.node.desk import Life, Send
+from paceline.node.mishaps import MISHAPS, story
 from paceline.node.requests import Done, Failed, WholeTable
 from paceline.node.whole_tables import WholeTables
 from paceline.transport.base import EMPTY
@@ -100,7 +99,7 @@ class Errands:
         answer: tuple[Done | Failed, memoryview]
         try:
             answer = Done(number), self.tables.carry_out(request, body, self.clock_of)
-        except (PacelineError, SafetensorError) as error:
-            answer = Failed(number, str(error)), EMPTY
+        except MISHAPS as error:
+            answer = Failed(number, story(error)), EMPTY
         book.answers[number] = answer
         self.send(*life, *answer)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
 
 _TIMEOUT_S = 60.0  # for a small frame that waits
@@ -119,7 +119,7 @@ class Post:
     def _send(self, header: bytes, body: memoryview, timeout_s: float) -> None:
         try:
             self.connection.send(header, body, timeout_s=timeout_s)
-        except PeerError:
+        except (PeerError, UsageError):  # it is gone, or made us say more than a frame may have
             self._give_up()
 
     def _drop_all(self) -> None:

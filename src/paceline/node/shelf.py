@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan
+from math import isfinite
 
 from torch import Tensor
 
@@ -13,6 +13,9 @@ from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.errors import UsageError
 from paceline.node.layout import as_tensor, spans, torch_dtype
+from paceline.node.mishaps import MISHAPS, story
+from paceline.node.numbers import objection
+from paceline.node.room import require_room
 from paceline.node.wire import PushFrame
 from paceline.tensors.shard import Contribution, Shard
 from paceline.tensors.table import TableSpec, differences
@@ -39,6 +42,8 @@ class Shelf:
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
+    # Why a table takes no more pushes: an update of it could not be made.
+    broken: dict[str, str] = field(default_factory=dict[str, str])
     # Pushes that have arrived and are neither applied nor discarded, with the memory that they came in.
     _waiting: dict[PushId, tuple[Contribution, memoryview]] = field(
         default_factory=dict[PushId, tuple[Contribution, memoryview]]
@@ -67,8 +72,10 @@ class Shelf:
             spec.validate()
             rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
             span = spans(spec, self.settings)[self.server]
+            size_bytes = span.length * torch_dtype(spec).itemsize
+            require_room(spec.name, size_bytes, len(self.specs), f"server {self.server}")
             try:
-                memory = self.allocate(span.length * torch_dtype(spec).itemsize)
+                memory = self.allocate(size_bytes)
                 values = as_tensor(memory, torch_dtype(spec))
                 shard = Shard(spec, span, rule=rule, values=values, num_threads=self.num_threads(consistency))
             except (RuntimeError, OSError) as error:  # what torch and mmap raise when there is no memory
@@ -81,6 +88,8 @@ class Shelf:
         spec, shard = self.specs.get(frame.push.table), self.shards.get(frame.push.table)
         if spec is None or shard is None:
             return ""
+        if spec.name in self.broken:
+            return self.broken[spec.name]
         expected = self.size_bytes(spec.name)
         if len(body) != expected:
             return f"its tensor has {len(body)} bytes, server {self.server} expects {expected} for '{spec.name}'"
@@ -102,9 +111,17 @@ class Shelf:
         return push_id in self._waiting
 
     def apply(self, table: str, ids: Sequence[PushId]) -> None:
-        """Update a table with these pushes in this order, as one update."""
+        """Update a table with these pushes in this order, as one update.
+
+        What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up), the
+        table takes no more pushes, and says why; others go on.
+        """
         pushes = [self._waiting.pop(push_id) for push_id in ids]
-        self.shards[table].apply([contribution for contribution, _ in pushes])
+        try:
+            if table not in self.broken:
+                self.shards[table].apply([contribution for contribution, _ in pushes])
+        except MISHAPS as error:
+            self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
         for _, body in pushes:
             self.release(body)
 
@@ -118,7 +135,7 @@ class Shelf:
         """Let go of all tables and pushes: nobody is served any more."""
         for shard in self.shards.values():
             shard.close()
-        for content in (self.specs, self.shards, self.memories, self._waiting):
+        for content in (self.specs, self.shards, self.memories, self.broken, self._waiting):
             content.clear()
 
     def values_into(self, table: str, body: memoryview) -> None:
@@ -159,14 +176,14 @@ def _objection(spec: TableSpec, frame: PushFrame) -> str:
     """Say why what came beside a gradient makes no sense, or nothing."""
     if not (isfinite(frame.count) and frame.count >= 0):
         return f"it stands for {frame.count} samples, expected a number >= 0"
-    if any(not 0 <= index < len(spec.segments) for index in frame.absent):
-        return f"it leaves out parameters {frame.absent}, but '{spec.name}' has {len(spec.segments)}"
+    unknown = tuple(index for index in frame.absent if not 0 <= index < len(spec.segments))
+    if unknown:
+        return f"it leaves out parameters {unknown[:3]}, but '{spec.name}' has {len(spec.segments)}"
     groups = spec.rule.groups
     if frame.hyper and len(frame.hyper) != len(groups):
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
     for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
-        missing = sorted(known.keys() - given.keys())
-        bad = [key for key, value in given.items() if isinstance(value, float) and isnan(value)]
-        if missing or bad:
-            return f"hyperparameters of group {number}: missing {missing}, not a number {bad}"
+        problem = objection(given, known)
+        if problem:
+            return f"hyperparameters of group {number}: {problem}"
     return ""

@@ -96,6 +96,7 @@ class Chunked:
                 f"The rule '{self._kernel.name}' has no state like this, but was given {sorted(foreign or state)[:3]}. "
                 "Was it another rule?"
             )
+        self._require_shapes(state)
         self._plan, self._begun = None, False
         self._held = [()] * len(self._pieces)
         self._steps.zero_()
@@ -106,6 +107,13 @@ class Chunked:
             else:
                 self._hold(int(index), (name,))
                 self._pieces[int(index)].view(self._state[name]).copy_(value)
+
+    def _require_shapes(self, state: Mapping[str, Tensor]) -> None:
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            shape = () if name == "step" else self._pieces[int(index)].view(self._values).shape
+            if value.shape != shape:
+                raise UsageError(f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(shape)}.")
 
     def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
         """Return what the kernel has to divide sums by: 1 where they are divided before, as their dtype rounds then."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Set as AbstractSet
 
 from paceline.errors import UsageError
@@ -28,7 +29,7 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
         kind: what it should be, for messages.
 
     Raises:
-        UsageError: the path is not allowed, or cannot be imported.
+        UsageError: the path is not allowed, is one of Python's own library, or cannot be imported.
     """
     module_name, member = split_path(path, kind)
     if allowed is not None and path not in allowed:
@@ -36,6 +37,8 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
             f"The {kind} {path} may not be loaded here. Allowed: {', '.join(sorted(allowed)) or 'none'}. "
             "Start the servers with this path among those that are allowed."
         )
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise UsageError(f"{path} is part of Python's own library, which has no {kind}: it is not run for a worker.")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever a module may do as it is imported, the server goes on

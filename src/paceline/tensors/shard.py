@@ -165,10 +165,13 @@ class Shard:
                     f"{self.span.start} to {self.span.stop}. Load the state of this very range."
                 )
             named[f"{index_of[int(segment)]}.{name}"] = value
+        if VALUES not in state:
+            raise ProtocolBug(f"Table '{self.spec.name}': a state without values. Load the state of this very range.")
+        self._require_fit(state[VALUES], "values")
+        self._updates.load_state(named)
         if self._merger is not None:
             self._merger.take_all()  # they belong to the values of before
         self.store(state[VALUES])
-        self._updates.load_state(named)
         self.version = version
 
     def close(self) -> None:

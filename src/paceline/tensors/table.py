@@ -18,6 +18,8 @@ DType: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
 Scale: TypeAlias = Literal["sum", "mean", "samples"]
 NonFinite: TypeAlias = Literal["reject", "zero", "halt", "ignore"]
 
+MAX_NAME = 500  # characters of the name of a table
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -89,6 +91,8 @@ class TableSpec:
     def _problems(self) -> Iterator[str]:
         if not self.name:
             yield "it has no name. Give it one that is unique in the job."
+        if len(self.name) > MAX_NAME:
+            yield f"its name has {len(self.name)} characters, expected at most {MAX_NAME}."
         if not self.segments:
             yield "it has no parameters. Give at least one."
         yield from self._segment_problems()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isfinite, isnan
+from math import isfinite
 
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PeerError, UsageError
+from paceline.node.mishaps import MISHAPS, story
+from paceline.node.numbers import objection
+from paceline.node.room import require_room
 from paceline.node.rows.opened import layouts
 from paceline.node.rows.parcels import Layout, ids_of
 from paceline.node.rows.subscriptions import Subscription
 from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, Unsubscribe
+from paceline.tensors.filters.check import check_filters
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
 from paceline.tensors.rows.ops import RowOps
 from paceline.tensors.rows.rules import row_rule
@@ -87,6 +91,8 @@ class RowShelf:
         consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
+            check_filters(spec.filters)
+            require_room(spec.name, 0, len(self.tables), f"server {self.server}")
             rule = row_rule(spec.rule, self.allowed_paths)
             up, down = layouts(spec, rule)
             self.tables[spec.name] = ServedRows(spec, consistency, RowStore(spec, rule, self.ops), up, down)
@@ -98,7 +104,7 @@ class RowShelf:
         """Keep what a push brings; return why it may not be applied, or nothing, or that its ids are wanted."""
         served = self.tables.get(frame.push.table)
         if served is None:
-            return f"there is no table of rows '{frame.push.table}' on server {self.server}"
+            return f"there is no table of rows '{frame.push.table[:200]}' on server {self.server}"
         problem = served.broken or _objection(served.spec, frame)
         if not problem and not body and frame.keys.num:
             problem = "its rows did not come with it"
@@ -136,8 +142,8 @@ class RowShelf:
             return served.broken
         try:
             changed = served.store.apply(contributions, clock)
-        except (PacelineError, OSError, RuntimeError) as error:
-            served.broken = f"table '{table}' takes no more pushes on server {self.server}: {error}"
+        except MISHAPS as error:
+            served.broken = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
             return served.broken
         served.note_changed(changed)
         return ""
@@ -245,10 +251,7 @@ def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:
     """Say why what came beside the rows makes no sense, or nothing."""
     if not (isfinite(frame.count) and frame.count >= 0):
         return f"it stands for {frame.count} samples, expected a number >= 0"
-    known = spec.rule.groups[0]
-    for given in frame.hyper:
-        missing = sorted(known.keys() - given.keys())
-        bad = [key for key, value in given.items() if isinstance(value, float) and isnan(value)]
-        if missing or bad or len(frame.hyper) > 1:
-            return f"hyperparameters: {len(frame.hyper)} groups, missing {missing}, not a number {bad}"
-    return ""
+    if len(frame.hyper) > 1:
+        return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has 1"
+    problem = objection(frame.hyper[0], spec.rule.groups[0]) if frame.hyper else ""
+    return f"hyperparameters: {problem}" if problem else ""

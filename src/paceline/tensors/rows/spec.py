@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.tensors.rules import Hyper, RuleSpec
-from paceline.tensors.table import DType, NonFinite, Scale
+from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale
 
 FirstKind: TypeAlias = Literal["constant", "uniform", "normal"]
 Evict: TypeAlias = Literal["lru", "lfu"]
@@ -112,6 +112,8 @@ class RowTableSpec:
     def _problems(self) -> Iterator[str]:
         if not self.name:
             yield "it has no name. Give it one that is unique in the job."
+        if len(self.name) > MAX_NAME:
+            yield f"its name has {len(self.name)} characters, expected at most {MAX_NAME}."
         if not 1 <= self.width <= 1 << 20:
             yield f"its rows have {self.width} numbers, expected 1 to {1 << 20}."
         if len(self.rule.groups) != 1:

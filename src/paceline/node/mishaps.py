@@ -1,0 +1,27 @@
+"""What code may raise that is given numbers, names or tensors that make no sense, and how that is told.
+
+What a worker asks for is carried out by many parts, by torch and by rules of the user's own. Whatever of it goes wrong
+is an answer to that worker: a server that ended with it would end for all others too.
+"""
+
+from typing import Final
+
+from safetensors import SafetensorError
+
+from paceline.errors import PacelineError
+
+MISHAPS: Final = (
+    *(PacelineError, SafetensorError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+_MOST_CHARACTERS: Final = 4000  # a story goes into the header of a frame, and what it quotes may be as long as one
+
+
+def story(error: Exception) -> str:
+    """Say what went wrong, at bearable length.
+
+    >>> story(ZeroDivisionError("division by zero"))
+    'ZeroDivisionError: division by zero'
+    """
+    text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS // 2]} ... {text[-500:]}"

@@ -1,0 +1,33 @@
+"""Whether hyperparameters that come with a push can take the place of those that a table was declared with."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from paceline.tensors.rules import Hyper, Number
+
+_MOST = 1 << 63  # of a whole number, for torch
+
+
+def objection(given: Hyper, known: Hyper) -> str:
+    """Say what is wrong with the hyperparameters of one group, or nothing.
+
+    >>> objection({"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    ''
+    >>> objection({"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
+    "missing ['eps'], not a number ['lr']"
+    """
+    missing = sorted(known.keys() - given.keys())
+    bad = [key for key, value in given.items() if not _is_like(value, known.get(key, value))][:9]
+    return f"missing {missing}, not a number {bad}" if missing or bad else ""
+
+
+def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:
+    """Say whether a number can stand where another one stood: a tuple for a tuple, and never NaN or None for one."""
+    if isinstance(given, tuple) and isinstance(known, tuple):
+        return len(given) == len(known) and all(_is_like(*pair) for pair in zip(given, known, strict=True))
+    if isinstance(given, tuple) or isinstance(known, tuple):
+        return False
+    if given is None:
+        return known is None
+    return isfinite(given) and abs(given) < _MOST
