@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-    from paceline.current import barrier, distributed, init, local_rank, parallelize, rank, report, shard, size
+    from paceline.current import (
+        barrier,
+        distributed,
+        init,
+        local_rank,
+        parallelize,
+        preempted,
+        rank,
+        report,
+        shard,
+        size,
+    )
     from paceline.data.prefetching import prefetch
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.node.rows.managed import managed
@@ -50,6 +61,7 @@ __all__ = [
     "local_sgd",
     "managed",
     "parallelize",
+    "preempted",
     "prefetch",
     "pull",
     "push",

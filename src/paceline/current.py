@@ -120,6 +120,22 @@ def barrier() -> None:
     current().barrier()
 
 
+def preempted() -> bool:
+    """Return whether this process was told to leave: by SIGTERM, SIGUSR1 or SIGUSR2, as machines are taken away.
+
+    Without this call a worker that is told so leaves at the end of its step, and ends with exit code 143. A script
+    that has called it sees to that itself: it saves what it wants to keep, and ends, as it likes, soon. Always False
+    where the script has handlers of its own for these signals. Does not block.
+
+    Example:
+        >>> import paceline
+        >>> _ = paceline.init()
+        >>> paceline.preempted()
+        False
+    """
+    return current().notice.ask()
+
+
 def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     """Tell how training goes: the loss of this clock, or with `accuracy` (0 to 1) a measurement on held-out data.
 

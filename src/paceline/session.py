@@ -28,6 +28,7 @@ from paceline.launch.entrance import Stay, enter
 from paceline.launch.environment import Place, find_place
 from paceline.launch.gathering import START_TIMEOUT_S
 from paceline.launch.holders import Holder
+from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
@@ -97,6 +98,7 @@ class Session:
     named: Named = field(init=False)
     lookups: Lookups = field(default_factory=Lookups)
     slicing: Slicing = field(init=False)
+    notice: Notice = field(default_factory=Notice)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -202,10 +204,6 @@ class Session:
             Refused: another worker declared the table differently; the message lists the first differences.
             UsageError: settings that make no sense.
         """
-        if not isinstance(update, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
-            raise UsageError(
-                f"table '{name}': update is {update!r}, expected one of paceline.update, SGD(lr=0.1) for example."
-            )
         declared = Declaration(
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
@@ -218,8 +216,6 @@ class Session:
                 f"table '{name}': give either shape=..., or rows=... (then without view, and with cache, cache_rows, "
                 "life, filters and communication as you like)."
             )
-        if isinstance(init, First):
-            raise UsageError(f"table '{name}': init is {init}, which is for rows; give a number or a tensor.")
         spec = declared.dense(tuple(shape))
         first = first_values(init, spec, tuple(shape))
         return self.tables.dense(
@@ -253,7 +249,12 @@ class Session:
             self.lookups.push(self.meter.samples or None if samples is None else samples)
             self.meter.finish_clock(self.node.clock)
             self.node.tick()
+        self.heed()
         return self.node.clock
+
+    def heed(self) -> None:
+        """End this process, after it has left, if it was told to; for where a step ends. Raises SystemExit(143)."""
+        self.notice.heed(self.close)
 
     def communicating(self) -> AbstractContextManager[None]:
         """Return a context in which the time of the training loop counts as communication; it may be nested."""
@@ -289,6 +290,7 @@ class Session:
             self.node.close()
             self.exchange.close(politely=False)
             self.meter.trace.close()
+            self.notice.close()
             if self.server is not None:
                 self.server.close(politely=politely)
 
@@ -358,8 +360,10 @@ def connect(*, transport: Transport | None = None, place: Place | None = None, s
     return join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)), stay)
 
 
-def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | None = None) -> Session:
-    """Take part in a job as the worker of this place."""
+def join(
+    spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | None = None, notice: Notice | None = None
+) -> Session:
+    """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
     node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
@@ -370,19 +374,14 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | Non
         if stay is not None:
             stay.close(politely=False)
         raise
-    launched = Distribution.parse(spec.strategy) if spec.strategy else Distribution()
-    session = Session(
-        place.rank,
-        spec.num_workers,
-        place.local_rank,
-        node,
-        Meter(Trace(trace_path(Path(spec.run_dir), "worker", place.rank)), place.rank),
-        Consistency.parse(spec.consistency) if spec.consistency else None,
-        spec.scale,
-        Exchange(Company(place.rank, spec.num_workers, node, Path(spec.run_dir))),
-        Arrangement(place.rank, spec.num_workers, launched),
-        stay,
-    )
+    rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
+    meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
+    consistency = Consistency.parse(spec.consistency) if spec.consistency else None
+    exchange = Exchange(Company(rank, size, node, run_dir))
+    among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
+    session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among, stay)
+    session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
+    session.notice.listen()
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))
     return session
@@ -396,5 +395,6 @@ def _embed() -> Session:
     node.join()
     alone = Exchange(Company(0, 1, node, None))
     session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
+    session.notice.listen()
     atexit.register(session.close)
     return session

@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.launch.complaint import complain
 from paceline.launch.environment import Place, find_place
 from paceline.launch.lifeline import die_with_launcher
+from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD, Notice
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.server import ServerNode
@@ -30,8 +31,13 @@ _START_TIMEOUT_S = 30.0
 _EXIT_FAILURE = 1
 
 
-def run_job(spec: ClusterSpec, place: Place, script: str) -> None:
-    """Run servers and workers to their end; the first worker that fails ends the process with its traceback."""
+def run_job(spec: ClusterSpec, place: Place, script: str) -> int:
+    """Run servers and workers to their end, and return the exit code.
+
+    The first worker that fails ends the process with its traceback. All are told to leave at once, by one notice.
+    """
+    notice, told = Notice(Path(spec.run_dir) / CALLED_OFF_NAME), list[int]()
+    notice.listen()
     transport = MemoryTransport()
     listeners = [transport.listen(f"memory://server-{rank}") for rank in range(spec.num_servers)]
     addresses = tuple(listener.address for listener in listeners)
@@ -48,10 +54,12 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> None:
         for rank, listener in enumerate(listeners)
     ]
     servers = [threading.Thread(target=node.run, name=f"paceline-server-{k}") for k, node in enumerate(nodes)]
-    workers = [
-        threading.Thread(target=_run_worker, args=(spec, replace(place, rank=rank, local_rank=rank), transport, script))
-        for rank in range(spec.num_workers)
-    ]
+
+    def work(rank: int) -> None:
+        if _run_worker(spec, replace(place, rank=rank, local_rank=rank), transport, notice, script) == EXIT_TOLD:
+            told.append(rank)
+
+    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(spec.num_workers)]
     for thread in servers + workers:
         thread.start()
     for thread in workers:
@@ -60,24 +68,28 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> None:
         node.stop()
     for thread in servers:
         thread.join(timeout=spec.grace_s)
+    return EXIT_TOLD if told else 0
 
 
-def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:
-    """Run the script in a context whose session is this worker's."""
+def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: str) -> int:
+    """Run the script in a context whose session is this worker's; return 0, or 143 where it was told to leave."""
     context = contextvars.copy_context()
     try:
-        context.run(_run_script, spec, place, transport, script)
+        context.run(_run_script, spec, place, transport, notice, script)
     except SystemExit as stop:
+        if stop.code == EXIT_TOLD:
+            return EXIT_TOLD
         if stop.code not in (None, 0):
             os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
     except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
         complain(error, script)
         os._exit(_EXIT_FAILURE)
+    return 0
 
 
-def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, script: str) -> None:
-    joined = join(spec, place, transport)
+def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: str) -> None:
+    joined = join(spec, place, transport, notice=notice)
     bind(joined)
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     module_spec = importlib.util.spec_from_loader("__main__", loader)
@@ -95,7 +107,7 @@ def main() -> None:
         raise UsageError("this program is started by `paceline run --transport memory`")
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
-    run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, sys.argv[0])
+    sys.exit(run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, sys.argv[0]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A server of a job that nobody watches over: it ends when all workers have.
 
-`python -m paceline.launch.attendant RUN_DIR RANK` is one beside a worker. It ends with that worker, too: its standard
+`python -m paceline.launch.attendant RUN_DIR RANK HOST` is one beside a worker. It ends with that worker, too: its standard
 input is a pipe that the worker holds open.
 """
 
@@ -11,10 +11,11 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.errors import PacelineError, PeerError
 from paceline.launch.addresses import SPEC_NAME
 from paceline.launch.gathering import wait_complete
-from paceline.launch.presence import wait_end
+from paceline.launch.notice import ignore_telling
+from paceline.launch.parting import wait_worker_ended
 from paceline.launch.server import serve
 from paceline.launch.spec import ClusterSpec
 from paceline.node.server import ServerNode
@@ -22,18 +23,20 @@ from paceline.node.server import ServerNode
 EXIT_FAILURE: Final = 1
 
 
-def attend(spec: ClusterSpec, rank: int) -> None:
+def attend(spec: ClusterSpec, rank: int, host: str) -> None:
     """Serve one shard of the job; blocks until all workers have left or died.
 
+    By TCP it listens at `host`, an address of this machine.
     Ends the process with an error when not all have come in time.
     """
-    serve(spec, rank, lambda node: _follow_workers(spec, rank, node))
+    ignore_telling()
+    serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host)
 
 
 def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
     try:
-        wait_complete(spec, lambda: None)
-    except DeadlineExceeded as error:
+        wait_complete(spec, lambda: None, spec.join_timeout_s)
+    except PeerError as error:
         print(f"paceline: server {rank}: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_FAILURE)
     workers = range(spec.num_workers)
@@ -46,8 +49,8 @@ def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
 
 
 def _watch(spec: ClusterSpec, node: ServerNode, worker: int) -> None:
-    wait_end(Path(spec.run_dir), "worker", worker)
-    node.report_death(worker, 0, "its process ended")
+    if wait_worker_ended(spec, worker):  # else the server itself will have missed it, or it goes on
+        node.report_death(worker, 0, "its process ended")
 
 
 def _end_with_parent() -> None:
@@ -63,7 +66,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="paceline-lifeline", daemon=True).start()
     try:
-        attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]))
+        attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)

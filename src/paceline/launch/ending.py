@@ -5,6 +5,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 
+from paceline.launch.notice import EXIT_TOLD
+
 _calls: ContextVar[tuple[Callable[[bool], None], ...]] = ContextVar("paceline_script_end", default=())
 
 
@@ -33,9 +35,9 @@ def leave_after_crash() -> None:
 
 
 def ended_well(error: BaseException | None) -> bool:
-    """Tell whether a script that ended with this error, or none, did what it was meant to.
+    """Tell whether a script that ended with this error, or none, did what it was meant to: to leave, if told to.
 
-    >>> ended_well(None), ended_well(SystemExit(0)), ended_well(SystemExit("no data"))
-    (True, True, False)
+    >>> ended_well(None), ended_well(SystemExit(0)), ended_well(SystemExit(143)), ended_well(SystemExit("no data"))
+    (True, True, True, False)
     """
-    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_TOLD))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-LEFTOVERS: Final = ("token*", "keys/*", "*.address", "*.sock", "*.store", "*.life")
+LEFTOVERS: Final = ("token*", "keys/*", "*.address", "*.sock", "*.store", "*.life", "*.off")
 NUM_ATTEMPTS: Final = 50
 RETRY_INTERVAL_S: Final = 0.02
 
@@ -95,7 +95,9 @@ def keep_watch(orders: Iterable[str]) -> set[int]:
 
 
 def main(run_dir: Path, *, temporary: bool) -> None:
-    """Watch, and clean up once the launcher is gone."""
+    """Watch, and clean up once the launcher is gone: also where whoever stops the launcher tells all its processes."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     for group in keep_watch(sys.stdin):
         kill_group(group)
     for _ in range(NUM_ATTEMPTS):  # a process may still write into the directory until the kill has reached it

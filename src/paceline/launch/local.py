@@ -16,6 +16,7 @@ from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
 from paceline.launch.guard import Guard, clear
+from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.nursery import Nursery
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
@@ -83,7 +84,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s)
+    called_off = run_dir / CALLED_OFF_NAME
+    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, called_off=called_off)
     board = open_board(trace_folder, run.num_workers) if run.progress else None
     with Signals() as signals, open_copy(run.copy_to) as copy:
         console = Console(copy)
@@ -105,7 +107,7 @@ def open_nursery(
     """Plan a nursery for this run, or none: it forks our own programs only, and one process alone needs none."""
     if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
         return nullcontext()
-    return Nursery(nursery_environment(environment, run.script.absolute().parent), run_dir)
+    return Nursery(nursery_environment(environment, run.script.absolute().parent), run_dir, run.script)
 
 
 def open_board(trace_folder: Path, num_workers: int) -> Board:

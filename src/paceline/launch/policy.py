@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.launch.choices import OnCrash, OnError
+from paceline.launch.notice import EXIT_TOLD
 
 
 class Decision(Enum):
@@ -20,7 +21,7 @@ class Policy:
     """What to do when a worker crashes (is killed by a signal) or fails (exits with a code that is not 0).
 
     A crash is the machine's doing and the others go on; a failure is most often a mistake in the script, which
-    would come again, and stops the run.
+    would come again, and stops the run. A worker that was told to leave, and has, is neither.
 
     >>> Policy().decide(exit_code=3, num_restarts=0)
     <Decision.STOP: 'stop'>
@@ -32,7 +33,7 @@ class Policy:
 
     def decide(self, exit_code: int, num_restarts: int) -> Decision:
         """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""
-        if exit_code == 0:
+        if exit_code in (0, EXIT_TOLD):
             return Decision.CONTINUE
         if exit_code > 0:
             return Decision(self.on_error)
@@ -47,6 +48,8 @@ def describe_exit(exit_code: int) -> str:
     >>> describe_exit(-9)
     'was killed by SIGKILL'
     """
+    if exit_code == EXIT_TOLD:
+        return "was told to leave, and has"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:

@@ -20,6 +20,8 @@ from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.cores import cores_here, server_threads
 from paceline.launch.environment import wants_traceback
 from paceline.launch.holders import Holder
+from paceline.launch.machines import LOOPBACK
+from paceline.launch.notice import ignore_telling
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
@@ -44,11 +46,14 @@ def threads_here(consistency: Consistency, spec: ClusterSpec) -> int:
     return server_threads(consistency, len(cores_here()), spec.num_servers, spec.num_workers)
 
 
-def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None]) -> None:
-    """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own."""
+def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host: str = LOOPBACK) -> None:
+    """Serve one shard of the job; blocks until told to stop by `obey`, which runs in a thread of its own.
+
+    By TCP it listens at `host`, an address of this machine.
+    """
     run_dir = Path(spec.run_dir)
     transport = make_transport(spec, Holder("server", rank), lambda text: print(text, file=sys.stderr))
-    listener = transport.listen(listen_address(spec, rank))
+    listener = transport.listen(listen_address(spec, rank, host))
 
     @cache
     def addresses() -> tuple[str, ...]:
@@ -87,8 +92,9 @@ def _obey(node: ServerNode) -> None:
 
 
 def main() -> None:
-    """Serve as the command line says; Ctrl-C is left to the launcher, which stops the servers last."""
+    """Serve as the command line says; signals are left to the launcher, which stops the servers last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_telling()
     try:
         serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey)
     except PacelineError as error:

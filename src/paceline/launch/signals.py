@@ -6,12 +6,14 @@ from collections import deque
 from types import FrameType
 from typing import Final, Self, final
 
-HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from paceline.launch.notice import TELLING
+
+HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *TELLING)
 
 
 @final
 class Signals:
-    """While entered, SIGINT, SIGTERM and SIGHUP are collected; these and SIGCHLD make `wakeup_fd` readable.
+    """While entered, signals that mean an end are collected; these and SIGCHLD make `wakeup_fd` readable.
 
     A signal that was ignored before (SIGHUP under nohup) stays ignored. Usable from the main thread only.
     """

@@ -9,11 +9,14 @@ import math
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol, final
 
 from paceline.launch.child import Launch
 from paceline.launch.console import Console
+from paceline.launch.notice import EXIT_TOLD
 from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
 from paceline.launch.signals import Signals
 
@@ -117,6 +120,7 @@ class Ending:
     reason: str
     culprit: Member | None = None
     tell_workers: int = signal.SIGTERM
+    lets_finish: bool = False  # the step that each worker is in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,7 @@ class Terms:
     policy: Policy
     start_timeout_s: float
     grace_s: float
+    called_off: Path  # this file is made when workers are to end at once, whatever they do
 
 
 @final
@@ -205,8 +210,9 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._ending is None:
-            tell_workers = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            self._ending = Ending(128 + number, f"stopped by {name}", tell_workers=tell_workers)
+            lets_finish = number != signal.SIGINT
+            tell_workers = signal.SIGTERM if lets_finish else signal.SIGINT
+            self._ending = Ending(128 + number, f"stopped by {name}", None, tell_workers, lets_finish)
         elif number == signal.SIGINT:
             self._console.say("interrupted again: killing what is left")
             self._kill(self._running)
@@ -246,7 +252,8 @@ class Supervisor:
             case Decision.CONTINUE if self._num_finished or self._alive("worker"):
                 self._summary.append(f"{happened}; the run went on without it")
             case Decision.CONTINUE:
-                self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit=child)
+                culprit = None if exit_code == EXIT_TOLD else child
+                self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit)
             case Decision.RESTART:
                 again = launch.again()
                 self._summary.append(f"{happened}; started again as incarnation {again.incarnation}")
@@ -272,6 +279,9 @@ class Supervisor:
     def _stop_workers(self) -> None:
         if self._ending is None:
             return
+        if not self._ending.lets_finish:
+            with suppress(OSError):  # a full disk, for example: then they take their time
+                self._terms.called_off.touch()
         workers = self._alive("worker")
         for worker in workers:
             worker.signal(self._ending.tell_workers)

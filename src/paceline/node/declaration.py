@@ -24,6 +24,14 @@ class Declaration:
     scale: Scale
     nonfinite: NonFinite
 
+    def __post_init__(self) -> None:
+        """Refuse what is no rule."""
+        if not isinstance(self.rule, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"table '{self.name}': update is {self.rule!r}, expected one of paceline.update, SGD(lr=0.1) for "
+                "example."
+            )
+
     def dense(self, shape: tuple[int, ...]) -> TableSpec:
         """Return the table of one parameter of a shape."""
         segments = (Segment(self.name, shape),)

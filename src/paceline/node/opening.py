@@ -16,7 +16,7 @@ from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
 from paceline.node.table import Table
 from paceline.node.worker import WorkerNode
-from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.rows.spec import First, RowTableSpec
 from paceline.tensors.table import TableSpec
 
 
@@ -98,12 +98,14 @@ class Opening:
         )
 
 
-def first_values(init: float | Tensor, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
+def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
     """Return the first values of a dense table as a flat tensor.
 
     Raises:
-        UsageError: `init` has another shape.
+        UsageError: `init` has another shape, or is for rows.
     """
+    if isinstance(init, First):
+        raise UsageError(f"table '{spec.name}': init is {init}, which is for rows; give a number or a tensor.")
     given = torch.as_tensor(init)
     try:
         return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given.detach()).view(-1)

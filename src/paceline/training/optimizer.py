@@ -126,6 +126,10 @@ class Job(Protocol):
         """Finish the current clock, after the pushes of embeddings, which stand for so many samples."""
         ...
 
+    def heed(self) -> None:
+        """Leave and end this process if it was told to: a step is over."""
+        ...
+
     def barrier(self) -> None:
         """Wait for all workers."""
         ...

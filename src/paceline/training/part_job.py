@@ -114,6 +114,10 @@ class PartJob:
         """Finish the current clock of this worker."""
         return self.whole.clock(samples=samples)
 
+    def heed(self) -> None:
+        """Leave and end this process if it was told to."""
+        self.whole.heed()
+
     def barrier(self) -> None:
         """Wait for all workers."""
         self.whole.barrier()

@@ -85,6 +85,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             UsageError: gradients that cannot be used; see `send` of the strategy.
             DeadlineExceeded: values did not become fresh enough in time.
             PeerError: a server or a worker is gone, or this worker was given up.
+            SystemExit: this worker was told to leave, and has; see `paceline.preempted`.
         """
         loss = None
         if closure is not None:
@@ -99,6 +100,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         weight = self.send(samples)
         self._job.clock(samples=weight)
         self.receive()
+        self._job.heed()
         return loss
 
     @abstractmethod

@@ -1,0 +1,112 @@
+"""Told to leave: noted once, heeded where a step ends, and obeyed at once where nobody would heed it."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.notice import EXIT_TOLD, ONE_ORDER_S, TELLING, Notice
+
+
+@pytest.fixture
+def before() -> Iterator[None]:
+    """Signals do what they do by default, and will again."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in TELLING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def left(notice: Notice) -> bool:
+    """Whether the end of a step ends the process."""
+    calls: list[None] = []
+    try:
+        notice.heed(lambda: calls.append(None))
+    except SystemExit as stop:
+        return (stop.code, len(calls)) == (EXIT_TOLD, 1)
+    return False
+
+
+@pytest.mark.usefixtures("before")
+@pytest.mark.parametrize("number", TELLING)
+def test_a_signal_is_noted_and_heeded_where_a_step_ends(number: signal.Signals) -> None:
+    notice = Notice(now=lambda: 5.0)
+    notice.listen()
+    assert not left(notice)
+
+    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGTERM)  # who stops a whole group tells everybody, and the launcher tells once more
+
+    assert left(notice)
+
+
+@pytest.mark.usefixtures("before")
+def test_a_script_that_asks_sees_to_it_itself() -> None:
+    notice = Notice()
+    notice.listen()
+    assert not notice.ask()
+    signal.raise_signal(signal.SIGTERM)
+    assert not left(notice)
+    assert notice.ask()
+
+
+@pytest.mark.usefixtures("before")
+def test_handlers_of_the_script_stay_and_ours_go() -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    notice = Notice()
+    notice.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert (seen, notice.ask()) == ([signal.SIGTERM], False)
+
+    notice.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM)
+    assert len(seen) == 2
+
+
+@pytest.mark.usefixtures("before")
+def test_who_was_told_is_not_cut_short_while_it_ends() -> None:
+    notice = Notice()
+    notice.listen()
+    signal.raise_signal(signal.SIGTERM)
+    notice.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert left(notice)
+
+
+@pytest.mark.usefixtures("before")
+def test_only_the_main_thread_has_signals() -> None:
+    notice = Notice()
+    thread = threading.Thread(target=notice.listen)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+ENDS_AT_ONCE = {
+    "a second order": f"clock[0] += {ONE_ORDER_S}; tell(); print('after the second')",
+    "a run that is called off": "off.touch(); tell(); print('after it was called off')",
+    "a process that was forked": "pid = os.fork(); tell() if pid == 0 else sys.exit(os.waitpid(pid, 0)[1])",
+}
+
+
+@pytest.mark.parametrize("then", ENDS_AT_ONCE.values(), ids=ENDS_AT_ONCE)
+def test_ended_at_once(then: str, tmp_path: Path) -> None:
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from paceline.launch.notice import Notice
+off, clock = Path(sys.argv[1]) / "off", [0.0]
+def tell(): os.kill(os.getpid(), signal.SIGTERM)
+notice = Notice(off, lambda: clock[0])
+notice.listen()
+{"tell()" if "second" in then else ""}
+{then}
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert (abs(ended.returncode), ended.stdout) == (signal.SIGTERM, ""), ended.stderr
