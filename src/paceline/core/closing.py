@@ -13,7 +13,7 @@ from paceline.core.messages import PushId
 
 Contributors = tuple[tuple[int, int], ...]
 
-# No worker gets so many clocks ahead of a table that waits for clocks; one that does is a misbehaving peer.
+# No worker gets more clocks than this ahead of a table that waits for clocks: each is closed by itself.
 MAX_LEAD = 1 << 16
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
-from paceline.core.closing import Closing, Contributors
+from paceline.core.closing import MAX_LEAD, Closing, Contributors
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout
 from paceline.core.ledger import WINDOW
@@ -177,7 +177,8 @@ class ServerCore:
             if table is not None and table.closes_clocks:
                 table.closing.withdraw(sender.worker, sender.incarnation, clock)
         before = self._clocks.slowest
-        self._clocks.advance(sender.worker, event.clock)
+        furthest = (t.closing.clock + MAX_LEAD for t in self.tables.values() if t.closes_clocks)
+        self._clocks.advance(sender.worker, min([event.clock, *furthest]))
         effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
         self._progress(before, effects)
 
@@ -390,8 +391,8 @@ class ServerCore:
         return self._living(worker).incarnation
 
     def _unknown(self, table: str) -> str:
-        names = ", ".join(sorted(self.tables)) or "none"
-        return f"there is no table '{table}' on server {self.settings.server}; tables: {names}"
+        names = ", ".join(sorted(self.tables)[:20]) or "none"
+        return f"there is no table '{table[:200]}' on server {self.settings.server}; tables: {names}"
 
     @staticmethod
     def _to(push_id: PushId, message: Held | Applied | PushRefused | WorkerRefused) -> Reply:
