@@ -30,8 +30,8 @@ ENVIRONMENT = child_environment(2, 2)
 
 
 def open_nursery(folder: Path) -> tuple[Nursery, Process]:
-    """A nursery for scripts in this folder, and its process."""
-    nursery = Nursery(nursery_environment(ENVIRONMENT, folder), folder)
+    """A nursery for the script in this folder, which imports all that one may need where there is none; its process."""
+    nursery = Nursery(nursery_environment(ENVIRONMENT, folder), folder, script=folder / "script.py")
     return nursery, nursery.open(nursery.launch)
 
 

@@ -1,4 +1,4 @@
-"""The entry of the nursery, and of all that it forks: `python -m paceline.launch.newborn RUN_DIR`.
+"""The entry of the nursery, and of all that it forks: `python -m paceline.launch.newborn RUN_DIR SCRIPT`.
 
 Standard input is a socket from the launcher. Each message asks for one process, which goes on as `python -m MODULE`
 would: with its own streams, environment, arguments, import path, session and chance. The run directory is named only
@@ -15,10 +15,12 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from paceline.launch.adoption import wait_adopted
 from paceline.launch.environment import find_launcher, import_folders, replace_all
+from paceline.launch.foresight import may_make_optimizers
 from paceline.launch.lifeline import EXIT_CODE, die_with_launcher
 from paceline.launch.title import show_as
 
@@ -74,7 +76,7 @@ def main() -> None:
     """Fork processes until the launcher wants no more; returns in each of them when it has run its module."""
     die_with_launcher()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as requests:
-        import_ahead()
+        import_ahead(Path(sys.argv[-1]))
         if not may_fork():
             return
         requests.sendall(READY)
@@ -83,14 +85,15 @@ def main() -> None:
         birth.grow_up()
 
 
-def import_ahead() -> None:
+def import_ahead(script: Path) -> None:
     """Import what workers and servers do, from where a script would: its folder is on PYTHONPATH, ours is left out."""
     if not sys.flags.safe_path:
         del sys.path[0]
     import torch
 
     importlib.import_module("paceline.current")  # by name: it stands above us
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
+    if may_make_optimizers(script):
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
     gc.collect()
     gc.freeze()  # so that collections do not touch, and thereby copy, what all processes share
 

@@ -42,9 +42,9 @@ class Forked:
 class Nursery:
     """Starts processes by having them forked. A context manager: leaving it ends the nursery."""
 
-    def __init__(self, environment: Mapping[str, str], run_dir: Path) -> None:
-        """Plan it; `environment` comes from `nursery_environment`."""
-        command = (sys.executable, "-m", "paceline.launch.newborn", str(run_dir))
+    def __init__(self, environment: Mapping[str, str], run_dir: Path, script: Path) -> None:
+        """Plan it; `environment` comes from `nursery_environment`, what to import ahead from a look at the script."""
+        command = (sys.executable, "-m", "paceline.launch.newborn", str(run_dir), str(script))
         self.launch = Launch(role="nursery", name="nursery", rank=0, command=command, environment=environment)
         # Whole messages, and the end of either side is seen by the other.
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
