@@ -14,7 +14,7 @@ from paceline.core.messages import PushId
 Contributors = tuple[tuple[int, int], ...]
 
 # No worker gets more clocks than this ahead of a table that waits for clocks: each is closed by itself.
-MAX_LEAD = 1 << 16
+MAX_LEAD = 1 << 13
 
 
 @dataclass(slots=True)
