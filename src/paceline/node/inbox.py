@@ -65,6 +65,11 @@ class Inbox:
             thread.join(timeout=5.0)
         self._queue = queue.SimpleQueue()  # frames in the old one keep workers' memory
 
+    def connections(self) -> list[Connection]:
+        """Return the connections that have not ended."""
+        with self._lock:
+            return list(self._connections.values())
+
     def drop(self, connection: Connection) -> None:
         """End one connection."""
         connection.close()

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.node.post import Post
+from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Frame, Place, Transport
 
@@ -23,6 +24,7 @@ class Link:
     """Sends to a server, and hands over what comes from it on a thread of its own.
 
     Args:
+        server: its rank, which its certificate has to name where there is one.
         hello: who connects; the count of its connections is filled in here.
         on_frame: called with each frame, on the reader thread.
         place: asked where bodies go that the carrier copies, on the reader thread.
@@ -30,6 +32,7 @@ class Link:
         on_lost: called with the reason when nothing will come from the server any more.
     """
 
+    server: int
     address: str
     hello: Hello
     transport: Transport
@@ -65,6 +68,7 @@ class Link:
 
     def _connect(self, timeout_s: float) -> Post:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
+        check_server(connection, self.server)
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
         return Post(connection, self.transport.maps_memory, connection.close)
 
@@ -101,7 +105,7 @@ class Link:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
                 self._post = self._connect(_POLL_S)
-            except AuthenticationFailed as error:
+            except (AuthenticationFailed, UsageError) as error:  # of files that are gone, too
                 return str(error)
             except PeerError as error:
                 problem = str(error)

@@ -1,4 +1,4 @@
-"""What a server is told by its own process: to do something between two messages, or to end."""
+"""What a server is told by its own process: to do something between two messages, to turn somebody away, or to end."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ class Task:
     """Something to be done with what a server has, in its turn."""
 
     call: Callable[[Holdings], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """An end to the connections of those whose certificate has one of these holders or serial numbers."""
+
+    names: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.core.messages import Held, Ticked
 from paceline.errors import PeerError
 from paceline.node.post import Post
+from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Transport
 
@@ -86,6 +87,11 @@ class Peers:
             if lost is not None:
                 lost.close()
 
+    def expel(self, names: frozenset[str]) -> None:
+        """Close the connections to servers whose certificate has such a holder or serial number."""
+        for server in [rank for rank, known in self._servers.items() if known.papers.are_among(names)]:
+            self._servers.pop(server).close()
+
     def close(self) -> None:
         """Close all connections."""
         for _, post in self._workers.values():
@@ -98,5 +104,6 @@ class Peers:
     def _connect(self, server: int) -> Connection:
         identity = encode(Hello("server", self.server, 0, self.generation))
         connection = self.transport.connect(self.addresses()[server], identity, timeout_s=_CONNECT_TIMEOUT_S)
+        check_server(connection, server)
         self._servers[server] = connection
         return connection

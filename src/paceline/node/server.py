@@ -31,14 +31,16 @@ from paceline.core.messages import (
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.errors import PeerError
+from paceline.node.allowance import Allowance
 from paceline.node.desk import Desk
 from paceline.node.errands import Errands
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.landing import Landing
 from paceline.node.loans import Loans
-from paceline.node.orders import Holdings, Stop, Task
+from paceline.node.orders import Expel, Holdings, Stop, Task
 from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request, WholeTable
+from paceline.node.roles import check_caller, check_said
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
@@ -49,9 +51,6 @@ from paceline.observe.trace import Trace
 from paceline.tensors.rows.ops import row_ops
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
-
-_FROM_WORKERS = Join | Leave | Clock | Taken
-_FROM_SERVERS = Follow | Closed
 
 
 @dataclass(slots=True)
@@ -88,14 +87,14 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Join the parts."""
         self._core = ServerCore(self.settings, started=time.monotonic())
-        self._inbox = Inbox(self.listener, self._landing.place)
-        self._peers = Peers(
-            self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
-        )
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
         self._shelf = Shelf(self.settings, allocate, self._landing.give_back, self.num_threads, self.allowed_paths)
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
+        self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
+        self._peers = Peers(
+            self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop
+        )
         self._desk = Desk(self._shelf, self._rows, self._peers.send_worker)
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
         self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
@@ -114,6 +113,8 @@ class ServerNode:
                     self._take_in(item)
                 elif isinstance(item, Died):
                     self._handle(item)
+                elif isinstance(item, Expel):
+                    self._expel(item)
                 elif isinstance(item, Task):
                     item.call(Holdings(self._core, self._shelf, self._rows))
         finally:
@@ -133,6 +134,10 @@ class ServerNode:
         """Have `call` called by the thread that serves, with all that this server has; from any thread."""
         self._inbox.put(Task(call))
 
+    def expel(self, names: frozenset[str]) -> None:
+        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        self._inbox.put(Expel(names))
+
     def report_death(self, worker: int, incarnation: int, reason: str) -> None:
         """Say that a worker's process is known to be dead, from any thread."""
         self._inbox.put(Died(worker, incarnation, reason))
@@ -146,11 +151,9 @@ class ServerNode:
     def _take_in(self, item: Incoming) -> None:
         """Take in a frame; a peer that does not keep to the rules loses its connection, and nothing else changes."""
         connection = item.connection
-        hello: object = None
+        hello: Hello | None = None
         try:
-            hello = decode(connection.identity)
-            if not isinstance(hello, Hello):
-                raise PeerError("the peer did not introduce itself")
+            hello = check_caller(decode(connection.identity), connection)
             if item.frame is None:
                 self._on_lost(hello, connection)
             else:
@@ -158,39 +161,31 @@ class ServerNode:
         except PeerError as error:
             rank = self.settings.server
             self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
-            self._on_lost(hello if isinstance(hello, Hello) else None, connection)
+            self._on_lost(hello, connection)
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, body: memoryview) -> None:
-        if hello.role == "server":
-            self._handle(_from_server(hello, message, self.settings.num_servers))
+        check_said(hello, message, self.settings.num_servers)
+        if isinstance(message, Follow | Closed):
+            self._handle(message)
         elif isinstance(message, PushFrame):
-            _check_speaker(hello, message.push.id)
             self._on_push(message, body)
         elif isinstance(message, PullFrame):
-            _check_speaker(hello, message.pull.sender)
             self._loans.give_back(connection, message.pull.table, "read", message.taken)
             self._handle(message.pull)
         elif isinstance(message, RowPushFrame):
-            _check_speaker(hello, message.push.id)
             self._on_row_push(message, body)
         elif isinstance(message, RowPullFrame):
-            _check_speaker(hello, message.pull.sender)
             wanted = self._rows.ask(message, body)
             self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
         elif isinstance(message, Unsubscribe):
-            _check_speaker(hello, message.sender)
             self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
-        elif isinstance(message, _FROM_WORKERS):
-            _check_speaker(hello, message.sender)
+        elif isinstance(message, Join | Leave | Clock | Taken):
             self._on_said(hello, connection, message)
         elif isinstance(message, Request):
             if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
                 self._on_request(hello, message, body)
-        elif isinstance(message, WholeTable):
-            if self._peers.is_current(hello, connection):
-                self._errands.ask((hello.rank, hello.incarnation), message, body)
-        else:
-            raise PeerError(f"a worker may not say {type(message).__name__}")
+        elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
+            self._errands.ask((hello.rank, hello.incarnation), message, body)
 
     def _on_said(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken) -> None:
         if isinstance(message, Join):
@@ -241,6 +236,22 @@ class ServerNode:
         self._inbox.drop(connection)
         if hello is not None and current:
             self._handle(Disconnected(hello.rank, hello.incarnation))
+
+    def _expel(self, order: Expel) -> None:
+        self._peers.expel(order.names)
+        for connection in self._inbox.connections():
+            if connection.papers.are_among(order.names):
+                self._on_revoked(connection)
+
+    def _on_revoked(self, connection: Connection) -> None:
+        self._inbox.drop(connection)
+        try:
+            hello = check_caller(decode(connection.identity), connection)
+        except PeerError:  # it has not been heard, and will not be
+            return
+        if hello.role == "worker":
+            self._handle(Died(hello.rank, hello.incarnation, "its certificate was revoked"))
+        self._on_lost(hello, connection)
 
     # -- asking the core and doing what it says ----------------------------------------------------------------------
 
@@ -373,24 +384,6 @@ class ServerNode:
                 [_as_data(effect) for effect in effects],
             )
         )
-
-
-def _check_speaker(hello: Hello, said: PushId | Sender) -> None:
-    """Refuse a worker that speaks in the name of another one."""
-    if hello.role != "worker" or (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
-        raise PeerError(
-            f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
-            f"(incarnation {said.incarnation})"
-        )
-
-
-def _from_server(hello: Hello, message: object, num_servers: int) -> Follow | Closed:
-    """Return what another server may say; refuse what it may not."""
-    if not isinstance(message, _FROM_SERVERS):
-        raise PeerError(f"a server may not say {type(message).__name__}")
-    if not 0 <= hello.rank < num_servers or (isinstance(message, Follow) and message.server != hello.rank):
-        raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")
-    return message
 
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:

@@ -110,6 +110,7 @@ class WorkerNode:
                 server, self._waiting, self._core, self.calls, self._reads, self.rows, self._mirrors, self._handle
             )
             link = Link(
+                server,
                 address,
                 hello,
                 self.transport,

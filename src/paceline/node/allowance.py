@@ -1,0 +1,75 @@
+"""How large a body may be, by what its header says: no memory is taken for one that cannot be right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from paceline.errors import PeerError
+from paceline.node.landing import Landing
+from paceline.node.requests import Initialise, LoadState, WriteRows
+from paceline.node.rows.parcels import ID_BYTES
+from paceline.node.rows.shelf import RowShelf
+from paceline.node.shelf import Shelf
+from paceline.node.wire import PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
+
+SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no sense, it is refused with a reason
+# What a worker sends of a table in one piece: a few megabytes, unless its rows are very wide.
+MAX_PIECE_BYTES: Final = 1 << 28
+MAX_STATE_FACTOR: Final = 64  # the state of a rule is so many times as large as the values at most
+_STATE_SLACK_BYTES: Final = 16 << 20  # names, and states that do not grow with the values
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Where bodies go that the carrier copies, once their size has been found to be possible.
+
+    Asked by reader threads, while the server's thread adds tables: a table is looked up once, and is there or not.
+    """
+
+    shelf: Shelf
+    rows: RowShelf
+    landing: Landing
+
+    def place(self, header: bytes, size_bytes: int) -> memoryview | None:
+        """Return where a body goes; None leaves it to the carrier. Raises PeerError for a body that cannot be right."""
+        if size_bytes > SMALL_BYTES:
+            self._check(decode(header), size_bytes)
+        return self.landing.place(header, size_bytes)
+
+    def _check(self, message: object, size_bytes: int) -> None:
+        least, most = self._bounds(message)
+        if not least <= size_bytes <= most:
+            expected = f"{least}" if least == most else f"at most {most}"
+            raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes, expected {expected}")
+
+    def _bounds(self, message: object) -> tuple[int, int]:
+        """Return the least and the most bytes that may travel beside a message."""
+        match message:
+            case PushFrame():
+                return self._exactly(message.push.table)
+            case Initialise():
+                return self._exactly(message.table)
+            case LoadState():
+                _, values_bytes = self._exactly(message.table)
+                return 0, values_bytes * MAX_STATE_FACTOR + _STATE_SLACK_BYTES
+            case RowPushFrame():
+                return self._rows_exactly(message)
+            case RowPullFrame():
+                num_bytes = max(0, message.keys.num) * ID_BYTES
+                return num_bytes, num_bytes
+            case Unsubscribe() | WriteRows():
+                return 0, MAX_PIECE_BYTES
+            case _:
+                return 0, SMALL_BYTES
+
+    def _exactly(self, table: str) -> tuple[int, int]:
+        memory = self.shelf.memories.get(table)
+        return (0, SMALL_BYTES) if memory is None else (memory.nbytes, memory.nbytes)
+
+    def _rows_exactly(self, frame: RowPushFrame) -> tuple[int, int]:
+        served = self.rows.tables.get(frame.push.table)
+        if served is None:
+            return 0, SMALL_BYTES
+        num_bytes = max(0, frame.keys.num) * (served.up.row_bytes + ID_BYTES * frame.keys.sent)
+        return num_bytes, num_bytes
