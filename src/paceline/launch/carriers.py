@@ -6,8 +6,9 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.holders import KEYS_NAME, Holder, tls_settings
-from paceline.launch.spec import ClusterSpec, read_token
-from paceline.transport.base import Credentials, Transport
+from paceline.launch.spec import ClusterSpec
+from paceline.launch.tokens import TokenFiles
+from paceline.transport.base import Transport
 
 
 def tell_user(text: str) -> None:
@@ -18,14 +19,15 @@ def tell_user(text: str) -> None:
 def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell_user) -> Transport:
     """Make the carrier between the processes of this job, for one of them.
 
-    `notice` is told what works less well than it could. Raises UsageError when a file that it needs is not there.
+    `notice` is told what works less well than it could, and who is turned away. Raises UsageError when a file that it
+    needs is not there.
     """
     if spec.transport == "tcp":
         from paceline.transport.tcp import TcpTransport
 
         run_dir = Path(spec.run_dir)
         tls = tls_settings(run_dir / KEYS_NAME, holder) if spec.encrypted else None
-        return TcpTransport(Credentials(read_token(run_dir), spec.job), tls=tls)
+        return TcpTransport(TokenFiles(run_dir, spec.job), tls=tls, notice=notice)
     if spec.transport == "shm":
         from paceline.transport.shm import ShmTransport
 

@@ -8,6 +8,7 @@ from paceline.transport.tls import TlsSettings
 
 KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its processes find certificates
 AUTHORITY_NAME: Final = "authority"
+REVOKED_NAME: Final = "revoked"  # whose certificates hold no longer: a holder or a serial number a line
 
 Role = Literal["server", "worker", "any"]
 
@@ -31,4 +32,5 @@ class Holder:
 def tls_settings(folder: Path, holder: Holder) -> TlsSettings:
     """Return the files of a holder in a folder of keys; those for any process where it has none of its own."""
     name = str(holder) if (folder / f"{holder}.pem").exists() else str(Holder("any"))
-    return TlsSettings(folder / f"{name}.pem", folder / f"{name}.key", folder / f"{AUTHORITY_NAME}.pem")
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    return TlsSettings(certificate, key, folder / f"{AUTHORITY_NAME}.pem", folder / REVOKED_NAME)

@@ -22,6 +22,7 @@ from paceline.launch.environment import wants_traceback
 from paceline.launch.holders import Holder
 from paceline.launch.machines import LOOPBACK
 from paceline.launch.notice import ignore_telling
+from paceline.launch.revocation import revoked_path, watching_revoked
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
@@ -72,7 +73,8 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(run_dir / f"server-{rank}.address", listener.address.encode())
-    node.run()
+    with watching_revoked(revoked_path(spec), node.expel):
+        node.run()
 
 
 def _obey(node: ServerNode) -> None:

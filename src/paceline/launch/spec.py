@@ -86,9 +86,9 @@ def write_token(run_dir: Path) -> None:
     write_private(run_dir / TOKEN_NAME, secrets.token_bytes(TOKEN_BYTES))
 
 
-def read_token(run_dir: Path) -> bytes:
+def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
     """Return the job's secret; raises UsageError when it is missing or too short to be one."""
-    path = run_dir / TOKEN_NAME
+    path = run_dir / name
     try:
         token = path.read_bytes()
     except OSError as error:
