@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
 from paceline.launch.entrance import Stay, enter
-from paceline.launch.environment import Place, find_place
+from paceline.launch.environment import Place, allows_plain_collectives, find_place
 from paceline.launch.gathering import START_TIMEOUT_S
 from paceline.launch.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
@@ -377,7 +377,7 @@ def join(
     rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
     meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
     consistency = Consistency.parse(spec.consistency) if spec.consistency else None
-    exchange = Exchange(Company(rank, size, node, run_dir))
+    exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
     among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
     session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among, stay)
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)

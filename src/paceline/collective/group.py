@@ -32,17 +32,24 @@ class Company:
 
     Args:
         run_dir: the folder of the job; None for a worker that is alone.
+        plain: whether what they tell each other may travel between machines, unencrypted.
     """
 
     rank: int
     size: int
     node: WorkerNode
     run_dir: Path | None
+    plain: bool = False
 
     @property
     def patience_s(self) -> float:
         """How long a wait may take."""
         return self.node.options.wait_timeout_s
+
+    @property
+    def address(self) -> str:
+        """Where this worker meets the others; raises UsageError when that is between machines, and may not be."""
+        return meeting_address(self.node.addresses[0], plain=self.plain)
 
     @property
     def others(self) -> list[int]:
@@ -81,10 +88,11 @@ class Group:
         """Connect to all other workers; blocks until each has come here too.
 
         Raises:
+            UsageError: they would connect between machines, and may not.
             PeerError: a worker has left the job or has died, or was in the group in an earlier life.
             DeadlineExceeded: not all have come in time.
         """
-        store = company.store(name)
+        address, store = company.address, company.store(name)
         if store.add(f"here/{company.rank}", 1) > 1:
             raise PeerError(
                 f"worker {company.rank} was among those of '{name}' in an earlier life: a worker that was started "
@@ -99,7 +107,7 @@ class Group:
             raise PeerError(
                 f"worker {company.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
             )
-        return Group(company, Accounts(store, company.rank), connect(company, store))
+        return Group(company, Accounts(store, company.rank), connect(company, store, address))
 
     def agree(self, call: Call, deadline_s: float) -> list[Call]:
         """Tell all others of a call and hear theirs, by rank; blocks until all have come to it.
@@ -163,10 +171,10 @@ class Group:
                 return
 
 
-def connect(company: Company, store: Store) -> ProcessGroup:
+def connect(company: Company, store: Store, address: str) -> ProcessGroup:
     """Return a process group of all workers, of which torch knows nothing globally: there may be several a process."""
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
-    options._devices = [ProcessGroupGloo.create_device(hostname=meeting_address(company.node.addresses[0]))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=company.patience_s)
     try:
         backend = ProcessGroupGloo(store, company.rank, company.size, options)

@@ -15,6 +15,9 @@ INCARNATION: Final = "PACELINE_INCARNATION"
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
 SERVERS: Final = "PACELINE_SERVERS"
 RUN_DIR: Final = "PACELINE_RUN_DIR"
+HOST: Final = "PACELINE_HOST"
+START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
+PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -78,6 +81,21 @@ def asked_servers(variables: Mapping[str, str] = os.environ) -> str | None:
 def asked_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
     """Return where the user wants folders of jobs that another launcher starts, or None."""
     return Path(variables[RUN_DIR]).absolute() if variables.get(RUN_DIR) else None
+
+
+def asked_host(variables: Mapping[str, str] = os.environ) -> str | None:
+    """Return at which address or name the user wants other machines to reach this one, or None."""
+    return variables.get(HOST) or None
+
+
+def start_timeout_s(default: float, variables: Mapping[str, str] = os.environ) -> float:
+    """Return how long processes that another launcher starts wait for each other."""
+    return float(_number(variables, START_TIMEOUT, default=None)) if START_TIMEOUT in variables else default
+
+
+def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether the user lets collective calls between machines travel unencrypted."""
+    return variables.get(PLAIN_COLLECTIVES, "0") not in ("", "0")
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

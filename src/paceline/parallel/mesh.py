@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Final
 from weakref import WeakMethod
 
@@ -27,8 +28,7 @@ from paceline.node.requests import Meet
 from paceline.transport.memory import MemoryTransport
 
 AXES: Final = ("pipeline", "data", "tensor")
-BACKEND: Final = "paceline"  # Gloo over the loopback device; torch's own asks the name of the machine for a device
-_LOOPBACK: Final = "127.0.0.1"  # a job is on one machine, and what travels here is not authenticated
+BACKEND: Final = "paceline"  # Gloo at an address of ours; torch's own asks the name of the machine for a device
 _NAME: Final = "mesh"
 _ABORT_TAG: Final = 7
 _WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
@@ -59,18 +59,18 @@ class Mesh:
         """Connect to all other workers; blocks until each has come here too. It ends when the worker leaves.
 
         Raises:
-            UsageError: workers that are threads, or a script that has made process groups of its own.
+            UsageError: workers that are threads, a script that has made process groups of its own, or workers that
+                would connect between machines, and may not.
             PeerError: a worker has left the job or has died.
             DeadlineExceeded: not all have come in time.
         """
         company = exchange.company
         _require_process(company)
-        store = company.store(_NAME)
+        backend, store = _register_backend(company.address), company.store(_NAME)
         accounts = _meet(company, store)
-        _register_backend()
         patience, hook = timedelta(seconds=company.patience_s), sys.excepthook
         try:
-            dist.init_process_group(BACKEND, store=store, rank=company.rank, world_size=company.size, timeout=patience)
+            dist.init_process_group(backend, store=store, rank=company.rank, world_size=company.size, timeout=patience)
             devices, replica = _connect(grid, patience)
         except (RuntimeError, ValueError) as error:
             raise accounts.explain("connecting", company.others, None, str(error)) from error
@@ -219,15 +219,17 @@ def _connect(grid: Grid, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]
     return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
 
 
-def _register_backend() -> None:
-    """Tell torch how to make a process group over the loopback device."""
-    if not dist.is_backend_available(BACKEND):
-        dist.Backend.register_backend(BACKEND, _connected, devices=["cpu"])
+def _register_backend(address: str) -> str:
+    """Tell torch how to make a process group at an address of this machine; return how it is called."""
+    name = f"{BACKEND}-{address.replace(':', '-')}"
+    if not dist.is_backend_available(name):
+        dist.Backend.register_backend(name, partial(_connected, address), devices=["cpu"])
+    return name
 
 
-def _connected(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+def _connected(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
-    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
 

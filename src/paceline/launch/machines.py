@@ -1,0 +1,175 @@
+"""The machine that a process runs on, and at which of its addresses the other machines of a job reach it.
+
+Host names are looked up here, once, and nowhere else; what listens and connects is given addresses.
+"""
+
+import socket
+import threading
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from paceline.errors import UsageError
+
+LOOPBACK: Final = "127.0.0.1"
+LOOKUP_TIMEOUT_S: Final = 1.0
+# Addresses that are kept free for examples: the way to them is the way to anywhere.
+ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_ANY_PORT: Final = 9
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """A machine: what it is called, and which start of its kernel this is, so that none is taken for a namesake."""
+
+    name: str
+    boot: str = ""
+
+    def __str__(self) -> str:
+        """Return what it is called."""
+        return self.name
+
+
+def this_machine() -> Machine:
+    """Return the machine that this process runs on."""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
+    return Machine(socket.gethostname(), boot)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether this names the machine that says it, whichever it is.
+
+    >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("node-3")
+    (True, True, False)
+    """
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def look_up(host: str) -> list[str]:
+    """Return the addresses of a host; an address is its own.
+
+    Blocks for a second at most; raises UsageError when nothing is known by then.
+    """
+    found: list[str] = []
+
+    def ask() -> None:
+        with suppress(OSError):
+            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+
+    asking = threading.Thread(target=ask, name=f"paceline-look-up {host}", daemon=True)
+    asking.start()
+    asking.join(LOOKUP_TIMEOUT_S)  # who is asked may take much longer to say that it knows nothing
+    if not found:
+        raise UsageError(
+            f"no address is known for the host {host!r}, asked for {LOOKUP_TIMEOUT_S:g} s: check its name, or give its "
+            "address"
+        )
+    return list(dict.fromkeys(found))
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses of this machine at which others may reach it, those of version 4 first."""
+    import psutil
+
+    told = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if _is_ip(entry.family)]
+    useful = {address for address in map(ip_address, told) if not (address.is_loopback or address.is_link_local)}
+    return [str(address) for address in sorted(useful, key=lambda address: (address.version, int(address)))]
+
+
+def own_address(host: str) -> str:
+    """Return the address of this machine that the user means by `host`.
+
+    Raises UsageError when it has no such address, or one at which nobody else reaches it.
+    """
+    found = look_up(host)
+    for address in found:
+        if _is_here(address) and not is_loopback(address):
+            return address
+    raise UsageError(
+        f"PACELINE_HOST is {host} (known as {', '.join(found)}), at which no other machine reaches this one, "
+        f"{socket.gethostname()}: {_has()}. Name one of these"
+    )
+
+
+def address_for_others(master: str | None) -> str:
+    """Return the address of this machine that the launcher has told all others, or else the one that leads anywhere.
+
+    Raises UsageError when none is found.
+    """
+    named = look_up(master) if master is not None and not is_loopback(master) else []
+    with suppress(UsageError):
+        named += look_up(socket.gethostname())
+    for address in named:
+        if _is_here(address) and not is_loopback(address):
+            return address
+    for somewhere in ANYWHERE:
+        address = _source(somewhere)
+        if address is not None:
+            return address
+    raise UsageError(
+        f"at which address do the other machines reach {socket.gethostname()}? {_has()}. Name one: PACELINE_HOST=..."
+    )
+
+
+def address_towards(there: str, whose: Machine) -> str:
+    """Return the address of this machine from which the way leads to another one; nothing is sent.
+
+    Raises UsageError when there is none.
+    """
+    address = _source(there)
+    if address is None:
+        raise UsageError(
+            f"no way leads from {socket.gethostname()} to {there}, at which {whose} is to be reached: {_has()}. Let "
+            f"PACELINE_HOST on {whose} name an address in a network that all machines share"
+        )
+    return address
+
+
+def check_family(own: str, there: str, whose: Machine) -> None:
+    """Raise UsageError when two addresses are of different versions of IP: who has one may not reach the other."""
+    if ip_address(own).version != ip_address(there).version:
+        raise UsageError(
+            f"PACELINE_HOST is {own} on {socket.gethostname()}, but {whose} is reached at {there}, and all addresses "
+            f"of a job are of one version of IP: {_has()}. Name one that is of version {ip_address(there).version}"
+        )
+
+
+def _has() -> str:
+    found = own_addresses()
+    return f"this machine has {', '.join(found)}" if found else "this machine has no address that others could reach"
+
+
+def _is_ip(family: int) -> bool:
+    return family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _source(there: str) -> str | None:
+    """Return the address that packets to `there` would have as their source."""
+    with socket.socket(_family(there), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((there, _ANY_PORT))  # sends nothing
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if is_loopback(address) else address
