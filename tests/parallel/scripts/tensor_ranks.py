@@ -1,6 +1,6 @@
-"""One of four ranks that split models between them, compared with the whole model in this process.
+"""Four ranks that split models between them, each compared with the whole model in the same process.
 
-Called with a rank and the file where the ranks find each other; prints the names of the checks that passed.
+Called with a folder of their own, and perhaps the name of one check; each rank prints the checks that passed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import copy
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.models import LENGTH, NUM_WORDS, WIDTH, Block, Gpt, next_word_loss
+from tests.parallel.ranks import fork_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +33,6 @@ from paceline.parallel.tensor import clip_gradients, split_loss, split_over, who
 from paceline.parallel.vocabulary import plain
 from paceline.parallel.whole import whole
 
-RANK, PLACE = int(sys.argv[1]), sys.argv[2]
 NUM_RANKS = 4
 others: list[DeviceMesh] = []  # of pairs of ranks, the one across those that checks are given
 Batch = tuple[Tensor, Tensor]
@@ -185,7 +187,7 @@ def check_dropout(mesh: DeviceMesh) -> None:
     chain = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 4), nn.Dropout(0.5))
     with torch.no_grad():
         chain[0].bias.fill_(1.0)
-    torch.manual_seed(RANK)  # ranks that are seeded differently draw together all the same
+    torch.manual_seed(dist.get_rank())  # ranks that are seeded differently draw together all the same
     split_over(chain, mesh)
     dropped: list[Tensor] = []
     chain[1].register_forward_hook(lambda _, inputs, outputs: dropped.append((outputs == 0).double()))
@@ -260,14 +262,14 @@ def check_sharded(mesh: DeviceMesh) -> None:
             close(sharded(ids[:1]), model(ids[:1]))
 
 
-def main() -> None:
+def live(directory: Path, wanted: str, rank: int) -> None:
     torch.set_default_dtype(torch.float64)
-    store = dist.FileStore(PLACE, NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=NUM_RANKS, timeout=timedelta(seconds=30))
+    store = dist.FileStore(str(directory / "ranks.store"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=30))
     four, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     others.append(grid["data"])
     for name, check in sorted(globals().items()):
-        if name.startswith("check_") and name.endswith(sys.argv[3] if len(sys.argv) > 3 else ""):
+        if name.startswith("check_") and name.endswith(wanted):
             for mesh in (four, grid["tensor"]):
                 torch.manual_seed(0)
                 check(mesh)
@@ -276,4 +278,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    own = Path(sys.argv[1])
+    fork_ranks(own, NUM_RANKS, partial(live, own, sys.argv[2] if len(sys.argv) > 2 else ""))
