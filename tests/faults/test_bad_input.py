@@ -51,7 +51,7 @@ import math, os, sys, time
 import torch, paceline
 ps = paceline.init()
 def table(name="w", size=256, **settings):
-    return ps.table(name, shape=(size,), update=settings.pop("update", paceline.update.SGD(lr=1.0)), **settings)
+    return ps.table(name, shape=(size,), update=settings.pop("update", paceline.update.Add()), **settings)
 """
 
 
@@ -95,15 +95,38 @@ for number, mistake in enumerate(MISTAKES):
 """
 
 
-def test_every_mistake_is_told_with_what_to_do(tmp_path: Path) -> None:
-    text = f"{OPEN}from paceline.errors import PacelineError\nMISTAKES = {list(MISTAKES)}\n{TRY_ALL}"
-    code, run = run_script(tmp_path, text, "-n", "2", "-m", "2", "--transport", "memory")
+NAN = """
+bad = torch.full((256,), math.nan)
+reject, zero = table("reject"), table("zero", nonfinite="zero")
+outcomes = [t.push(bad) for t in (reject, zero)]
+ps.clock()
+assert (reject.pull() == 0).all() and (zero.pull() == 0).all()
+print(outcomes[0].result(timeout=10).reason)
+print("zeroed", outcomes[1].result(timeout=10).applied)
+"""
 
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A job of two workers that make every mistake, and go on."""
+    text = f"{OPEN}from paceline.errors import PacelineError\nMISTAKES = {list(MISTAKES)}\n{TRY_ALL}{NAN}"
+    options = ("-n", "2", "-m", "2", "--transport", "memory")
+    code, run = run_script(tmp_path_factory.mktemp("mistaken"), text, *options)
     assert code == 0, run.output
+    return run
+
+
+def test_every_mistake_is_told_with_what_to_do(mistaken: Run) -> None:
     for number, (mistake, message) in enumerate(MISTAKES.items()):
-        told = run.saying(f"told {number} ")
+        told = mistaken.saying(f"told {number} ")
         assert told, f"{mistake} goes unnoticed"
         assert all(re.search(message, line) for line in told), told
+
+
+def test_gradients_that_are_not_finite_never_reach_the_values(mistaken: Run) -> None:
+    reason = "256 of 256 elements of the gradient for table 'reject' are NaN or infinite; it was not sent"
+    assert len(mistaken.saying(reason)) == 2
+    assert len(mistaken.saying("zeroed True")) == 2
 
 
 def test_a_mistake_nobody_catches_ends_the_job_without_a_traceback(tmp_path: Path) -> None:
@@ -126,25 +149,6 @@ def test_a_traceback_is_shown_when_it_is_asked_for(tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in run.output
     assert run.saying("script.py"), "the script is part of it"
     assert not run.saying("runpy"), "what started the script is not"
-
-
-NAN = """
-bad = torch.full((256,), math.nan)
-reject, zero = table("reject"), table("zero", nonfinite="zero")
-outcomes = [t.push(bad) for t in (reject, zero)]
-ps.clock()
-assert (reject.pull() == 0).all() and (zero.pull() == 0).all()
-print(outcomes[0].result(timeout=10).reason)
-print("zeroed", outcomes[1].result(timeout=10).applied)
-"""
-
-
-def test_gradients_that_are_not_finite_never_reach_the_values(tmp_path: Path) -> None:
-    code, run = run_script(tmp_path, OPEN + NAN, "-n", "1", "-m", "2", "--transport", "memory")
-
-    assert code == 0, run.output
-    assert run.saying("256 of 256 elements of the gradient for table 'reject' are NaN or infinite; it was not sent")
-    assert run.saying("zeroed True")
 
 
 WRONG_TOKEN = """
@@ -250,7 +254,7 @@ def test_where_no_shared_memory_is_to_be_had_the_socket_carries_all_with_one_not
     code, run = run_script(tmp_path, OPEN + LARGE, "-n", "1", wrap="ulimit -f 1024; exec")  # KiB a file may have
 
     assert code == 0, run.output
-    assert run.saying("sum -3000000.0")
+    assert run.saying("sum 3000000.0")
     notices = run.saying("is not to be had (File too large); such bodies are copied through the socket instead")
     assert [line.split("]")[0] for line in sorted(notices)] == ["[server 0", "[worker 0"]
 
@@ -263,5 +267,5 @@ def test_a_full_dev_shm_does_not_matter(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", script, options=("-n", "1"), wrap=wrap)
 
     assert code == 0, run.output
-    assert run.saying("sum -3000000.0")
+    assert run.saying("sum 3000000.0")
     assert not run.saying("not to be had")
