@@ -1,6 +1,5 @@
 """How a process enters a job, as far as one process can show it."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
+from paceline.launch.cards import VERSION
 from paceline.launch.detect import detect
 from paceline.launch.entrance import enter
+from paceline.launch.machines import Machine, this_machine
 from paceline.launch.meeting import FolderBoard, Invitation
 
 SECOND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -43,11 +44,13 @@ def test_a_mistake_in_where_servers_are_is_told_to_whoever_runs_alone_too(monkey
         enter(None)
 
 
-def test_a_job_on_two_machines_is_refused(tmp_path: Path, second: str) -> None:
+def test_a_process_on_another_machine_than_the_launcher_counts_is_refused(tmp_path: Path, second: str) -> None:
     board = FolderBoard(tmp_path, second)
-    board.invite(Invitation(str(tmp_path), "elsewhere"))
+    board.invite(Invitation(str(tmp_path), Machine("elsewhere"), VERSION))
 
-    with pytest.raises(UsageError, match=r"the first of its job on elsewhere: .* must be encrypted"):
+    with pytest.raises(
+        UsageError, match=r"the first of its job on elsewhere, but .* says that the job is on one machine"
+    ):
         enter(None)
     board.close()
 
@@ -56,7 +59,7 @@ def test_a_folder_that_others_can_enter_is_not_the_job(tmp_path: Path, second: s
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
     board = FolderBoard(tmp_path, second)
-    board.invite(Invitation(str(folder), socket.gethostname()))
+    board.invite(Invitation(str(folder), this_machine(), VERSION))
 
     with pytest.raises(UsageError, match=r"has mode 0755 .* it is not the folder of a job of yours"):
         enter(None)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
 
+from paceline.launch.folders import names_in
 from paceline.launch.spec import ClusterSpec
 
 SPEC_NAME: Final = "spec.json"  # what the servers read: nobody listens yet
@@ -30,7 +31,8 @@ class AddressBook:
 
     def missing(self) -> list[int]:
         """Return the ranks of the servers that have not published an address yet."""
-        return [rank for rank in self._awaited if not self._path(rank).exists()]
+        there = names_in(self._run_dir)
+        return [rank for rank in self._awaited if self._path(rank).name not in there]
 
     def _path(self, rank: int) -> Path:
         return self._run_dir / f"server-{rank}.address"

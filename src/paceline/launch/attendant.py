@@ -1,7 +1,7 @@
 """A server of a job that nobody watches over: it ends when all workers have.
 
-`python -m paceline.launch.attendant RUN_DIR RANK HOST` is one beside a worker. It ends with that worker, too: its standard
-input is a pipe that the worker holds open.
+`python -m paceline.launch.attendant RUN_DIR RANK HOST` is one beside a worker. It ends with that worker, too: its
+standard input is a pipe that the worker holds open.
 """
 
 import os

@@ -17,13 +17,13 @@ ENTRY: Final = "paceline.launch.attendant"
 class Beside:
     """Server processes, children of this one, that end with it."""
 
-    def __init__(self, run_dir: Path, ranks: range) -> None:
-        """Start them."""
+    def __init__(self, run_dir: Path, ranks: range, host: str) -> None:
+        """Start them; where they listen by TCP, at an address of this machine, `host`."""
         # What lies beside the script, an update rule of the user's own for example, is there for a server too.
         environment = with_import_path(inherited(), Path(sys.path[0]).absolute())
         self._processes = {
             rank: subprocess.Popen(
-                [sys.executable, "-m", ENTRY, str(run_dir), str(rank)],
+                [sys.executable, "-m", ENTRY, str(run_dir), str(rank), host],
                 stdin=subprocess.PIPE,
                 env=environment,
                 start_new_session=True,

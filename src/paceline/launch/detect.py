@@ -8,6 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.launch.machines import is_loopback
 
 Role = Literal["worker", "server", "scheduler"]
 Variables = Mapping[str, str]
@@ -34,13 +35,19 @@ class Detected:
     size: int
     local_rank: int | None = None
     local_size: int | None = None
-    node_rank: int = 0
+    node_rank: int | None = 0  # None: the launcher has not told
     num_nodes: int = 1
+    counts_nodes: bool = True  # False: the launcher has not told, and `num_nodes` is the least
     restart: int = 0
     master: tuple[str, int] | None = None
     serves_store: bool = False  # the launcher has a store of torch at `master`
     role: Role | None = None
     num_servers: int = 0
+
+    @property
+    def may_span(self) -> bool:
+        """Whether the processes of the job may be on several machines."""
+        return self.num_nodes > 1 or not self.counts_nodes
 
     @property
     def key(self) -> str:
@@ -112,7 +119,8 @@ def _open_mpi(variables: Variables) -> Detected:
         size=size,
         local_rank=_number(variables, OPEN_MPI[2]),
         local_size=local_size,
-        num_nodes=-(-size // max(1, local_size)),
+        node_rank=0 if local_size >= size else None,
+        num_nodes=_least_nodes(size, local_size),
     )
 
 
@@ -127,7 +135,8 @@ def _mpich(variables: Variables) -> Detected:
         size=size,
         local_rank=_number(variables, "MPI_LOCALRANKID"),
         local_size=local_size,
-        num_nodes=-(-size // max(1, local_size)),
+        node_rank=0 if local_size >= size else None,
+        num_nodes=_least_nodes(size, local_size),
         master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
     )
 
@@ -158,13 +167,18 @@ def _slurm(variables: Variables) -> Detected:
 
 def _torch(variables: Variables) -> Detected:
     _require(variables, "torch.distributed", TORCH)
+    size = _number(variables, "WORLD_SIZE")
+    local_size = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+    on_one = is_loopback(variables["MASTER_ADDR"]) or local_size == size
     return Detected(
         launcher="torch.distributed",
         job=f"{variables['MASTER_ADDR']} {variables['MASTER_PORT']}",
         rank=_number(variables, "RANK"),
-        size=_number(variables, "WORLD_SIZE"),
+        size=size,
         local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None,
-        local_size=_number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None,
+        local_size=local_size,
+        node_rank=0 if on_one else None,
+        counts_nodes=on_one,
         master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
     )
 
@@ -179,11 +193,14 @@ def _dmlc(variables: Variables) -> Detected:
     if _number(variables, "DMLC_NUM_SERVER") == 0:
         raise UsageError("DMLC_NUM_SERVER is 0, expected at least 1: the servers hold the parameters")
     name = "DMLC_WORKER_ID" if role == "worker" else "DMLC_SERVER_ID"
+    on_one = is_loopback(variables["DMLC_PS_ROOT_URI"])
     return Detected(
         launcher="DMLC",
         job=f"{variables['DMLC_PS_ROOT_URI']} {variables['DMLC_PS_ROOT_PORT']}",
         rank=_number(variables, name) if name in variables else None,
         size=_number(variables, "DMLC_NUM_WORKER"),
+        node_rank=0 if on_one else None,
+        counts_nodes=on_one,
         master=(variables["DMLC_PS_ROOT_URI"], _number(variables, "DMLC_PS_ROOT_PORT")),
         role=role,
         num_servers=_number(variables, "DMLC_NUM_SERVER"),
@@ -213,14 +230,22 @@ def _tensorflow(text: str) -> Detected:
             f"{', '.join(name for name, count in members.items() if count)}"
         )
     num_chiefs = members["chief"] + members["master"]
+    num_hosts = len({address.rpartition(":")[0] for addresses in told.cluster.values() for address in addresses})
     return Detected(
         launcher="TF_CONFIG",
         job=hashlib.sha256(msgspec.json.encode(told.cluster, order="sorted")).hexdigest()[:16],
         rank=index + num_chiefs if kind == "worker" else index,
         size=num_chiefs + members["worker"],
+        node_rank=0 if num_hosts == 1 else None,
+        num_nodes=num_hosts,
         role="server" if kind == "ps" else "worker",
         num_servers=members["ps"],
     )
+
+
+def _least_nodes(size: int, local_size: int) -> int:
+    """Return on how many nodes so many processes are at least, if no node has more of them than this one."""
+    return -(-size // max(1, local_size))
 
 
 def _check(found: Detected) -> None:

@@ -5,7 +5,7 @@ Nothing secret travels here: the token lies in the folder, which only this user 
 
 import fcntl
 import os
-import stat
+import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +17,8 @@ import msgspec
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.launch.detect import Detected
+from paceline.launch.folders import make_private, names_in
+from paceline.launch.machines import Machine
 from paceline.launch.presence import is_held
 
 if TYPE_CHECKING:
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S: Final = 0.02
 STORE_KEY: Final = "paceline/meeting"
 SUFFIX: Final = ".meeting"
+LOCK_NAME: Final = ".lock"
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where the folder of a job is, and on which machine."""
+    """Where the folder of a job is, which machine made it, and the paceline that runs there."""
 
     run_dir: str
-    host: str
+    machine: Machine
+    version: str = ""
 
 
 class Board(Protocol):
@@ -86,8 +90,9 @@ class StoreBoard:
             return msgspec.json.decode(store.get(self._key), type=Invitation)
         except RuntimeError as error:
             raise DeadlineExceeded(
-                f"rank 0 has not told within {timeout_s:g} s where the job meets, in the store of the launcher at "
-                f"{self._where}: is it there, and does it call paceline.init()? ({_first_line(error)})"
+                f"rank 0 has not told {socket.gethostname()} within {timeout_s:g} s where the job meets, in the store "
+                f"of the launcher at {self._where}: is it there, and does it call paceline.init()? "
+                f"({_first_line(error)})"
             ) from error
 
     def close(self) -> None:
@@ -123,23 +128,26 @@ class FolderBoard:
                     "ended, or let PACELINE_RUN_DIR name another folder for each"
                 )
             _sweep(self._path.parent)
-            unfinished = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            unfinished = self._path.with_name(f".{self._path.name}.{socket.gethostname()}.{os.getpid()}")
             self._descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             os.write(self._descriptor, msgspec.json.encode(invitation))
+            os.fsync(self._descriptor)  # for other machines too, though the file stays open
             unfinished.rename(self._path)
 
     def wait_invitation(self, timeout_s: float) -> Invitation:
         """Block until it is told; see `Board.wait_invitation`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            invitation = _read(self._path)
+            there = self._path.name in names_in(self._path.parent)
+            invitation = _read(self._path) if there else None
             if invitation is not None:
                 return invitation
             if time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(
                     f"the first process of the job has not told within {timeout_s:g} s where the job meets, in "
-                    f"{self._path}: is it there, does it call paceline.init(), and does it see this folder?"
+                    f"{self._path} on {socket.gethostname()}: is it there, does it call paceline.init(), and does it "
+                    "see this folder? On several machines let PACELINE_RUN_DIR name one that all of them see"
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -153,34 +161,10 @@ class FolderBoard:
         self._descriptor = None
 
 
-def check_folder(run_dir: Path) -> None:
-    """Raise UsageError unless this is a folder that only this user can enter: then only this user has filled it."""
-    try:
-        found = run_dir.stat()
-    except OSError as error:
-        raise UsageError(f"cannot enter the folder of the job, {run_dir}: {error.strerror}") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UsageError(
-            f"{run_dir} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, expected 0700 and "
-            f"{os.geteuid()}: it is not the folder of a job of yours"
-        )
-
-
-def make_private(folder: Path) -> None:
-    """Make the folder if it is missing; raises UsageError where others than this user can write."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise UsageError(f"cannot use {folder}: {error.strerror}; name another folder, PACELINE_RUN_DIR=...") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise UsageError(f"others than you can write in {folder}: name another folder, PACELINE_RUN_DIR=...")
-
-
 @contextmanager
 def _alone(folder: Path) -> Generator[None]:
     """Let nobody else change the files of this folder while entered."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

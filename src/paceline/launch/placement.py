@@ -1,10 +1,12 @@
 """Which process of a job is what: how many servers there are, and who starts them or becomes one."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal, cast, get_args
 
 from paceline.errors import UsageError
 from paceline.launch.detect import Detected, Role
+from paceline.launch.machines import Machine
 
 Home = Literal["first", "node", "ranks"]
 DEFAULT: Final = "first:1"
@@ -39,7 +41,8 @@ class Seat:
 
     Attributes:
         index: its number among those of its role; None where whoever comes first is first.
-        beside: the numbers of the servers that it starts.
+        num_serving: how many of the servers are processes of the launcher, and not started beside a worker.
+        beside: the numbers of the servers that it starts; none before it is known on which node it is.
         founds: whether it is the one that sets the job up, and tells the others where they meet.
         summary: the job in half a line.
     """
@@ -48,9 +51,24 @@ class Seat:
     index: int | None
     num_workers: int
     num_servers: int
+    num_serving: int
     beside: range
     founds: bool
     summary: str
+
+
+def locate(detected: Detected, machines: Sequence[Machine], index: int) -> Detected:
+    """Add what the launcher has not told: each machine is a node, in the order of the workers on them.
+
+    `machines` says where each worker is, and this process is the worker `index`.
+    """
+    if detected.node_rank is not None:
+        return detected
+    here, nodes = machines[index], list(dict.fromkeys(machines))
+    local_rank = machines[:index].count(here) if detected.local_rank is None else detected.local_rank
+    return replace(
+        detected, local_rank=local_rank, node_rank=nodes.index(here), num_nodes=len(nodes), counts_nodes=True
+    )
 
 
 def take_seat(detected: Detected, asked: str | None) -> Seat:
@@ -62,14 +80,17 @@ def take_seat(detected: Detected, asked: str | None) -> Seat:
         return _seat_among_ranks(detected, servers.count)
     everywhere = servers.home == "node"
     number = detected.local_rank if everywhere and detected.local_rank is not None else detected.rank
-    start = detected.node_rank * servers.count if everywhere else 0
+    node = detected.node_rank if everywhere else 0
+    starts = number == 0 and node is not None
+    start = (node or 0) * servers.count
     where = "on each node" if everywhere else "beside rank 0"
     return Seat(
         role="worker",
         index=detected.rank,
         num_workers=detected.size,
         num_servers=servers.count * (detected.num_nodes if everywhere else 1),
-        beside=range(start, start + servers.count) if number == 0 else range(0),
+        num_serving=0,
+        beside=range(start, start + servers.count) if starts else range(0),
         founds=detected.rank == 0,
         summary=_summary(detected, detected.size, f"{_counted(servers.count, 'server')} {where}"),
     )
@@ -88,6 +109,7 @@ def _given_seat(detected: Detected, asked: str | None) -> Seat:
         index=detected.rank,
         num_workers=detected.size,
         num_servers=detected.num_servers,
+        num_serving=detected.num_servers,
         beside=range(0),
         founds=role == "scheduler" or (detected.launcher != "DMLC" and role == "worker" and detected.rank == 0),
         summary=_summary(detected, detected.size, f"{_counted(detected.num_servers, 'server')} of its own"),
@@ -109,6 +131,7 @@ def _seat_among_ranks(detected: Detected, count: int) -> Seat:
         index=rank - num_workers if serves else rank,
         num_workers=num_workers,
         num_servers=count,
+        num_serving=count,
         beside=range(0),
         founds=rank == 0,
         summary=_summary(detected, num_workers, f"{_counted(count, 'server')} as {ranks}"),
@@ -116,8 +139,8 @@ def _seat_among_ranks(detected: Detected, count: int) -> Seat:
 
 
 def _summary(detected: Detected, num_workers: int, servers: str) -> str:
-    nodes = _counted(detected.num_nodes, "node")
-    return f"{detected.launcher}, {_counted(num_workers, 'worker')} on {nodes}, {servers}"
+    nodes = f" on {_counted(detected.num_nodes, 'node')}" if detected.counts_nodes else ""
+    return f"{detected.launcher}, {_counted(num_workers, 'worker')}{nodes}, {servers}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,27 +1,39 @@
 """Who takes part in a job that nobody watches over: each worker holds a file locked for as long as it does.
 
-The kernel lets go of a lock when its process ends, however it ends, and whoever waits for it is told at once.
+The kernel lets go of a lock when its process ends, however it ends, and whoever waits for it is told at once. In a
+folder that several machines see, locks are those of its file server: one of a machine that is gone stays until the file
+server gives it up.
 """
 
 import errno
 import fcntl
 import os
+import socket
+import threading
 from pathlib import Path
 from typing import Final, final
 
+import msgspec
+
 from paceline.errors import UsageError
+from paceline.launch.cards import Card
 from paceline.launch.detect import Role
+from paceline.launch.folders import names_in
+from paceline.launch.pulse import SILENCE_S, Pulse, Watch
 
 SUFFIX: Final = ".life"
+POLL_INTERVAL_S: Final = 0.25
 
 
 @final
 class Presence:
     """The file that this process holds locked."""
 
-    def __init__(self, descriptor: int, index: int) -> None:
+    def __init__(self, path: Path, descriptor: int, index: int) -> None:
         self.index: Final = index
+        self._path = path
         self._descriptor: int | None = descriptor
+        self._pulse: Pulse | None = None
 
     @staticmethod
     def begin(run_dir: Path, role: Role, index: int | None, count: int) -> "Presence":
@@ -29,13 +41,16 @@ class Presence:
 
         Raises UsageError when another process is.
         """
-        unfinished = run_dir / f".{role}.{os.getpid()}"
+        unfinished = run_dir / f".{role}.{socket.gethostname()}.{os.getpid()}"
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see the file, who would take us for dead
+            os.write(descriptor, msgspec.json.encode(Card.own()))
+            os.fsync(descriptor)  # for other machines too, though the file stays open
             for one in range(count) if index is None else (index,):
-                if _link(unfinished, _path(run_dir, role, one)):
-                    return Presence(descriptor, one)
+                path = run_dir / _name(role, one)
+                if _link(unfinished, path):
+                    return Presence(path, descriptor, one)
         finally:
             unfinished.unlink()
         os.close(descriptor)
@@ -45,10 +60,16 @@ class Presence:
             "the job again, and join it once"
         )
 
+    def show(self) -> None:
+        """Let other machines see from now on that this process lives."""
+        self._pulse = Pulse(self._path)
+
     def end(self) -> None:
         """Take part no longer; may be repeated."""
         if self._descriptor is None:
             return
+        if self._pulse is not None:
+            self._pulse.end()
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child that was forked may have the file open still
         os.close(self._descriptor)
         self._descriptor = None
@@ -56,19 +77,47 @@ class Presence:
 
 def absent(run_dir: Path, role: Role, count: int) -> list[int]:
     """Return those of a role who have never come."""
-    return [index for index in range(count) if not _path(run_dir, role, index).exists()]
+    present = names_in(run_dir)
+    return [index for index in range(count) if _name(role, index) not in present]
+
+
+def card(run_dir: Path, role: Role, index: int) -> Card:
+    """Return what one who has come tells of itself."""
+    return msgspec.json.decode((run_dir / _name(role, index)).read_bytes(), type=Card)
 
 
 def wait_end(run_dir: Path, role: Role, index: int) -> None:
     """Block until one who has come takes part no longer, be it left or dead."""
     try:
-        descriptor = os.open(_path(run_dir, role, index), os.O_RDWR)
+        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
     except FileNotFoundError:  # the job is over, and its folder is cleared
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
+
+
+def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float = SILENCE_S) -> bool:
+    """Block as `wait_end` does, for one that may be on another machine and shows that it lives.
+
+    Returns False when it has not for `silence_s`, though it holds its lock still: its machine is gone, and the file
+    server has not noticed; or it is stopped.
+    """
+    watch, pause = Watch(), threading.Event()
+    while True:
+        try:
+            descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        try:
+            if not is_held(descriptor):
+                return True
+            if watch.silent_s(os.fstat(descriptor).st_mtime_ns) >= silence_s:
+                return False
+        finally:
+            os.close(descriptor)
+        pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
 
 
 def is_held(descriptor: int) -> bool:
@@ -83,8 +132,8 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-def _path(run_dir: Path, role: Role, index: int) -> Path:
-    return run_dir / f"{role}-{index}{SUFFIX}"
+def _name(role: Role, index: int) -> str:
+    return f"{role}-{index}{SUFFIX}"
 
 
 def _link(existing: Path, path: Path) -> bool:

@@ -1,0 +1,42 @@
+"""Folders in which the processes of a job meet, which may be of a file server that several machines see."""
+
+import os
+import stat
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the files in a folder, none where it is gone.
+
+    A client of NFS may keep for half a minute that a file is not there, unless it opens the folder itself.
+    """
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raise UsageError unless this is a folder that only this user can enter: then only this user has filled it."""
+    try:
+        found = run_dir.stat()
+    except OSError as error:
+        raise UsageError(f"cannot enter the folder of the job, {run_dir}: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise UsageError(
+            f"{run_dir} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, expected 0700 and "
+            f"{os.geteuid()}: it is not the folder of a job of yours"
+        )
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder if it is missing; raises UsageError where others than this user can write."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise UsageError(f"cannot use {folder}: {error.strerror}; name another folder, PACELINE_RUN_DIR=...") from error
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UsageError(f"others than you can write in {folder}: name another folder, PACELINE_RUN_DIR=...")
