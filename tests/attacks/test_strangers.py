@@ -1,0 +1,326 @@
+"""Who does not belong to the job gets a closed connection within a second, no word, and changes nothing."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from tests.attacks.papers import Papers
+from tests.attacks.target import REFUSED_WITHIN_S, Target, target
+from tests.node.client import member
+from tests.transport.carriers import CREDENTIALS
+from tests.transport.wire import GREETING_BYTES, NONCE, hello, open_raw, proof, read_exactly, read_to_end, shake_hands
+
+from paceline.errors import AuthenticationFailed, PeerError
+from paceline.launch.certificates import Holder
+from paceline.node.wire import Hello, encode
+from paceline.transport import Credentials, Limits, TcpTransport, TlsSettings
+
+IDENTITY = encode(Hello("worker", 1, 0, 1))
+ZERO, DAY, YEAR = timedelta(0), timedelta(days=1), timedelta(days=365)
+TIMES = 3  # an attack is refused in time at the best of so many trials: other programs run here too
+
+# Attacks a server at an address, and returns all that it has heard once it is turned away.
+Attack = Callable[[str], bytes]
+
+
+def quickest_s(attack: Attack, address: str, most_heard: int) -> float:
+    """Attack some times; return the time of the quickest refusal."""
+    times_s: list[float] = []
+    for _ in range(TIMES):
+        began_s = time.monotonic()
+        heard = attack(address)
+        times_s.append(time.monotonic() - began_s)
+        assert len(heard) <= most_heard, heard
+    return min(times_s)
+
+
+def is_refused_without_a_trace(attack: Attack, victim: Target, most_heard: int = GREETING_BYTES) -> None:
+    before = victim.picture()
+    assert quickest_s(attack, victim.address, most_heard) < REFUSED_WITHIN_S
+    assert victim.picture() == before
+    assert victim.read() == bytes(16)
+
+
+# -- a server whose line is plain ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Target]:
+    with target() as victim:
+        yield victim
+
+
+def say(address: str, *words: bytes) -> bytes:
+    """Connect, say all that, and hear what comes until the other side closes."""
+    with open_raw(address) as sock:
+        with suppress(OSError):  # it may be closed before all is said
+            for word in words:
+                sock.sendall(word)
+        return read_to_end(sock)
+
+
+def answer_with(address: str, make_proof: Callable[[bytes], bytes], identity: bytes = IDENTITY) -> bytes:
+    """Play a client up to its proof, which is made from the server's nonce."""
+    with open_raw(address) as sock:
+        sock.sendall(hello(identity))
+        greeting = read_exactly(sock, GREETING_BYTES)
+        sock.sendall(make_proof(greeting[-32:]))
+        return greeting + read_to_end(sock)
+
+
+def proof_by(token: bytes, job: str = CREDENTIALS.job) -> Callable[[bytes], bytes]:
+    """Return how a holder of some token proves it."""
+
+    def prove(nonce: bytes) -> bytes:
+        parts = (b"client", struct.pack(">H", 1), job.encode(), b"", IDENTITY, NONCE, nonce)
+        said = b"".join(struct.pack(">I", len(part)) + part for part in parts)
+        return hmac.new(token, said, "sha256").digest()
+
+    return prove
+
+
+def replay(address: str) -> bytes:
+    """Say again, word for word, what an honest worker has said."""
+    with open_raw(address) as honest:
+        honest.sendall(hello(IDENTITY))
+        nonce = read_exactly(honest, GREETING_BYTES)[-32:]
+        recorded = proof(b"client", IDENTITY, NONCE, nonce)
+        honest.sendall(recorded)
+        read_exactly(honest, 32)
+    return say(address, hello(IDENTITY) + recorded)
+
+
+def reflect(address: str) -> bytes:
+    """Return every word of the server to it, as a mirror."""
+    with open_raw(address) as sock:
+        sock.sendall(hello(IDENTITY))
+        heard = b""
+        with suppress(OSError):
+            while word := sock.recv(4096):
+                heard += word
+                sock.sendall(word)
+        return heard
+
+
+def relay_to_itself(address: str) -> bytes:
+    """Have the server prove itself to itself: its nonce of one connection is the client's of another."""
+    with open_raw(address) as first, open_raw(address) as second:
+        first.sendall(hello(IDENTITY))
+        nonce = read_exactly(first, GREETING_BYTES)[-32:]
+        second.sendall(hello(IDENTITY, nonce=nonce))
+        first.sendall(read_exactly(second, GREETING_BYTES)[-32:])
+        return read_to_end(first)
+
+
+def speak_tls(address: str) -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with open_raw(address) as sock, pytest.raises((ssl.SSLError, OSError)):
+        context.wrap_socket(sock)
+    return b""
+
+
+PLAIN_ATTACKS: dict[str, Attack] = {
+    "another protocol": lambda address: say(address, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(64)),
+    "noise": lambda address: say(address, os.urandom(5000)),
+    "no token": lambda address: answer_with(address, lambda _: bytes(32)),
+    "a wrong token": lambda address: answer_with(address, proof_by(bytes(32))),
+    "the token of another job": lambda address: answer_with(address, proof_by(CREDENTIALS.token, "another job")),
+    "a proof for somebody else": lambda address: answer_with(
+        address, proof_by(CREDENTIALS.token), encode(Hello("server", 0, 0, 1))
+    ),
+    "a replayed handshake": replay,
+    "a reflected handshake": reflect,
+    "a server that is to prove itself to itself": relay_to_itself,
+    "an older version": lambda address: say(address, hello(IDENTITY, version=0) + bytes(32)),
+    "an identity that is too long": lambda address: say(address, hello(b"x" * 2000)),
+    "an identity of 64 KiB that does not come": lambda address: say(address, hello()[:6] + b"\xff\xff" + bytes(32)),
+    "frames before a proof": lambda address: say(address, hello(IDENTITY), b"PCLN" * 100),
+    "TLS where there is none": speak_tls,
+}
+
+
+@pytest.mark.parametrize("attack", PLAIN_ATTACKS.values(), ids=PLAIN_ATTACKS)
+def test_a_stranger_is_turned_away(attack: Attack, plain: Target) -> None:
+    is_refused_without_a_trace(attack, plain)
+
+
+@pytest.mark.parametrize("part", ["header", "body"])
+def test_a_frame_that_is_too_large_ends_the_connection_before_it_has_come(part: str, plain: Target) -> None:
+    limits = Limits()
+    sizes = (limits.max_header_bytes + 1, 0) if part == "header" else (1, limits.max_body_bytes + 1)
+
+    def attack(address: str) -> bytes:
+        with open_raw(address) as sock:
+            shake_hands(sock, IDENTITY)
+            sock.sendall(prefix(*sizes))
+            return read_to_end(sock)
+
+    is_refused_without_a_trace(attack, plain, most_heard=0)
+
+
+def prefix(header_bytes: int, body_bytes: int) -> bytes:
+    fields = struct.pack("<4sHHIIQQQ20x", b"PCLN", 1, 0, header_bytes, 0, body_bytes, 0, 0)
+    return fields + struct.pack("<I", zlib.crc32(fields))
+
+
+def test_the_one_who_is_robbed_is_told_which_token_was_asked_for(plain: Target) -> None:
+    other = TcpTransport(Credentials(os.urandom(32), CREDENTIALS.job))
+    with pytest.raises(AuthenticationFailed, match="the token or the job 'contract' is not the one"):
+        other.connect(plain.address, IDENTITY, timeout_s=5)
+
+
+# -- a server whose line is encrypted --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    return Papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture(scope="module")
+def member_papers(papers: Papers) -> TlsSettings:
+    return papers.of(Holder("worker", 0))
+
+
+@pytest.fixture(scope="module")
+def encrypted(papers: Papers, member_papers: TlsSettings) -> Iterator[Target]:
+    with target(tls=papers.of(Holder("server", 0)), client_tls=member_papers) as victim:
+        yield victim
+
+
+def try_to_join(why: str, tls: TlsSettings | None, credentials: Credentials = CREDENTIALS) -> Attack:
+    """Return the attack of a whole Paceline that has the wrong papers; its own user is told why it fails."""
+
+    def attack(address: str) -> bytes:
+        with pytest.raises(PeerError, match=why):
+            TcpTransport(credentials, tls=tls).connect(address, IDENTITY, timeout_s=5)
+        return b""
+
+    return attack
+
+
+def speak_old_tls(settings: TlsSettings) -> Attack:
+    def attack(address: str) -> bytes:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.maximum_version = False, ssl.TLSVersion.TLSv1_2
+        context.load_verify_locations(settings.authority)
+        context.load_cert_chain(settings.certificate, settings.key)
+        with open_raw(address) as sock, pytest.raises(ssl.SSLError, match="VERSION"):
+            context.wrap_socket(sock)
+        return b""
+
+    return attack
+
+
+def record_and_replay(settings: TlsSettings) -> Attack:
+    """Return an attack that repeats every byte of an honest handshake."""
+
+    def attack(address: str) -> bytes:
+        recorded = bytearray()
+        with socket.create_server(("127.0.0.1", 0)) as middle:
+
+            def tap() -> None:
+                near, _ = middle.accept()
+                with near, open_raw(address) as far, suppress(OSError):
+                    near.settimeout(5)
+                    recorded.extend(word := near.recv(1 << 14))
+                    far.sendall(word)
+                    near.sendall(far.recv(1 << 14))
+                    recorded.extend(near.recv(1 << 14))
+
+            thread = threading.Thread(target=tap)
+            thread.start()
+            with suppress(PeerError):
+                transport = TcpTransport(CREDENTIALS, tls=settings)
+                transport.connect(f"127.0.0.1:{middle.getsockname()[1]}", IDENTITY, timeout_s=5).close()
+            thread.join(10)
+        assert len(recorded) > 1000, "a ClientHello and a certificate"
+        say(address, bytes(recorded))
+        return b""
+
+    return attack
+
+
+def wrong_papers(papers: Papers, member_papers: TlsSettings) -> dict[str, Attack]:
+    return {
+        "no TLS": try_to_join("closed the connection during the handshake", None),
+        "noise": lambda address: say(address, os.urandom(5000))[:0],
+        "a foreign certificate": try_to_join("unknown ca", papers.of_a_stranger()),
+        "a certificate of another job": try_to_join("after it had seen our certificate", papers.of_another_job()),
+        "an expired certificate": try_to_join(
+            "certificate expired.*is the clock", papers.of_time("expired", -YEAR, -DAY)
+        ),
+        "a certificate of tomorrow": try_to_join(
+            "bad certificate.*holds from.*is the clock", papers.of_time("tomorrow", DAY, YEAR)
+        ),
+        "a wrong token": try_to_join("the token or the job", member_papers, Credentials(bytes(32), CREDENTIALS.job)),
+        "a replayed handshake": record_and_replay(member_papers),
+        "TLS 1.2": speak_old_tls(member_papers),
+    }
+
+
+def test_wrong_papers_are_turned_away(papers: Papers, member_papers: TlsSettings, encrypted: Target) -> None:
+    for name, attack in wrong_papers(papers, member_papers).items():
+        try:
+            is_refused_without_a_trace(attack, encrypted)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_a_certificate_is_for_nobody_else(papers: Papers, encrypted: Target) -> None:
+    before = encrypted.picture()
+    own = papers.of(Holder("worker", 1))
+    for said in (Hello("worker", 0, 0, 1, 9), Hello("server", 0, 0, 1), Hello("worker", 2, 0, 1)):
+        with closing(TcpTransport(CREDENTIALS, tls=own).connect(encrypted.address, encode(said), timeout_s=5)) as rogue:
+            rogue.send(b"\x02", timeout_s=5)
+            with pytest.raises(PeerError):
+                rogue.receive(timeout_s=5)
+    assert encrypted.picture() == before
+    assert encrypted.read() == bytes(16)
+
+
+# -- crowds ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_drips_bytes_is_shown_out_when_its_time_is_over(plain: Target) -> None:
+    with target(limits=Limits(handshake_timeout_s=0.3)) as victim, open_raw(victim.address) as loris:
+        began_s = time.monotonic()
+        loris.settimeout(0.02)
+        with suppress(OSError):
+            for byte in (hello(IDENTITY) + bytes(32)) * 10:
+                loris.sendall(bytes((byte,)))
+                with suppress(TimeoutError):
+                    if not loris.recv(1 << 10):
+                        break
+        assert time.monotonic() - began_s < 2.0
+    assert plain.read() == bytes(16)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_a_hundred_who_say_nothing_keep_no_worker_out(
+    is_encrypted: bool, plain: Target, encrypted: Target, papers: Papers
+) -> None:
+    victim = encrypted if is_encrypted else plain
+    servers = victim.servers
+    if is_encrypted:
+        servers = replace(servers, transport=TcpTransport(CREDENTIALS, tls=papers.of(Holder("worker", 7))))
+    with ExitStack() as crowd:
+        for _ in range(100):
+            crowd.enter_context(open_raw(victim.address))
+        began_s = time.monotonic()
+        with member(servers, 7):
+            assert time.monotonic() - began_s < 5.0
+        assert victim.read() == bytes(16)
