@@ -49,6 +49,7 @@ def run(
     on_crash: OnCrash = "continue",
     on_error: OnError = "stop",
     max_restarts: int = 3,
+    grace_s: float = 5.0,
     run_dir: Path | None = None,
     shares: str | None = None,
     server_threads: int | None = None,
@@ -88,10 +89,13 @@ def run(
         What to do when a worker's script fails.
     max_restarts
         How often one worker is started again under --on-crash restart.
+    grace_s
+        How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir
         New or empty folder that keeps the run's traces; without it nothing is kept.
     shares
-        How much of every table each server holds, as proportions such as 2,1,1; by default all the same.
+        How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
+        measured:RUN_DIR, by the bytes per second that each managed in a former run.
     server_threads
         With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
     pin
@@ -108,9 +112,13 @@ def run(
     from paceline.launch.local import run_local
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
+    from paceline.launch.shares import read_shares
 
     check_consistency(consistency)
     consistency = consistency or check_strategy(strategy, workers)
+    parts, why = read_shares(shares, servers)
+    if why and not quiet:
+        print(f"paceline: {why}", file=sys.stderr)
     return run_local(
         LocalRun(
             script=script,
@@ -123,7 +131,8 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
-            shares=read_shares(shares),
+            shares=parts,
+            grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
@@ -139,14 +148,6 @@ app.command("paceline.compare.command:compare", name="compare", help="Run a scri
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")
-
-
-def read_shares(text: str | None) -> tuple[float, ...]:
-    """Read proportions such as 2,1,1; whether they are the right ones is seen later."""
-    try:
-        return tuple(map(float, text.split(","))) if text is not None else ()
-    except ValueError:
-        raise UsageError(f"--shares is {text!r}, expected numbers such as 2,1,1, one for each server") from None
 
 
 def check_consistency(text: str | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.core.partition import ALIGNMENT, Range, check_shares, partition
+from paceline.core.partition import ALIGNMENT, Effort, Range, check_shares, partition, shares_by_speed
 from paceline.errors import UsageError
 
 LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=12)
@@ -88,3 +88,40 @@ def test_a_server_without_a_share_holds_nothing_and_does_not_count() -> None:
 def test_what_are_no_shares_is_refused(shares: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match=r"shares of 2 server"):
         check_shares(shares, 2)
+
+
+@given(LENGTHS, st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_whole_tensors_are_shared_out_as_evenly_as_their_sizes_allow(lengths: list[int], shares: list[int]) -> None:
+    assume(0 < sum(share > 0 for share in shares) <= len(lengths))
+    ranges = partition(lengths, len(shares), cut="between_tensors", shares=shares)
+    for r, share in zip(ranges, shares, strict=True):
+        assert abs(r.length - sum(lengths) * share / sum(shares)) <= max(lengths) + 1
+
+
+EFFORTS = st.builds(Effort, st.floats(0, 1e12), st.just(0.0) | st.floats(1e-6, 1e6))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), EFFORTS), min_size=1, max_size=8))
+def test_shares_by_speed_are_shares(measured: list[tuple[int, Effort]]) -> None:
+    former, efforts = [share for share, _ in measured], [effort for _, effort in measured]
+    assume(sum(former) > 0)
+    shares = shares_by_speed(former, efforts)
+    assert sum(shares) == pytest.approx(1.0)
+    assert all(share >= 0 for share in shares)
+    assert check_shares(shares, len(shares))
+
+
+@given(st.floats(0.1, 100), st.floats(1.1, 100))
+def test_who_was_busy_for_longer_with_as_much_gets_less(busy_s: float, longer: float) -> None:
+    quick, slow = shares_by_speed((), [Effort(1e6, busy_s), Effort(1e6, longer * busy_s)])
+    assert quick / slow == pytest.approx(longer)
+
+
+def test_who_had_nothing_to_do_keeps_its_share() -> None:
+    assert shares_by_speed((), [Effort(0, 0.0), Effort(0, 0.0)]) == (0.5, 0.5)
+    assert shares_by_speed((2, 1, 1), [Effort(0, 3.0), Effort(30, 1.0), Effort(10, 1.0)]) == (0.5, 0.375, 0.125)
+    assert shares_by_speed((1, 0), [Effort(5, 1.0), Effort(0, 0.0)]) == (1.0, 0.0)
+
+
+def test_shares_of_equal_speed_stay() -> None:
+    assert shares_by_speed((3, 1), [Effort(30, 3.0), Effort(10, 1.0)]) == (0.5, 0.5), "half as much at the same speed"

@@ -82,6 +82,37 @@ def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]
     return tuple(shares)
 
 
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a server has moved, in and out, and how many seconds it was busy with that."""
+
+    size_bytes: float
+    busy_s: float
+
+
+def shares_by_speed(former: Sequence[float], efforts: Sequence[Effort]) -> tuple[float, ...]:
+    """Return the shares with which servers would have been busy for equally long; they add up to 1.
+
+    Each gets in proportion to the bytes per second that it managed. A server that had nothing to do keeps its share.
+
+    Args:
+        former: the shares of which the efforts come; none for equal parts.
+        efforts: of each server, by rank.
+
+    Example:
+        >>> shares_by_speed((), [Effort(100, 1.0), Effort(100, 3.0)])
+        (0.75, 0.25)
+    """
+    weights = check_shares(former, len(efforts)) or (1.0,) * len(efforts)
+    before = [weight / sum(weights) for weight in weights]
+    speeds = [effort.size_bytes / effort.busy_s if effort.busy_s > 0 else 0.0 for effort in efforts]
+    shared_out = sum(share for share, speed in zip(before, speeds, strict=True) if speed > 0)
+    total = sum(speeds)
+    return tuple(
+        shared_out * speed / total if speed > 0 else share for share, speed in zip(before, speeds, strict=True)
+    )
+
+
 def _nearest_cut(starts: list[int], wanted: int, cut: Cut) -> int:
     """Return the allowed cut nearest to `wanted`: tensor boundaries, and inside a tensor multiples of ALIGNMENT."""
     below = max(start for start in starts if start <= wanted)

@@ -71,6 +71,8 @@ class LocalRun:
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
+        if not self.grace_s > 0:
+            raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
         check_shares(self.shares, self.num_servers)
         if self.transport == "memory" and self.policy.on_crash == "restart":
             raise UsageError(

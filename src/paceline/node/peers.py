@@ -30,6 +30,7 @@ class Peers:
     transport: Transport
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
+    sent_bytes: int = 0  # in bodies, to workers
     # By (rank, incarnation): what goes over the newest connection, and the how-many-th of that life it is.
     _workers: dict[tuple[int, int], tuple[int, Post]] = field(default_factory=dict[tuple[int, int], tuple[int, Post]])
     _servers: dict[int, Connection] = field(default_factory=dict[int, Connection])
@@ -74,6 +75,7 @@ class Peers:
         """
         _, post = self._workers.get((worker, incarnation), (0, None))
         if post is not None:
+            self.sent_bytes += len(body)
             urgent = isinstance(message, _URGENT)
             post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=urgent, copy=copy)
 

@@ -44,6 +44,7 @@ from paceline.node.roles import check_caller, check_said
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
+from paceline.node.toil import Toil
 from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.observe import trace as records
@@ -81,6 +82,7 @@ class ServerNode:
     _rows: RowShelf = field(init=False)
     _desk: Desk = field(init=False)
     _errands: Errands = field(init=False)
+    _toil: Toil = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
@@ -98,13 +100,14 @@ class ServerNode:
         self._desk = Desk(self._shelf, self._rows, self._peers.send_worker)
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
         self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
+        self._toil = Toil(self.settings.server)
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
         self._inbox.open()
         try:
             while True:
-                item = self._inbox.get(self._patience_s())
+                item = self._toil.wait(lambda: self._inbox.get(self._patience_s()))
                 if isinstance(item, Stop):
                     return
                 if item is None:
@@ -118,6 +121,7 @@ class ServerNode:
                 elif isinstance(item, Task):
                     item.call(Holdings(self._core, self._shelf, self._rows))
         finally:
+            self._toil.record(self.trace, self._peers.sent_bytes)
             self._peers.close()
             self._inbox.close()
             self._loans.clear()
@@ -362,6 +366,7 @@ class ServerNode:
         if change == "joined":
             self._errands.admit(life)
         else:
+            self._toil.look()
             self._desk.forget(life)
             self._errands.forget(life)
             self._rows.forget(life)

@@ -15,6 +15,9 @@ _INFO_BYTES: Final = 256
 # Of the kernel's `tcp_info`: bytes that the other side has acknowledged, and bytes that were received.
 _COUNTS: Final = struct.Struct("=QQ")
 _COUNTS_AT: Final = 120
+# And microseconds in which it had something to send that the other side had yet to acknowledge.
+_SENDING: Final = struct.Struct("=Q")
+_SENDING_AT: Final = 168
 _PROCESS: Final = Path("/proc/self")
 
 
@@ -26,11 +29,13 @@ class Usage:
         peak_bytes: the most memory it has had resident, shared memory that it has touched included.
         sent_bytes: what its TCP connections have sent and seen acknowledged.
         received_bytes: what they have received.
+        sending_s: for how long the one of them that had so for longest had something to send.
     """
 
     peak_bytes: int
     sent_bytes: int
     received_bytes: int
+    sending_s: float
 
 
 @dataclass(slots=True)
@@ -40,8 +45,8 @@ class Odometer:
     A connection that is closed counts with what was seen of it last: look before others may leave.
     """
 
-    # Sent and received, by what the kernel calls the connection.
-    _seen: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    # Sent, received and microseconds of sending, by what the kernel calls the connection.
+    _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
 
     def look(self) -> None:
         """See what the connections have carried so far; on Linux, elsewhere the kernel does not tell."""
@@ -57,8 +62,8 @@ class Odometer:
         self.look()
         if sys.platform != "linux":
             return None
-        sent, received = (sum(count) for count in zip((0, 0), *self._seen.values(), strict=True))
-        return Usage(_peak_bytes(), sent, received)
+        sent, received, sending = zip((0, 0, 0), *self._seen.values(), strict=True)
+        return Usage(_peak_bytes(), sum(sent), sum(received), max(sending) / 1e6)
 
 
 def _peak_bytes() -> int:
@@ -67,11 +72,12 @@ def _peak_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-def _carried(connection: socket.socket) -> tuple[int, int]:
-    """Return the bytes that went out and came in over a connection, zeros where it is not of TCP; closes it."""
+def _carried(connection: socket.socket) -> tuple[int, int, int]:
+    """Return what went out and came in over a connection, and for how long; zeros where it is not of TCP; closes it."""
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0, 0
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            return 0, 0, 0
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES).ljust(_INFO_BYTES, b"\0")
     sent, received = _COUNTS.unpack_from(told, _COUNTS_AT)
-    return sent, received
+    (sending,) = _SENDING.unpack_from(told, _SENDING_AT)
+    return sent, received, sending

@@ -13,6 +13,7 @@ from paceline.observe.trace import (
     Applied,
     Evaluated,
     Handled,
+    Load,
     Membership,
     MinClock,
     Read,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
-_R = TypeVar("_R", Read, RowRead, Step, Evaluated, Resources, MinClock, Applied, Refusal, Membership, Handled)
+_R = TypeVar("_R", Read, RowRead, Step, Evaluated, Resources, Load, MinClock, Applied, Refusal, Membership, Handled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Run:
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
     resources: tuple[Resources, ...] = ()
+    loads: tuple[Load, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
     applied: tuple[Applied, ...] = ()
     refusals: tuple[Refusal, ...] = ()
@@ -70,6 +72,7 @@ def gather(records: Iterable[Record]) -> Run:
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
         resources=_of_kind(ordered, Resources),
+        loads=_of_kind(ordered, Load),
         min_clocks=_of_kind(ordered, MinClock),
         applied=_of_kind(ordered, Applied),
         refusals=_of_kind(ordered, Refusal),

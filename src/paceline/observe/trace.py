@@ -99,6 +99,22 @@ class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
     received_bytes: int
 
 
+class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
+    """A server has ended: what it moved, and how long it was busy with that.
+
+    From the first message to the last it was in use for `in_use_s`. Of these its thread was at work for `busy_s`, and
+    the busiest of its TCP connections, as far as the kernel counts that, had something to send for `sending_s`.
+    """
+
+    t: float
+    server: int
+    in_use_s: float
+    busy_s: float
+    sending_s: float
+    received_bytes: int
+    sent_bytes: int
+
+
 class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     """On this server all workers have now finished every clock below `clock` for this table."""
 
@@ -147,7 +163,7 @@ class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     effects: list[dict[str, object]]
 
 
-Record = Read | RowRead | Step | Evaluated | Resources | MinClock | Applied | Refusal | Membership | Handled
+Record = Read | RowRead | Step | Evaluated | Resources | Load | MinClock | Applied | Refusal | Membership | Handled
 
 
 def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:
