@@ -255,6 +255,7 @@ def record_and_replay(settings: TlsSettings) -> Attack:
 
 
 def wrong_papers(papers: Papers, member_papers: TlsSettings) -> dict[str, Attack]:
+    expired, too_new = papers.of_time("expired", -YEAR, -DAY), papers.of_time("tomorrow", DAY, YEAR)
     return {
         "no TLS": try_to_join("closed the connection during the handshake", None),
         "noise": lambda address: say(address, os.urandom(5000))[:0],
