@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `launch`, `compare`, `demo`, `simulate` and `plan`.
+"""The command line: `paceline run`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate` and `plan`.
 
 Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
 """
@@ -145,8 +145,10 @@ def run(
 
 app.command("paceline.launch.emit.command:launch", name="launch", help="Write a batch script, or a manifest.")
 app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
+app.command("paceline.launch.keys_command:app", name="keys", help="Make and revoke keys for several machines.")
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
+app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")
 app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")
 
 

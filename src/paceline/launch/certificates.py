@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import UsageError
 from paceline.launch.holders import AUTHORITY_NAME, KEYS_NAME, Holder, tls_settings
 from paceline.launch.spec import write_private
+from paceline.transport.papers import SCHEME
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["KEYS_NAME", "Authority", "Holder", "request", "tls_settings"]
 
 DEFAULT_DAYS: Final = 30
+AUTHORITY_KEY_NAME: Final = f"{AUTHORITY_NAME}.key"
+_AUTHORITY: Final = "authority"  # who it is, in what its own certificate says
 _CLOCKS_DIFFER: Final = timedelta(hours=1)
 
 
@@ -62,9 +65,31 @@ class Authority:
             _builder(name, name, key.public_key(), now + timedelta(days=days))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(_says(job, _AUTHORITY), critical=False)
             .add_extension(signer, critical=False)
         )
         return Authority(job, builder.sign(key, hashes.SHA256()), key)
+
+    @staticmethod
+    def read(folder: Path) -> Authority:
+        """Read the authority whose certificate and key are files in a folder.
+
+        Raises UsageError when they are not there, or are not those of an authority.
+        """
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / f"{AUTHORITY_NAME}.pem").read_bytes())
+            key = load_pem_private_key((folder / AUTHORITY_KEY_NAME).read_bytes(), password=None)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the authority in {folder}: {error}. Certificates are issued where {AUTHORITY_KEY_NAME} "
+                "is kept: where `paceline keys make` was run"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"the authority in {folder} has a damaged file or a password: {error}") from error
+        job, _, who = said_in(certificate).rpartition("/")
+        if who != _AUTHORITY or not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise UsageError(f"{folder} does not hold an authority that `paceline keys make` has made")
+        return Authority(unquote(job), certificate, key)
 
     @property
     def pem(self) -> bytes:
@@ -88,7 +113,7 @@ class Authority:
             _builder(_name(str(holder)), self.certificate.subject, public, self.certificate.not_valid_after_utc)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.SubjectAlternativeName([self._uri(holder)]), critical=False)
+            .add_extension(_says(self.job, str(holder).replace("-", "/")), critical=False)
             .add_extension(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 critical=False,
@@ -101,10 +126,6 @@ class Authority:
         )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
-    def _uri(self, holder: Holder) -> x509.UniformResourceIdentifier:
-        who = holder.role if holder.role == "any" else f"{holder.role}/{holder.rank}"
-        return x509.UniformResourceIdentifier(f"paceline://{quote(self.job, safe='')}/{who}")
-
 
 def request(folder: Path, holder: Holder) -> bytes:
     """Make a key for `holder` (HOLDER.key in `folder`, mode 0600), and return the request to sign for it."""
@@ -112,6 +133,16 @@ def request(folder: Path, holder: Holder) -> bytes:
     write_private(folder / f"{holder}.key", private_pem(key))
     builder = x509.CertificateSigningRequestBuilder().subject_name(_name(str(holder)))
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+
+
+def said_in(certificate: x509.Certificate) -> str:
+    """Return what a certificate says behind paceline://, or nothing."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ""
+    names = found.get_values_for_type(x509.UniformResourceIdentifier)
+    return next((name.removeprefix(SCHEME) for name in names if name.startswith(SCHEME)), "")
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -142,6 +173,10 @@ def _builder(
         .not_valid_before(datetime.now(UTC) - _CLOCKS_DIFFER)
         .not_valid_after(until)
     )
+
+
+def _says(job: str, who: str) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"{SCHEME}{quote(job, safe='')}/{who}")])
 
 
 def _name(text: str) -> x509.Name:

@@ -1,9 +1,11 @@
 """Whom a certificate is for, and the files in which a process finds its own."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from paceline.errors import UsageError
 from paceline.transport.tls import TlsSettings
 
 KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its processes find certificates
@@ -11,6 +13,8 @@ AUTHORITY_NAME: Final = "authority"
 REVOKED_NAME: Final = "revoked"  # whose certificates hold no longer: a holder or a serial number a line
 
 Role = Literal["server", "worker", "any"]
+
+_NAME: Final = re.compile(r"(?:(server|worker)-(0|[1-9]\d{0,8})|any)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,16 @@ class Holder:
 
     role: Role
     rank: int = -1
+
+    @staticmethod
+    def parse(text: str) -> "Holder":
+        """Read a name as `str` gives it; raises UsageError when it is none."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{text!r} is nobody's name, expected one such as worker-3, server-0 or any")
+        if match[1] is None:
+            return Holder("any")
+        return Holder("server" if match[1] == "server" else "worker", int(match[2]))
 
     def __str__(self) -> str:
         """Return the name of this holder's files, which is what a certificate says, too."""

@@ -54,9 +54,14 @@ def read_revoked(path: Path) -> frozenset[str]:
     return frozenset(normal_serial(line.strip()) for line in lines if line.strip())
 
 
+def is_serial(text: str) -> bool:
+    """Say whether this can be a serial number."""
+    return _SERIAL.fullmatch(text) is not None
+
+
 def normal_serial(text: str) -> str:
     """Return a serial number in the one way we write it; anything else as it is."""
-    return f"{int(text, 16):X}" if _SERIAL.fullmatch(text) else text
+    return f"{int(text, 16):X}" if is_serial(text) else text
 
 
 def clock() -> str:
