@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.connecting import connect
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.current import (
         barrier,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.node.rows.managed import managed
     from paceline.patterns import all_gather, all_reduce, broadcast, pull, push, reduce, wait
-    from paceline.session import Session, connect
+    from paceline.session import Session
     from paceline.tensors import filters, functions, update
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
@@ -79,10 +80,11 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
     **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.embedding"),
-    **dict.fromkeys(("Session", "connect"), "paceline.session"),
     **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
     **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
     "Lifecycle": "paceline.tensors.rows.spec",
+    "Session": "paceline.session",
+    "connect": "paceline.connecting",
     "downpour": "paceline.training.downpour",
     "fsdp": "paceline.training.fsdp",
     "managed": "paceline.node.rows.managed",

@@ -17,6 +17,10 @@ class IdOutOfRange(UsageError, IndexError):
     """An id is none of those that were declared. An `IndexError` too, as a torch module raises."""
 
 
+class CheckpointError(PacelineError):
+    """What was saved cannot be used: a file is missing, damaged or of another format; the message names it."""
+
+
 class PeerError(PacelineError):
     """Another process failed us: it went away, answered nonsense, or refused."""
 

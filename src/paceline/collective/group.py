@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from paceline.collective.accounts import Accounts, names
 from paceline.collective.address import meeting_address
 from paceline.collective.call import NUM_WORDS, Call, require_same
-from paceline.errors import DeadlineExceeded, PeerError
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.node.requests import Meet
 from paceline.node.worker import WorkerNode
 
@@ -33,6 +33,7 @@ class Company:
     Args:
         run_dir: the folder of the job; None for a worker that is alone.
         plain: whether what they tell each other may travel between machines, unencrypted.
+        together: whether somebody has started them as one job.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Company:
     node: WorkerNode
     run_dir: Path | None
     plain: bool = False
+    together: bool = True
 
     @property
     def patience_s(self) -> float:
@@ -57,7 +59,17 @@ class Company:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def store(self, group: str) -> Store:
-        """Return where the members of a group find each other: a file in the folder of the job."""
+        """Return where the members of a group find each other: a file in the folder of the job.
+
+        Raises:
+            UsageError: nobody has started them as one job, so they have none.
+        """
+        if not self.together:
+            raise UsageError(
+                f"worker {self.rank} has no other workers to call: clients of a server of its own know the server "
+                "alone. Use tables and strategies of the parameter server, or start the workers as one job (`paceline "
+                "run`, torchrun, srun, mpirun)."
+            )
         store = HashStore() if self.run_dir is None else FileStore(str(self.run_dir / STORE_NAME), -1)
         store.set_timeout(timedelta(seconds=self.patience_s))
         return PrefixStore(group, store)

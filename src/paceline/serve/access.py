@@ -1,0 +1,133 @@
+"""What a server of its own and its clients show each other: the token, and beyond one machine certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paceline.errors import UsageError
+from paceline.launch.carriers import tell_user
+from paceline.launch.holders import Holder, tls_settings
+from paceline.launch.machines import is_loopback
+from paceline.launch.spec import TOKEN_NAME, write_token
+from paceline.launch.tokens import TokenFiles
+from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
+from paceline.transport.tcp import TcpTransport
+from paceline.transport.tls import TlsSettings
+
+if TYPE_CHECKING:
+    from paceline.serve.location import Location
+
+JOB: Final = "paceline serve"  # the name that both sides prove the token for
+
+PathLike = Path | str
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What one side shows."""
+
+    secret: Secret
+    tls: TlsSettings | None = None
+
+    def transport(self, notice: Callable[[str], None] = tell_user) -> TcpTransport:
+        """Make the carrier; `notice` is told who is turned away. Raises UsageError when certificates are of no use."""
+        return TcpTransport(self.secret, tls=self.tls, notice=notice)
+
+
+def server_access(host: str, state: Path, keys: Path | None) -> Access:
+    """Return what a server shows that listens at this host; makes the token of its own if it needs one.
+
+    Raises:
+        UsageError: others than this machine could reach it, and there are no keys.
+    """
+    if keys is not None:
+        return Access(TokenFiles(keys, JOB), tls_settings(keys, Holder("server", 0)))
+    if not is_loopback(host):
+        raise UsageError(
+            f"{host} is not a loopback address: who listens where other machines reach it needs certificates, and so "
+            "do its clients. Make them once with `paceline keys make KEYS`, serve with --keys KEYS, and carry what "
+            "`paceline keys issue KEYS worker-0 --out FOLDER` writes to the machine of each client, for connect(..., "
+            "keys=FOLDER); or listen at 127.0.0.1"
+        )
+    if not (state / TOKEN_NAME).exists():
+        write_token(state)
+    return Access(TokenFiles(state, JOB))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a client was given to be let in.
+
+    Args:
+        token: the server's token, or the file that it is in; by default that of `keys`.
+        keys: a folder as `paceline keys` makes them.
+        ca: the certificate of the authority, where keys are your own; then also `certificate` and `key`.
+        certificate: of this client.
+        key: of this client.
+    """
+
+    token: PathLike | bytes | None = field(default=None, repr=False)
+    keys: PathLike | None = None
+    ca: PathLike | None = None
+    certificate: PathLike | None = None
+    key: PathLike | None = None
+
+    def access(self, location: Location, rank: int | None) -> Access:
+        """Return what to show at this address as this worker, or as any.
+
+        Raises:
+            UsageError: something is missing, or too much.
+        """
+        own = (self.ca, self.certificate, self.key)
+        if self.keys is not None and any(own):
+            raise UsageError("connect: give either keys=..., a folder of `paceline keys`, or ca, certificate and key.")
+        if any(own) and not all(own):
+            raise UsageError("connect: ca, certificate and key belong together: give all three, or keys=...")
+        if self.keys is None and self.ca is None and not is_loopback(location.host):
+            raise UsageError(
+                f"{location} is on another machine, which frames reach encrypted alone: give keys=FOLDER, as "
+                "`paceline keys issue` writes it, or ca=..., certificate=... and key=..."
+            )
+        secret = self._secret(location)
+        if self.keys is not None:
+            return Access(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank)))
+        if self.ca is not None and self.certificate is not None and self.key is not None:
+            return Access(secret, TlsSettings(Path(self.certificate), Path(self.key), Path(self.ca)))
+        return Access(secret)
+
+    def _secret(self, location: Location) -> Secret:
+        if isinstance(self.token, bytes):
+            return Credentials(self.token, JOB)
+        if self.token is None and self.keys is not None:
+            return TokenFiles(Path(self.keys), JOB)
+        if self.token is None:
+            raise UsageError(
+                f"{location} lets nobody in without its token: give token=..., the path of the file `{TOKEN_NAME}` in "
+                "the folder that the server was given as --state or --keys, or its bytes"
+            )
+        try:
+            token = Path(self.token).read_bytes()
+        except OSError as error:
+            raise UsageError(f"cannot read the token of {location}, {self.token}: {error.strerror}") from error
+        if len(token) < MIN_TOKEN_BYTES:
+            raise UsageError(f"{self.token} has {len(token)} bytes, expected {MIN_TOKEN_BYTES}: it is no token")
+        return Credentials(token, JOB)
+
+
+def find_holder(keys: Path, rank: int | None) -> Holder:
+    """Return for whom the certificate in a folder is that a client is to use: for this worker, else any, else the only.
+
+    Raises:
+        UsageError: there are several, and no rank says which.
+    """
+    if rank is not None:
+        return Holder("worker", rank)
+    names = sorted(path.stem for path in keys.glob("worker-*.pem"))
+    if (keys / f"{Holder('any')}.pem").exists() or not names:
+        return Holder("any")
+    if len(names) > 1:
+        raise UsageError(f"{keys} has certificates of {', '.join(names)}: which worker is this? Give rank=...")
+    return Holder("worker", int(names[0].removeprefix("worker-")))

@@ -1,0 +1,129 @@
+"""Who may take part in a namespace, and as which worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, final
+
+from paceline import __version__
+from paceline.core.messages import Sender
+from paceline.errors import Refused
+from paceline.serve.messages import MAX_WORKERS, Admitted, Ask
+
+if TYPE_CHECKING:
+    from paceline.core.membership import Life
+    from paceline.node.orders import Holdings
+
+# Who was told its rank has so long to come with it.
+RESERVED_S: Final = 10.0
+
+
+@final
+class Admission:
+    """Gives out ranks, each life of one with a number of its own; for the thread that serves.
+
+    Args:
+        namespace: its name, for messages.
+        generation: of this life of the namespace.
+        workers: how many there are to be; None for as many as come.
+        now: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        generation: int,
+        workers: int | None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = namespace
+        self._generation = generation
+        self._workers = workers
+        self._now = now
+        self._opened_at = now()
+        self._incarnations: dict[int, int] = {}  # the newest that was given out, by rank
+        self._reserved: dict[int, float] = {}  # until when, by rank; of those who have not joined yet
+
+    def admit(self, held: Holdings, ask: Ask, holder_rank: int | None) -> Admitted:
+        """Give a client its rank, which is its own for a while until it has joined.
+
+        `holder_rank` is the worker that its certificate is for, if it is for one.
+
+        Raises:
+            Refused: it cannot have that rank, or others want another number of workers; the message says which.
+        """
+        self._forget_reserved(held)
+        self._check(ask)
+        wanted = ask.rank if holder_rank is None else holder_rank
+        if ask.rank is not None and ask.rank != wanted:
+            raise Refused(f"its certificate is for worker {wanted}, and it asks to be worker {ask.rank}")
+        rank = self._first_free(held) if wanted is None else self._checked(held, wanted)
+        incarnation = self._incarnations.get(rank, -1) + 1
+        self._incarnations[rank] = incarnation
+        self._reserved[rank] = self._now() + RESERVED_S
+        there = {*held.core.members, *self._reserved}
+        size = self._workers or max(max(there) + 1, len(there))
+        return Admitted(rank, incarnation, self._generation, size)
+
+    def is_idle(self, held: Holdings) -> bool:
+        """Say whether nobody takes part, is expected or about to come."""
+        self._forget_reserved(held)
+        waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
+        return waited and not held.core.members and not self._reserved
+
+    def _check(self, ask: Ask) -> None:
+        if ask.version.split(".")[:2] != __version__.split(".")[:2]:
+            raise Refused(f"it runs paceline {ask.version}, and the server {__version__}: install the same on both")
+        if ask.workers != self._workers:
+            raise Refused(
+                f"it wants {_amount(ask.workers)} in namespace '{self._namespace}', where others are with "
+                f"{_amount(self._workers)}: give every client the same workers=..., or name another namespace"
+            )
+
+    def _checked(self, held: Holdings, rank: int) -> int:
+        if self._workers is not None and rank >= self._workers:
+            raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
+        if rank in self._reserved or _is_here(held, rank):
+            raise Refused(
+                f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
+            )
+        return rank
+
+    def _first_free(self, held: Holdings) -> int:
+        """Return the first rank that nobody has; where all are taken, the first whose worker is away."""
+        ranks = range(self._workers or MAX_WORKERS)
+        never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
+        rank = next(never_came, None)
+        if rank is None:
+            rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
+        if rank is None:
+            raise Refused(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
+        return rank
+
+    def _forget_reserved(self, held: Holdings) -> None:
+        now = self._now()
+        self._reserved = {
+            rank: until
+            for rank, until in self._reserved.items()
+            if now < until and not self._has_come(held, Sender(self._generation, rank, self._incarnations[rank]))
+        }
+
+    def _has_come(self, held: Holdings, sender: Sender) -> bool:
+        life = _joined(held, sender.worker)
+        return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
+
+
+def _joined(held: Holdings, rank: int) -> Life | None:
+    life = held.core.lives.current(rank)
+    return life if life is not None and life.joined_at is not None else None
+
+
+def _is_here(held: Holdings, rank: int) -> bool:
+    """Say whether a worker takes part and is not cut off."""
+    life = _joined(held, rank)
+    return life is not None and life.lease_until is None
+
+
+def _amount(workers: int | None) -> str:
+    return "as many workers as come" if workers is None else f"workers={workers}"

@@ -1,0 +1,115 @@
+"""A client's way in: from the address of a server of its own to a worker that may take part there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from paceline import __version__
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.launch.machines import look_up
+from paceline.serve.access import Access
+from paceline.serve.location import SCHEME, Location, door
+from paceline.serve.messages import Admitted, Ask, TurnedAway, Visit, decode_said, encode
+from paceline.transport.base import Connection, Listener
+from paceline.transport.deadline import Deadline
+from paceline.transport.tcp import TcpTransport
+
+CONNECT_TIMEOUT_S: Final = 5.0
+# The reception answers when the namespace is there, which may have to be read from disk first.
+ADMISSION_TIMEOUT_S: Final = 60.0
+
+
+@final
+class Line:
+    """A `Transport` to one namespace: TCP, with the namespace in what a client says of itself.
+
+    Addresses are those of `Location`; the host was looked up once, and all that it may be is tried in turn.
+    """
+
+    def __init__(self, location: Location, tcp: TcpTransport, doors: tuple[str, ...]) -> None:
+        self.name: Final = SCHEME
+        self.maps_memory: Final = False
+        self._location = location
+        self._tcp = tcp
+        self._doors = doors
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give plain memory; see `Transport.allocate`."""
+        return self._tcp.allocate(size_bytes)
+
+    def listen(self, address: str) -> Listener:
+        """Refuse: a client calls, and nobody calls it."""
+        raise UsageError(f"nothing listens at {address} but `paceline serve`")
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
+        """Connect to the server of the namespace; see `Transport.connect`."""
+        if address != str(self._location):
+            raise UsageError(f"this line leads to {self._location}, and not to {address}")
+        return self.call(Visit(self._location.namespace, identity), timeout_s)
+
+    def call(self, visit: Visit, timeout_s: float) -> Connection:
+        """Connect to the first door that opens; raises what went wrong at the last one."""
+        deadline, identity = Deadline.after(timeout_s), encode(visit)
+        for one in self._doors[:-1]:
+            try:
+                return self._tcp.connect(one, identity, timeout_s=deadline.remaining_s())
+            except AuthenticationFailed:
+                raise
+            except PeerError:
+                continue
+        return self._tcp.connect(self._doors[-1], identity, timeout_s=deadline.remaining_s())
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """The way in, and as whom."""
+
+    line: Line
+    admitted: Admitted
+
+
+def enter(location: Location, access: Access, rank: int | None, workers: int | None) -> Entrance:
+    """Be let in; blocks until the reception has answered.
+
+    Raises:
+        UsageError: the host has no address, or what was given makes no sense.
+        PeerError: nobody answers, or the server does not let this client in; the message says what to do.
+    """
+    doors = tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
+    line = Line(location, access.transport(), doors)
+    try:
+        connection = line.call(Visit(location.namespace), CONNECT_TIMEOUT_S)
+    except AuthenticationFailed as error:
+        raise AuthenticationFailed(
+            f"{location} does not let this client in: {error}. Its token is the file `token` in the folder that the "
+            "server was given as --state or --keys"
+        ) from error
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{location} does not answer: {error}. {_advice(access)}") from error
+    except PeerError as error:
+        raise type(error)(f"cannot reach {location}: {error}. {_advice(access)}") from error
+    try:
+        return Entrance(line, _ask(connection, location, Ask(rank, workers, __version__)))
+    finally:
+        connection.close()
+
+
+def _ask(connection: Connection, location: Location, ask: Ask) -> Admitted:
+    connection.send(encode(ask), timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        answer = decode_said(connection.receive(timeout_s=ADMISSION_TIMEOUT_S).header)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"{location} has not let this client in within {ADMISSION_TIMEOUT_S:g} s: is it busy with reading or "
+            "writing what it keeps?"
+        ) from error
+    if isinstance(answer, Admitted):
+        return answer
+    reason = answer.reason if isinstance(answer, TurnedAway) else f"it answered {answer}"
+    raise Refused(f"{location} does not let this client in: {reason}")
+
+
+def _advice(access: Access) -> str:
+    keys = "" if access.tls else ", and does it listen without --keys, as this client has none"
+    return f"Is `paceline serve` running there, does its --listen name an address that leads here{keys}?"

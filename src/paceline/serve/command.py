@@ -1,0 +1,116 @@
+"""`paceline serve`: a server of its own, for clients on this machine and others."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from paceline.errors import UsageError
+from paceline.launch.carriers import tell_user
+from paceline.launch.holders import REVOKED_NAME
+from paceline.launch.machines import look_up
+from paceline.launch.revocation import watching_revoked
+from paceline.launch.spec import TOKEN_NAME
+from paceline.serve.access import server_access
+from paceline.serve.location import SCHEME, door, parse_door
+from paceline.serve.namespace import Hosting
+from paceline.serve.namespaces import Namespaces
+from paceline.serve.reception import Reception
+from paceline.serve.state import StateFolder
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ANY_ADDRESS: Final = ("0.0.0.0", "::")
+
+
+def serve(
+    *,
+    state: Path,
+    listen: str = "127.0.0.1:7700",
+    keys: Path | None = None,
+    save_every: float = 60.0,
+    allow: tuple[str, ...] = (),
+    or_previous: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Serve jobs that come and go, and keep their state on disk, until Ctrl-C or SIGTERM.
+
+    Clients connect with paceline.connect("paceline://HOST:PORT/NAME"); each NAME is a job of its own.
+
+    Parameters
+    ----------
+    state
+        Folder that keeps what namespaces hold, and without --keys the token that lets clients in. Made if missing.
+    listen
+        HOST:PORT; port 0 takes a free one. Where other machines can reach it, --keys is needed.
+    keys
+        Folder with certificates and a token, as `paceline keys make` writes it.
+    save_every
+        Seconds after which what has changed is saved; a crash loses no more.
+    allow
+        An update rule or function of your own that clients may name, as package.module:Name. May be repeated.
+    or_previous
+        Where the newest save of a namespace is damaged, go on from the one before it.
+    """
+    if save_every <= 0:
+        raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")
+    host, port = parse_door(listen)
+    with ExitStack() as undo:
+        folder = StateFolder(state.absolute())
+        undo.callback(folder.close)
+        access = server_access(host, folder.path, keys)
+        transport = access.transport()
+        listener = transport.listen(door(look_up(host)[0], port))
+        undo.callback(listener.close)
+        _check_saves(folder, or_previous=or_previous)
+        hosting = Hosting(
+            tell=tell_user, save_every_s=save_every, allowed_paths=frozenset(allow), or_previous=or_previous
+        )
+        namespaces = Namespaces(folder, transport, hosting)
+        undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
+        reception = Reception(listener, namespaces)
+        undo.enter_context(_until_told(reception.stop))
+        print(_greeting(listener.address, folder, keys), flush=True)
+        unsaved = reception.run()
+    return 1 if unsaved else 0
+
+
+def _check_saves(folder: StateFolder, *, or_previous: bool) -> None:
+    """Read all that was saved; raises CheckpointError, so that damage is told before anybody comes."""
+    for name in folder.names():
+        folder.folder(name).newest(or_previous=or_previous)
+
+
+def _greeting(address: str, folder: StateFolder, keys: Path | None) -> str:
+    where = address.removeprefix("tcp://")
+    host, port = parse_door(where)
+    there = door(socket.gethostname() if host in _ANY_ADDRESS else host, port)
+    names = folder.names()
+    found = f"with {', '.join(names)} from {folder.path}" if names else f"with nothing in {folder.path} yet"
+    shown = f'token="{folder.path / TOKEN_NAME}"' if keys is None else "keys=FOLDER"
+    name = names[0] if names else "NAME"
+    return f'paceline: serving at {where} {found}: paceline.connect("{SCHEME}://{there}/{name}", {shown})'
+
+
+def _until_told(stop: Callable[[], None]) -> ExitStack:
+    """Call `stop` at the first signal to end, and let a second one end the process at once; undone on exit."""
+    undo = ExitStack()
+
+    def heed(number: int, _frame: FrameType | None) -> None:
+        for each in _ENDING:
+            signal.signal(each, signal.SIG_DFL)
+        print("paceline: saving, and ending", file=sys.stderr, flush=True)
+        stop()
+
+    for number in _ENDING:
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            undo.callback(signal.signal, number, before)
+            signal.signal(number, heed)
+    return undo

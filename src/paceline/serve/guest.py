@@ -1,0 +1,87 @@
+"""Clients on their way from the reception to the server of their namespace."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final, final
+
+from paceline.errors import ConnectionLost, DeadlineExceeded
+from paceline.transport.base import EMPTY, Connection, Frame, Papers, Place
+
+if TYPE_CHECKING:
+    from paceline.serve.messages import Visit
+
+
+@final
+class Guest:
+    """A connection whose identity is what the client has to say to the server of its namespace."""
+
+    def __init__(self, connection: Connection, visit: Visit) -> None:
+        self.identity: Final = visit.hello
+        self._connection = connection
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self._connection.peer
+
+    @property
+    def papers(self) -> Papers:
+        """What the client's certificate says."""
+        return self._connection.papers
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame; see `Connection.send`."""
+        self._connection.send(header, body, timeout_s=timeout_s)
+
+    def has_room(self, body_bytes: int) -> bool:
+        """Say whether `send` would take a body without waiting; see `Connection.has_room`."""
+        return self._connection.has_room(body_bytes)
+
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+        """Wait for the next frame; see `Connection.receive`."""
+        return self._connection.receive(timeout_s=timeout_s, place=place)
+
+    def close(self) -> None:
+        """End the connection; see `Connection.close`."""
+        self._connection.close()
+
+
+@final
+class Hall:
+    """A `Listener` that is brought its connections by the reception."""
+
+    def __init__(self, address: str) -> None:
+        self.address: Final = address
+        self._changed = threading.Condition()
+        self._waiting: deque[Connection] = deque()
+        self._closed = False
+
+    def bring(self, connection: Connection) -> None:
+        """Have a connection accepted; one that comes too late is ended."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(connection)
+                self._changed.notify_all()
+                return
+        connection.close()
+
+    def accept(self, *, timeout_s: float) -> Connection:
+        """Wait for the next connection; see `Listener.accept`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._waiting), timeout_s):
+                raise DeadlineExceeded(f"waited {timeout_s} s for a client of {self.address}; none came")
+            if self._closed:
+                raise ConnectionLost(f"{self.address} is closed")
+            return self._waiting.popleft()
+
+    def close(self) -> None:
+        """Accept no more, and end what nobody has accepted. May be repeated."""
+        with self._changed:
+            self._closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for connection in left:
+            connection.close()

@@ -1,0 +1,75 @@
+"""What clients and the reception say to each other, before a client speaks to the server of its namespace."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from paceline.errors import PeerError
+
+MAX_WORKERS: Final = 1 << 16
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
+
+
+class Visit(msgspec.Struct, frozen=True):
+    """What a client says of itself in the handshake: for which namespace it comes, and as whom.
+
+    `hello` is what a worker says of itself to a server; empty for one who has yet to ask which worker it is.
+    """
+
+    namespace: str
+    hello: bytes = b""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Let me take part: as this worker, or as the first that nobody is; of so many, or of as many as come."""
+
+    rank: Rank | None
+    workers: Count | None
+    version: str
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """Take part as this life of this worker, soon. `size`: of so many, as far as is known now."""
+
+    rank: Rank
+    incarnation: int
+    generation: int
+    size: int
+
+
+class TurnedAway(msgspec.Struct, frozen=True, tag="turned-away"):
+    """You cannot take part, for this reason."""
+
+    reason: str
+
+
+Said = Ask | Admitted | TurnedAway
+
+_VISIT = msgspec.msgpack.Decoder(Visit)
+_SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Visit | Said) -> bytes:
+    """Return a message as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_visit(identity: bytes) -> Visit:
+    """Read what a client says of itself; raises PeerError when it means nothing here."""
+    try:
+        return _VISIT.decode(identity)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerError(f"the client does not say for which namespace it comes: {error}") from error
+
+
+def decode_said(header: bytes) -> Said:
+    """Read what was said at the reception; raises PeerError when it is nothing of that."""
+    try:
+        return _SAID.decode(header)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerError(f"malformed words at the reception (do both sides run the same version?): {error}") from error

@@ -1,0 +1,270 @@
+"""One job on a server of its own: a server node in a thread, who takes part in it, and what of it is on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeVar, final
+
+from paceline.core.settings import ServerSettings
+from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError
+from paceline.launch.cores import cores_here, server_threads
+from paceline.node.server import ServerNode
+from paceline.observe.trace import Trace
+from paceline.serve.admission import Admission
+from paceline.serve.guest import Guest, Hall
+from paceline.serve.keeping import Marks, restore_tables, save_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from paceline.core.consistency import Consistency
+    from paceline.node.orders import Holdings
+    from paceline.serve.messages import Admitted, Ask
+    from paceline.serve.state import NamespaceFolder
+    from paceline.transport.base import Transport
+
+T = TypeVar("T")
+
+# Longer than a line may be cut for, so that a client that is cut off for so long finds its place as it was.
+LEASE_S: Final = 15.0
+JOIN_TIMEOUT_S: Final = 300.0
+ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
+_END_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosting:
+    """How namespaces are kept.
+
+    Args:
+        save_every_s: what has changed is saved so often.
+        lease_s: how long a client may be cut off before it is given up.
+        allowed_paths: the rules and functions of the user's own that clients may name; None allows all.
+        or_previous: go on from the save before the newest where that is damaged.
+        tell: called with a line for whoever runs the server, from any thread.
+    """
+
+    tell: Callable[[str], None]
+    save_every_s: float = 60.0
+    lease_s: float = LEASE_S
+    allowed_paths: frozenset[str] | None = field(default=frozenset())
+    or_previous: bool = False
+
+
+class Ended(ConnectionLost):
+    """The namespace is not served any more, or not yet again."""
+
+
+@final
+class Namespace:
+    """A namespace that is served, from its first client to its last.
+
+    Its thread reads what was saved, serves, saves now and then, and ends when nobody takes part any more, when it is
+    told to, or by a fault of its own; then `failure` says why.
+    """
+
+    def __init__(
+        self, name: str, folder: NamespaceFolder, transport: Transport, hosting: Hosting, workers: int | None
+    ) -> None:
+        """Begin; see `Ask` for `workers`."""
+        self.name: Final = name
+        self.failure = ""
+        self.unsaved = ""  # why what was last to be saved is not on disk
+        self._folder = folder
+        self._transport = transport
+        self._hosting = hosting
+        self._workers = workers
+        self._hall = Hall(f"namespace '{name}'")
+        self._changed = threading.Condition()
+        # Guarded by `_changed`. The node is there while it serves; asked for are answers that it owes.
+        self._node: ServerNode | None = None
+        self._over = False
+        self._owed: set[Future[object]] = set()
+        # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
+        self._looking = False
+        self._marks = Marks(0, ())
+        self._save_at = 0.0
+        self._admission: Admission | None = None
+        self._thread = threading.Thread(target=self._live, name=f"paceline-namespace-{name}", daemon=True)
+        self._thread.start()
+
+    def admit(self, ask: Ask, holder_rank: int | None) -> Admitted:
+        """Let a client take part; blocks until the namespace is there.
+
+        Raises:
+            Refused: it cannot, and the message says why.
+            Ended: the namespace has ended meanwhile.
+            CheckpointError: what was saved cannot be used.
+        """
+        return self._ask(lambda held: self._receptionist(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
+
+    def bring(self, guest: Guest) -> None:
+        """Have a client served that was admitted."""
+        self._hall.bring(guest)
+
+    def expel(self, names: Collection[str]) -> None:
+        """Cut off whoever has a certificate of these holders or serial numbers."""
+        with self._changed:
+            if self._node is not None and not self._over:
+                self._node.expel(frozenset(names))
+
+    def look_after(self) -> None:
+        """Have what is due done: save, or end when nobody takes part. Does not block."""
+        with self._changed:
+            if self._node is not None and not self._over and not self._looking:
+                self._looking = True
+                self._node.do(self._look)
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether nobody is served any more."""
+        return self._over
+
+    def close(self) -> None:
+        """Save what has changed, and end; blocks until it has."""
+        try:
+            self._ask(self._save_changes, _END_TIMEOUT_S)
+        except Ended:
+            pass
+        except PacelineError as error:
+            self.unsaved = self.unsaved or str(error)
+        with self._changed:
+            if self._node is not None:
+                self._node.stop()
+        self.wait_end()
+
+    def wait_end(self) -> None:
+        """Block until its thread has ended."""
+        self._thread.join(_END_TIMEOUT_S)
+
+    def _ask(self, call: Callable[[Holdings], T], timeout_s: float) -> T:
+        """Have something done by the thread that serves, and return what comes of it."""
+        deadline, future = time.monotonic() + timeout_s, Future[T]()
+        with self._changed:
+            self._changed.wait_for(lambda: self._node is not None or self._over, timeout_s)
+            if self._over:
+                raise self._end_error()
+            if self._node is None:
+                raise DeadlineExceeded(f"namespace '{self.name}' was not read from disk within {timeout_s:g} s")
+            self._owed.add(future)  # pyright: ignore[reportArgumentType] - a set of futures of whatever
+            self._node.do(lambda held: self._settle(future, call, held))
+        try:
+            return future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"namespace '{self.name}' was busy for {timeout_s:g} s") from error
+
+    def _settle(self, future: Future[T], call: Callable[[Holdings], T], held: Holdings) -> None:
+        with self._changed:
+            self._owed.discard(future)  # pyright: ignore[reportArgumentType]
+        try:
+            future.set_result(call(held))
+        except PacelineError as error:
+            future.set_exception(error)
+        except BaseException:
+            future.set_exception(Ended(f"namespace '{self.name}' has failed"))
+            raise
+
+    def _end_error(self) -> PacelineError:
+        if self.failure:
+            return CheckpointError(self.failure)
+        return Ended(f"namespace '{self.name}' has ended")
+
+    # -- on the thread that serves -----------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        story = f"namespace '{self.name}' has failed, and goes on from its newest save when it is next asked for"
+        try:
+            node = self._open()
+            with self._changed:
+                self._node = node
+                self._changed.notify_all()
+            node.run()
+            story = ""
+        except (CheckpointError, OSError) as error:
+            story = self.failure = f"namespace '{self.name}': {error}"
+        finally:
+            if story:
+                self._hosting.tell(story)
+            self._hall.close()
+            with self._changed:
+                self._over = True
+                for future in self._owed:
+                    future.set_exception(self._end_error())
+                self._owed.clear()
+                self._changed.notify_all()
+
+    def _open(self) -> ServerNode:
+        """Read what was saved, and have a server whose first deed is to take it up."""
+        save = self._folder.newest(or_previous=self._hosting.or_previous)
+        generation = self._folder.take_up()
+        settings = ServerSettings(
+            0,
+            1,
+            generation=generation,
+            workers=tuple(range(self._workers or 0)),
+            join_timeout_s=JOIN_TIMEOUT_S,
+            lease_s=self._hosting.lease_s,
+            clock=save.manifest.clock if save else 0,
+        )
+        node = ServerNode(
+            settings,
+            self._hall,
+            self._transport,
+            tuple,
+            Trace(None),
+            allowed_paths=self._hosting.allowed_paths,
+            num_threads=_num_threads,
+        )
+
+        def take_up(held: Holdings) -> None:
+            if save is not None:
+                restore_tables(save, held)
+            self._admission = Admission(self.name, generation, self._workers)
+            self._marks = Marks.of(held)
+            self._save_at = time.monotonic() + self._hosting.save_every_s
+
+        node.do(take_up)
+        return node
+
+    def _receptionist(self, held: Holdings) -> Admission:
+        if self._admission is None:
+            raise Ended(f"namespace '{self.name}' has ended")
+        return self._admission
+
+    def _look(self, held: Holdings) -> None:
+        self._looking = False
+        now = time.monotonic()
+        is_idle = self._admission is not None and self._admission.is_idle(held)
+        if now >= self._save_at or is_idle:
+            self._save_at = now + self._hosting.save_every_s
+            self._save_changes(held)
+            if is_idle and not self.unsaved:
+                self._end()
+
+    def _end(self) -> None:
+        """Serve nobody any more: who comes now begins the namespace anew, from disk."""
+        self._admission = None
+        assert self._node is not None
+        self._node.stop()
+        self._folder.drop_if_empty()
+
+    def _save_changes(self, held: Holdings) -> None:
+        """Save, if anything has changed; what the disk does not take is tried again next time."""
+        if Marks.of(held) == self._marks:
+            return
+        try:
+            self._folder.write(lambda folder: save_tables(held, self.name, folder))
+        except (OSError, PacelineError) as error:
+            self.unsaved = f"namespace '{self.name}' could not be saved, the save before it counts: {error}"
+            self._hosting.tell(self.unsaved)
+        else:
+            self.unsaved = ""
+            self._marks = Marks.of(held)
+
+
+def _num_threads(consistency: Consistency) -> int:
+    """Return with how many threads a table is updated: workers are elsewhere."""
+    return server_threads(consistency, len(cores_here()), num_servers=1, num_workers=0)

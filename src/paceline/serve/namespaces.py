@@ -1,0 +1,101 @@
+"""All namespaces of a server of its own: begun when they are first asked for, and gone when nobody is in them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final, final
+
+from paceline.errors import DeadlineExceeded, Refused
+from paceline.serve.location import check_name
+from paceline.serve.namespace import ANSWER_TIMEOUT_S, Ended, Hosting, Namespace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from paceline.serve.guest import Guest
+    from paceline.serve.messages import Admitted, Ask
+    from paceline.serve.state import StateFolder
+    from paceline.transport.base import Transport
+
+MAX_NAMESPACES: Final = 64
+
+
+@final
+class Namespaces:
+    """The namespaces that are served, and the folder of those that were."""
+
+    def __init__(self, state: StateFolder, transport: Transport, hosting: Hosting) -> None:
+        self._state = state
+        self._transport = transport
+        self._hosting = hosting
+        self._lock = threading.Lock()
+        self._open: dict[str, Namespace] = {}
+        self._closed = False
+
+    def admit(self, name: str, ask: Ask, holder_rank: int | None) -> Admitted:
+        """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
+
+        Raises:
+            UsageError: it cannot have that name.
+            Refused: the client cannot take part, or there are too many namespaces.
+            CheckpointError: what was saved of it cannot be used.
+        """
+        check_name(name)
+        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < give_up:
+            namespace = self._namespace(name, ask.workers)
+            try:
+                return namespace.admit(ask, holder_rank)
+            except Ended:  # its last client has just left
+                namespace.wait_end()
+        raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
+
+    def bring(self, name: str, guest: Guest) -> None:
+        """Have a client served that was admitted; one that comes too late is cut off."""
+        with self._lock:
+            namespace = self._open.get(name)
+        if namespace is None or namespace.is_over:
+            guest.close()
+        else:
+            namespace.bring(guest)
+
+    def expel(self, names: Collection[str]) -> None:
+        """Cut off whoever has a certificate of these holders or serial numbers."""
+        with self._lock:
+            for namespace in self._open.values():
+                namespace.expel(names)
+
+    def look_after(self) -> None:
+        """Have what is due done in each. Does not block."""
+        with self._lock:
+            self._open = {name: namespace for name, namespace in self._open.items() if not namespace.is_over}
+            for namespace in self._open.values():
+                namespace.look_after()
+
+    def close(self) -> list[str]:
+        """Save and end all; return what could not be saved."""
+        with self._lock:
+            self._closed = True
+            namespaces = list(self._open.values())
+        for namespace in namespaces:
+            namespace.close()
+        return [namespace.unsaved for namespace in namespaces if namespace.unsaved]
+
+    def _namespace(self, name: str, workers: int | None) -> Namespace:
+        with self._lock:
+            known = self._open.get(name)
+            if known is not None and not known.is_over:
+                return known
+            names = {*self._state.names(), *self._open}
+            if self._closed:
+                raise Refused("the server is ending")
+            if name not in names and len(names) >= MAX_NAMESPACES:
+                raise Refused(
+                    f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
+                    "these, or have the folder of one that nobody needs removed"
+                )
+            if known is not None:
+                known.wait_end()
+            self._open[name] = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
+            return self._open[name]

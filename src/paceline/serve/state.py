@@ -1,0 +1,235 @@
+"""What a server of its own keeps on disk: for each namespace its saves, the newest of which counts.
+
+    STATE/lock                                    held by the one server that works with this folder
+    STATE/token                                   without --keys: what clients show
+    STATE/namespaces/NAME/generation              how often this namespace was taken up
+    STATE/namespaces/NAME/newest                  the name of the save that counts
+    STATE/namespaces/NAME/save-12/manifest.json   what is in it, with a digest of every file
+    STATE/namespaces/NAME/save-12/0.safetensors   one table
+
+A save is written beside the others, to the disk itself, renamed, and named as the newest last: whatever happens on the
+way, the one before counts. That one is kept, too. Names from the wire are mapped to names of ours.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+from urllib.parse import unquote
+
+from paceline.errors import CheckpointError, UsageError
+from paceline.serve.files import digest_of, put, sync
+from paceline.serve.manifest import Manifest
+
+NAMESPACES_NAME: Final = "namespaces"
+LOCK_NAME: Final = "lock"
+GENERATION_NAME: Final = "generation"
+NEWEST_NAME: Final = "newest"
+MANIFEST_NAME: Final = "manifest.json"
+MANIFEST_DIGEST_NAME: Final = "manifest.sha256"
+MAX_MANIFEST_BYTES: Final = 16 << 20
+_SAVE: Final = "save-"
+_UNFINISHED: Final = "unfinished"
+_DAMAGED: Final = ".damaged"
+_PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save on disk and what its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+
+    @staticmethod
+    def read(folder: Path) -> Save:
+        """Read a save and compare all of it with its digests.
+
+        Raises:
+            CheckpointError: something is missing, damaged or no save; the message names the file and the digests.
+        """
+        manifest = folder / MANIFEST_NAME
+        try:
+            expected = (folder / MANIFEST_DIGEST_NAME).read_text().strip()
+            _compare(manifest, expected)
+            if manifest.stat().st_size > MAX_MANIFEST_BYTES:
+                raise CheckpointError(f"{manifest} has more than {MAX_MANIFEST_BYTES} bytes: it is no manifest")
+            found = Manifest.decode(manifest.read_bytes(), manifest)
+            for entry in found.entries:
+                _compare(folder / entry.file, entry.sha256)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"the save {folder} cannot be read: {error}") from error
+        return Save(folder, found)
+
+
+@final
+class NamespaceFolder:
+    """The saves of one namespace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Final = path
+
+    def take_up(self) -> int:
+        """Begin another life of this namespace, and return the how-many-th it is: whoever was in an earlier one is out.
+
+        Raises:
+            CheckpointError: it is not known how many there were.
+            OSError: the folder cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left)
+        file = self.path / GENERATION_NAME
+        try:
+            generation = int(file.read_text()) + 1
+        except FileNotFoundError:
+            generation = 1
+        except ValueError as error:
+            raise CheckpointError(f"{file} does not hold a number: {error}") from error
+        put(file, str(generation).encode())
+        return generation
+
+    def newest(self, *, or_previous: bool = False) -> Save | None:
+        """Return the save that counts, or None when there is none yet.
+
+        With `or_previous` a damaged one is set aside, under another name, and the one before it counts.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        name = self._newest_name()
+        if name is None:
+            return None
+        try:
+            return Save.read(self.path / name)
+        except CheckpointError as error:
+            number = _number(name)
+            earlier = [each for each in self._numbers() if number is not None and each < number]
+            if not or_previous or not earlier:
+                hint = " Start with --or-previous to go on from the save before it" if earlier else ""
+                raise CheckpointError(f"{error}.{hint or ' There is no save before it'}") from error
+        previous = Save.read(self.path / f"{_SAVE}{earlier[-1]}")
+        with suppress(FileNotFoundError):
+            (self.path / name).rename(self.path / f"{name}{_DAMAGED}")
+        put(self.path / NEWEST_NAME, previous.folder.name.encode())
+        return previous
+
+    def write(self, fill: Callable[[Path], Manifest]) -> Save:
+        """Have `fill` write the files of a save into a folder, and let it count from then on.
+
+        Raises OSError when the disk does not take it: then the one before counts.
+        """
+        before, number = self._newest_name(), max([0, *self._numbers(set_aside=True)]) + 1
+        unfinished = self.path / f"{_UNFINISHED}-{number}"
+        unfinished.mkdir()
+        try:
+            content = fill(unfinished)
+            put(unfinished / MANIFEST_NAME, content.encode())
+            put(unfinished / MANIFEST_DIGEST_NAME, digest_of(unfinished / MANIFEST_NAME).encode())
+            folder = unfinished.rename(self.path / f"{_SAVE}{number}")
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync(self.path)
+        put(self.path / NEWEST_NAME, folder.name.encode())
+        for old in self._numbers():
+            if f"{_SAVE}{old}" not in (before, folder.name):
+                shutil.rmtree(self.path / f"{_SAVE}{old}")
+        return Save(folder, content)
+
+    def drop_if_empty(self) -> None:
+        """Remove the folder of a namespace in which nothing was ever kept."""
+        if self._newest_name() is None and not self._numbers():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _newest_name(self) -> str | None:
+        try:
+            name = (self.path / NEWEST_NAME).read_text().strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path / NEWEST_NAME} cannot be read: {error}") from error
+        if _number(name) is None:
+            raise CheckpointError(f"{self.path / NEWEST_NAME} names {name!r}, which is no save")
+        return name
+
+    def _numbers(self, *, set_aside: bool = False) -> list[int]:
+        """Return the numbers of all saves, ascending; those that were set aside, too, or not."""
+        names = [path.name for path in self.path.glob(f"{_SAVE}*")]
+        found = [_number(name.removesuffix(_DAMAGED) if set_aside else name) for name in names]
+        return sorted(number for number in found if number is not None)
+
+
+@final
+class StateFolder:
+    """The folder of one server, which it holds locked. Close it."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder if it is missing; raises UsageError when another server works with it, or others may."""
+        _make_own(path)
+        self.path: Final = path
+        self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
+            os.close(self._lock)
+            raise UsageError(
+                f"another server keeps its state in {path} (process {holder}): stop it, or name another folder"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def close(self) -> None:
+        """Let others work with the folder."""
+        os.close(self._lock)
+
+    def names(self) -> list[str]:
+        """Return the namespaces that are here, sorted."""
+        return sorted(_name_of(path.name) for path in (self.path / NAMESPACES_NAME).glob("*") if path.is_dir())
+
+    def folder(self, name: str) -> NamespaceFolder:
+        """Return the folder of a namespace, which may not be there yet."""
+        return NamespaceFolder(self.path / NAMESPACES_NAME / _folder_name(name))
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder that only this user can change; raises UsageError when it is not so."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise UsageError(f"cannot keep state in {folder}: {error.strerror}; name another folder") from error
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UsageError(f"others than you can write in {folder}: chmod 700 it, or name another folder for the state")
+
+
+def _compare(file: Path, expected: str) -> None:
+    found = digest_of(file)
+    if found != expected:
+        raise CheckpointError(f"{file} is damaged: its SHA-256 is {found}, expected {expected}")
+
+
+def _number(name: str) -> int | None:
+    digits = name.removeprefix(_SAVE)
+    return int(digits) if name.startswith(_SAVE) and digits.isascii() and digits.isdigit() else None
+
+
+def _folder_name(name: str) -> str:
+    """Return the name on disk: small letters, digits, - and _ as they are, all else by its bytes.
+
+    >>> _folder_name("Mnist.v2"), _name_of("%4dnist%2ev2")
+    ('%4dnist%2ev2', 'Mnist.v2')
+    """
+    return "".join(chr(byte) if chr(byte) in _PLAIN else f"%{byte:02x}" for byte in name.encode())
+
+
+def _name_of(folder_name: str) -> str:
+    return unquote(folder_name)
