@@ -34,8 +34,8 @@ class Complaints:
         self._lock = threading.Lock()
         self._spans: dict[str, _Span] = {}
 
-    def add(self, cause: str, text: str) -> None:
-        """Tell of a complaint, or count it."""
+    def add(self, cause: str, text: str) -> bool:
+        """Tell of a complaint, or count it; return whether it was told."""
         self.tell_due()
         with self._lock:
             span = self._spans.setdefault(cause, _Span(self._now()))
@@ -43,8 +43,9 @@ class Complaints:
                 span.num_told += 1
             else:
                 span.num_untold += 1
-                return
+                return False
         self._tell(text)
+        return True
 
     def patience_ms(self) -> float | None:
         """Return for how long nothing has to be told; None for ever."""

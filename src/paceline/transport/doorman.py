@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -71,7 +72,7 @@ class StreamListener:
         self._guests: dict[_Guest, threading.Thread] = {}  # in the order of their coming
         self._arrived: deque[StreamConnection] = deque()
         self._closed = False
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)  # rung once, by close
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the doorman: to end, or to tell later
         sock.setblocking(False)
         self._doorman = threading.Thread(target=self._keep_the_door, name=f"paceline-listen {address}", daemon=True)
         self._doorman.start()
@@ -95,12 +96,12 @@ class StreamListener:
         os.eventfd_write(self._bell, 1)
         self._doorman.join()
         self._socket.close()
-        os.close(self._bell)
         with self._changed:
             guests = dict(self._guests)
         for guest, thread in guests.items():
             guest.channel.shut()
             thread.join()
+        os.close(self._bell)
         for connection in self._arrived:
             connection.close()
         self._arrived.clear()
@@ -112,6 +113,8 @@ class StreamListener:
         poller.register(self._bell, select.POLLIN)
         while not self._closed:
             poller.poll(self._complaints.patience_ms())
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
             self._complaints.tell_due()
             self._wait_for_a_place()
             if self._closed:
@@ -139,7 +142,7 @@ class StreamListener:
         try:
             name = self._inspect(sock)
         except PeerError as error:
-            self._complaints.add(type(error).__name__, f"a client was turned away: {error}")
+            self._complain(error, f"a client was turned away: {error}")
             sock.close()
             return
         except OSError:  # it has gone away
@@ -158,7 +161,7 @@ class StreamListener:
             connection = self._greet(guest)
         except (PacelineError, EOFError, OSError, OutOfTime) as error:
             if not self._closed:
-                self._complaints.add(type(error).__name__, f"{guest.name} was turned away: {_reason(error)}")
+                self._complain(error, f"{guest.name} was turned away: {_reason(error)}")
         with self._changed:
             del self._guests[guest]
             if connection is not None and not self._closed:
@@ -166,6 +169,10 @@ class StreamListener:
             else:
                 guest.channel.close()
             self._changed.notify_all()
+
+    def _complain(self, error: Exception, text: str) -> None:
+        if not self._complaints.add(type(error).__name__, text):
+            os.eventfd_write(self._bell, 1)
 
     def _greet(self, guest: _Guest) -> StreamConnection:
         greeted = self._handshake.answer(guest.channel, Deadline.after(self._limits.handshake_timeout_s))
