@@ -3,6 +3,7 @@
 A namespace "switch" has a bridge; every host's namespace has a line to it. What each end sends goes through a token
 bucket (`tbf`). All addresses are of 127.9.0.0/24, which Paceline takes for this machine's, as they are; they do lead
 over the lines, since the kernel is told so (`route_localnet`) and each host's loopback interface takes 127.0.0.1 only.
+Addresses of another network are those of other machines, as they would be.
 """
 
 import json
@@ -41,12 +42,14 @@ class ShapedNetwork:
         queue_ms: how long a full queue in front of a line takes to leave.
         mtu: the largest packet in bytes; of 1500 the headers take 5 %, of 9000 less than 1 %.
         congestion: how TCP finds its rate, such as "reno"; by default as everywhere on this machine.
+        network: the first three numbers of all addresses.
     """
 
     lines: Sequence[Line]
     queue_ms: float = 1000.0
     mtu: int = 1500
     congestion: str | None = None
+    network: str = "127.9.0"
     _name: str = field(default_factory=lambda: f"{_PREFIX}-{os.getpid()}")
 
     def __enter__(self) -> Self:
@@ -70,11 +73,12 @@ class ShapedNetwork:
 
     def address(self, host: int) -> str:
         """Return a host's address."""
-        return f"127.9.0.{10 + host}"
+        return f"{self.network}.{10 + host}"
 
     def command(self, host: int, *command: str) -> list[str]:
-        """Return what runs a command on a host."""
-        return ["ip", "netns", "exec", self._namespace(host), *command]
+        """Return what runs a command on a host, which is called host-0, say."""
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host-{host}")
+        return ["ip", "netns", "exec", self._namespace(host), *named, *command]
 
     def cut(self, host: int) -> None:
         """Let nothing through a host's line any more; neither end is told."""

@@ -1,0 +1,43 @@
+"""A worker of a job that another launcher has started on several hosts.
+
+It waits with its steps until it is told to take them: python nodes_worker.py FOLDER
+"""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline.session import Session
+
+NUMEL, NUM_STEPS, PATIENCE_S = 1000, 3, 60.0
+
+
+def train(ps: Session) -> str:
+    """Take a few steps, each worker with gradients of its own; return the bits of what comes of them."""
+    table = ps.table("w", shape=(NUMEL,), update=paceline.update.SGD(lr=0.1, momentum=0.9))
+    gradients = torch.Generator().manual_seed(ps.rank)
+    for _ in range(NUM_STEPS):
+        table.push(torch.randn(NUMEL, generator=gradients))
+        ps.clock()
+        table.pull()
+    return table.pull().numpy().tobytes().hex()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with paceline.connect() as ps:
+        (folder / f"ready-{ps.rank}").touch()
+        deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
+        while not (folder / "go").exists() and time.monotonic() < deadline:
+            pause.wait(0.01)
+        (folder / f"bits-{ps.rank}").write_text(train(ps))
+        total = ps.exchange.all_reduce(torch.ones(1), "sum", None).result().item()
+        print(f"worker {ps.rank} of {ps.size} counts {total:g}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
