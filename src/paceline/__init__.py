@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline import ray
     from paceline.connecting import connect
     from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.current import (
@@ -67,6 +68,7 @@ __all__ = [
     "pull",
     "push",
     "rank",
+    "ray",
     "reduce",
     "report",
     "shard",
@@ -94,6 +96,7 @@ _MODULES = {
     "filters": "paceline.tensors.filters",
     "first": "paceline.tensors.rows.first",
     "functions": "paceline.tensors.functions",
+    "ray": "paceline.ray",
     "update": "paceline.tensors.update",
 }
 

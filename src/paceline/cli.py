@@ -8,13 +8,17 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import App, CycloptsError, Parameter
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel, TransportName
+from paceline.launch.choices import Engine, OnCrash, OnError, ScaleName, TraceLevel, TransportName
+from paceline.ray.options import RayOptions
+
+if TYPE_CHECKING:
+    from paceline.launch.plan import LocalRun
 
 TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
@@ -42,6 +46,8 @@ def run(
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
+    engine: Engine = "local",
+    ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
     consistency: str | None = None,
     strategy: str | None = None,
     transport: TransportName = "shm",
@@ -59,7 +65,7 @@ def run(
     progress: bool = True,
     traceback: Annotated[bool, Parameter(negative="", show=False)] = False,
 ) -> int:
-    """Run a script as several workers and servers on this machine.
+    """Run a script as several workers and servers, on this machine or where an engine places them.
 
     Options stand before the script; everything after it goes to the script untouched.
 
@@ -73,6 +79,10 @@ def run(
         Number of worker processes.
     servers
         Number of server processes, which hold the parameters between them.
+    engine
+        Who starts them: we do, on this machine, or Ray does, on a cluster.
+    ray
+        What is asked of Ray.
     consistency
         bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
     strategy
@@ -109,7 +119,6 @@ def run(
     traceback
         Show where the errors of workers and servers come from.
     """
-    from paceline.launch.local import run_local
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
     from paceline.launch.shares import read_shares
@@ -119,7 +128,9 @@ def run(
     parts, why = read_shares(shares, servers)
     if why and not quiet:
         print(f"paceline: {why}", file=sys.stderr)
-    return run_local(
+    return start(
+        engine,
+        ray,
         LocalRun(
             script=script,
             args=args,
@@ -139,8 +150,21 @@ def run(
             progress=progress and not quiet,
             quiet=quiet,
             traceback=traceback,
-        )
+        ),
     )
+
+
+def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
+    """Have an engine run a job to its end, and return its exit code."""
+    if engine == "ray":
+        from paceline.ray.driver import run_on_ray
+
+        return run_on_ray(asked, ray)
+    from paceline.launch.local import run_local
+
+    if ray != RayOptions():
+        raise UsageError(f"{ray.chosen()} is for --engine ray, and the engine is {engine}")
+    return run_local(asked)
 
 
 app.command("paceline.launch.emit.command:launch", name="launch", help="Write a batch script, or a manifest.")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Final, Literal, Protocol, final
 
-from paceline.launch.console import Console
 from paceline.launch.environment import Place
 from paceline.launch.guard import Guard, kill_group
 from paceline.launch.pipes import Pipe
@@ -75,11 +74,19 @@ class Process(Protocol):
         ...
 
 
+class Relay(Protocol):
+    """Who is told what a process writes."""
+
+    def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
+        """Take one line."""
+        ...
+
+
 @final
 class Child:
     """A process that was started, until it is reaped; it leads a session and process group of its own."""
 
-    def __init__(self, launch: Launch, console: Console, guard: Guard, start: Callable[[Launch], Process]) -> None:
+    def __init__(self, launch: Launch, console: Relay, guard: Guard, start: Callable[[Launch], Process]) -> None:
         """Start it."""
         self.launch = launch
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)

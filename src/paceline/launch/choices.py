@@ -5,5 +5,6 @@ from typing import Literal
 TransportName = Literal["shm", "tcp", "memory"]
 ScaleName = Literal["sum", "mean", "samples"]
 TraceLevel = Literal["steps", "full"]
+Engine = Literal["local", "ray"]
 OnCrash = Literal["continue", "stop", "restart"]
 OnError = Literal["stop", "continue"]

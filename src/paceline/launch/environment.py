@@ -164,6 +164,17 @@ def replace_all(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def set_missing(variables: Mapping[str, str]) -> None:
+    """Set what is not set; for a library that is told things by variables alone."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def ray_authenticates(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether a Ray cluster asks who connects, as far as this process was told."""
+    return variables.get("RAY_AUTH_MODE", "disabled").lower() != "disabled"
+
+
 def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the user leaves colours on (NO_COLOR is unset or empty, the terminal is not dumb)."""
     return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"

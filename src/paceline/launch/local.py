@@ -65,8 +65,9 @@ def prepare_run_dir(wanted: Path | None) -> Path:
     return run_dir
 
 
-def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
-    spec = ClusterSpec(
+def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
+    """Return what the processes of this run must agree on."""
+    return ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
         num_servers=run.num_servers,
@@ -80,6 +81,10 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         shares=run.shares,
         server_threads=run.server_threads,
     )
+
+
+def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
+    spec = make_spec(run, run_dir)
     write_token(run_dir)
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME

@@ -1,4 +1,4 @@
-"""The entry of a server process: `python -m paceline.launch.server SPEC RANK`.
+"""The entry of a server process: `python -m paceline.launch.server SPEC RANK [HOST]`.
 
 It listens, publishes its address, and serves until its standard input says `stop`. The end of that input means that
 the launcher is gone: then it ends at once.
@@ -98,7 +98,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_telling()
     try:
-        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey)
+        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey, *sys.argv[3:])
     except PacelineError as error:
         if wants_traceback():
             raise

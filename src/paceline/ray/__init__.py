@@ -1,0 +1,118 @@
+"""Runs a script as a job on a Ray cluster, which says where its processes go and starts them.
+
+>>> import paceline
+>>> paceline.ray.run("train.py", workers=4, servers=2, address="auto")  # doctest: +SKIP
+0
+
+Ray comes with `pip install 'paceline[ray]'`, and is imported when a job begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel
+    from paceline.ray.options import Spread
+
+__all__ = ["run"]
+
+
+def run(
+    script: Path | str,
+    args: Sequence[str] = (),
+    *,
+    workers: int = 2,
+    servers: int = 1,
+    address: str | None = None,
+    consistency: str | None = None,
+    strategy: str | None = None,
+    scale: ScaleName | None = None,
+    on_crash: OnCrash = "continue",
+    on_error: OnError = "stop",
+    max_restarts: int = 3,
+    run_dir: Path | str | None = None,
+    trace: TraceLevel = "steps",
+    quiet: bool = False,
+    place_servers: Spread = "spread",
+    place_workers: Spread = "pack",
+    worker_cpus: float = 1.0,
+    worker_gpus: float = 0.0,
+    worker_resources: Mapping[str, float] | None = None,
+    server_cpus: float = 1.0,
+    working_dir: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    pip: Sequence[str] = (),
+    start_timeout_s: float = 60.0,
+) -> int:
+    """Run a script as a job on a Ray cluster, as `paceline run --engine ray` does, and return its exit code.
+
+    Blocks until the job has ended; call it from the main thread, because it answers Ctrl-C and SIGTERM meanwhile. The
+    arguments are the options of `paceline run`.
+
+    Args:
+        script: what every worker runs.
+        args: its arguments.
+        workers: number of worker processes.
+        servers: number of server processes.
+        address: the cluster: "auto" or HOST:PORT. By default the one that this process has joined with `ray.init`, or
+            else one that is started on this machine and ends with the job.
+        consistency: as in `paceline.ssp(3)`, by its name: "ssp:3".
+        strategy: how workers share the work where the script says nothing.
+        scale: how the gradients of several workers become one.
+        on_crash: what to do when a worker or its actor is killed.
+        on_error: what to do when a worker's script fails.
+        max_restarts: how often one worker is started again.
+        run_dir: new or empty folder that keeps the run's traces, on this machine.
+        trace: how much is recorded.
+        quiet: show only what the script prints, and errors.
+        place_servers: over how many nodes servers go.
+        place_workers: over how many nodes workers go.
+        worker_cpus: what each worker takes of a node's CPUs.
+        worker_gpus: GPUs of each worker.
+        worker_resources: what each worker takes of other resources of the cluster.
+        server_cpus: what each server takes of a node's CPUs.
+        working_dir: folder with the script that every node gets a copy of.
+        env: more variables for the environment of workers and servers.
+        pip: packages that Ray installs for them.
+        start_timeout_s: how long to wait for room on the cluster, and then for servers to listen.
+
+    Raises:
+        UsageError: settings that make no run, or Ray is not installed.
+        PeerError: there is no such cluster, or it has no room in time.
+    """
+    from paceline.launch.plan import LocalRun
+    from paceline.launch.policy import Policy
+    from paceline.ray.driver import run_on_ray
+    from paceline.ray.options import RayOptions
+
+    asked = LocalRun(
+        script=Path(script),
+        args=tuple(args),
+        num_workers=workers,
+        num_servers=servers,
+        consistency=consistency,
+        scale=scale,
+        strategy=strategy,
+        trace=trace,
+        run_dir=None if run_dir is None else Path(run_dir),
+        policy=Policy(on_crash, on_error, max_restarts),
+        progress=not quiet,
+        quiet=quiet,
+    )
+    options = RayOptions(
+        address=address,
+        place_servers=place_servers,
+        place_workers=place_workers,
+        worker_cpus=worker_cpus,
+        worker_gpus=worker_gpus,
+        worker_resources=tuple(f"{name}={amount}" for name, amount in (worker_resources or {}).items()),
+        server_cpus=server_cpus,
+        working_dir=None if working_dir is None else Path(working_dir),
+        env=tuple(f"{name}={value}" for name, value in (env or {}).items()),
+        pip=tuple(pip),
+        start_timeout=start_timeout_s,
+    )
+    return run_on_ray(asked, options)

@@ -1,0 +1,120 @@
+"""The launcher's papers: who is where, what each process has to know, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from paceline import __version__
+from paceline.errors import PeerError
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.launch.certificates import Authority
+from paceline.launch.holders import AUTHORITY_NAME, KEYS_NAME, Holder
+from paceline.launch.local import make_spec
+from paceline.launch.machines import LOOPBACK
+from paceline.launch.notice import CALLED_OFF_NAME
+from paceline.launch.spec import TOKEN_NAME, write_private
+from paceline.observe.trace import trace_path
+from paceline.ray.orders import Arrival, News, Order
+
+if TYPE_CHECKING:
+    from paceline.launch.child import Launch
+    from paceline.launch.plan import LocalRun
+    from paceline.ray.options import RayOptions
+
+
+@final
+class Desk:
+    """One job. The launcher's folder has what all tell, also where a process has another.
+
+    Where the folder of a process is: on the launcher's own node that of the launcher; on one other node that of server
+    0, which lives longest; on several nodes each has its own, with a certificate in it.
+    """
+
+    def __init__(
+        self, run: LocalRun, options: RayOptions, run_dir: Path, nodes: Mapping[tuple[str, int], str], here: str
+    ) -> None:
+        """Write down what is known when all have a place; `nodes` says where, by role and rank."""
+        self._run = run
+        self._options = options
+        self._run_dir = run_dir
+        self._nodes = nodes
+        where = set(nodes.values())
+        self.num_nodes = len(where)
+        self.encrypted = self.num_nodes > 1
+        self._is_here = where == {here}
+        self._folder = str(run_dir) if self._is_here else None
+        spec = make_spec(run, run_dir)
+        self._authority = Authority.make(spec.job) if self.encrypted else None
+        spec = replace(spec, transport="tcp", encrypted=True) if self.encrypted else spec
+        spec.write(run_dir / SPEC_NAME)
+        self.book = AddressBook(spec)
+
+    @property
+    def awaits_folder(self) -> bool:
+        """Whether nobody but server 0 can be given an order yet, because the others are to share its folder."""
+        return self._folder is None and not self.encrypted
+
+    def order(self, launch: Launch, arrival: Arrival) -> Order:
+        """Return the order for an actor that has arrived; raises PeerError when it is of no use."""
+        if arrival.version != __version__:
+            raise PeerError(
+                f"{launch.name} is on {arrival.host}, where paceline {arrival.version} is installed, but this is "
+                f"{__version__}: install the same on all nodes"
+            )
+        if self.awaits_folder:
+            self._folder = arrival.folder
+        folder = arrival.folder if self._folder is None else self._folder
+        return Order(
+            role="server" if launch.role == "server" else "worker",
+            name=launch.name,
+            rank=launch.rank,
+            incarnation=launch.incarnation,
+            local_rank=self._local_rank(launch),
+            script=str(self._options.script_there(self._run.script)),
+            args=self._run.args,
+            variables=self._options.variables(),
+            files={} if self._is_here else self._files(launch, arrival),
+            folder=folder,
+            is_followed=not self._is_here,
+            cwd=None if self._options.folder(self._run.script) else str(Path.cwd()),
+            host=arrival.host if self.encrypted else LOOPBACK,
+            traceback=self._run.traceback,
+        )
+
+    def keep(self, launch: Launch, news: News) -> None:
+        """Keep what a process has left in its own folder."""
+        if news.address:
+            write_private(self._run_dir / f"server-{launch.rank}.address", news.address.encode())
+        if news.trace:
+            role = "server" if launch.role == "server" else "worker"
+            with trace_path(self._run_dir, role, launch.rank).open("ab") as file:
+                file.write(news.trace)
+
+    def news(self, name: str) -> dict[str, bytes]:
+        """Return a file of the launcher's folder for those who do not see it, if it is there."""
+        path = self._run_dir / name
+        return {} if self._is_here or not path.exists() else {name: path.read_bytes()}
+
+    def _local_rank(self, launch: Launch) -> int:
+        """Count the workers of lower rank on the same node."""
+        node = self._nodes["worker", launch.rank] if launch.role == "worker" else ""
+        return sum(self._nodes["worker", rank] == node for rank in range(launch.rank))
+
+    def _files(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
+        names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, CALLED_OFF_NAME)
+        return {name: content for known in names for name, content in self.news(known).items()} | self._keys(
+            launch, arrival
+        )
+
+    def _keys(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
+        """Sign for the key that the actor has made; the authority's own key never leaves this process."""
+        if self._authority is None:
+            return {}
+        holder = Holder("server" if launch.role == "server" else "worker", launch.rank)
+        return {
+            f"{KEYS_NAME}/{AUTHORITY_NAME}.pem": self._authority.pem,
+            f"{KEYS_NAME}/{holder}.pem": self._authority.sign(arrival.request, holder),
+        }

@@ -1,0 +1,59 @@
+"""Starts a job on a Ray cluster and watches over it: what `paceline run --engine ray` does."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import ModuleType
+
+from paceline.errors import UsageError
+from paceline.launch.console import Console
+from paceline.launch.guard import Guard, clear
+from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, open_board, open_copy, prepare_run_dir
+from paceline.launch.notice import CALLED_OFF_NAME
+from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
+from paceline.launch.script import check_script
+from paceline.launch.signals import Signals
+from paceline.launch.spec import write_token
+from paceline.launch.supervise import Supervisor, Terms
+from paceline.ray.engine import joined, prepare
+from paceline.ray.options import RayOptions
+from paceline.ray.stage import RayStage
+
+
+def run_on_ray(run: LocalRun, options: RayOptions) -> int:
+    """Run a script as a job of several processes on a Ray cluster.
+
+    Blocks until the job has ended, and returns its exit code as `run_local` does. Raises UsageError for a run that
+    cannot start, and PeerError when there is no cluster, or no room on it in time. Call it from the main thread: it
+    answers signals while it runs.
+    """
+    run.validate()
+    options.validate(run)
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("paceline.ray.run must be called from the main thread: it answers Ctrl-C and SIGTERM")
+    check_script(run.script)
+    ray = prepare(options)
+    run_dir = prepare_run_dir(run.run_dir)
+    temporary = run.run_dir is None
+    guard = Guard(run_dir, temporary=temporary)
+    try:
+        return _supervise(ray, run, options, run_dir)
+    finally:
+        guard.dismiss(GUARD_TIMEOUT_S)
+        clear(run_dir, temporary=temporary)
+
+
+def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Path) -> int:
+    write_token(run_dir)
+    trace_folder = run_dir / TRACE_NAME
+    trace_folder.mkdir()
+    called_off = run_dir / CALLED_OFF_NAME
+    terms = Terms(policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, called_off=called_off)
+    with open_copy(run.copy_to) as copy:
+        console = Console(copy)
+        with joined(ray, run, options, console) as cluster, Signals() as signals:
+            board = open_board(trace_folder, run.num_workers) if run.progress else None
+            stage = RayStage(run, options, run_dir, cluster, console, signals.wakeup_fd)
+            supervisor = Supervisor(terms, stage, stage, console, signals, board)
+            return supervisor.run(plan_launches(run, DEFAULT_PROGRAMS, run_dir, {}))

@@ -1,0 +1,178 @@
+"""Ray itself: whether it is there, and a cluster to run on."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import secrets
+import socket
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from paceline.errors import PeerError, UsageError
+from paceline.launch.cores import cores_here
+from paceline.launch.environment import ray_authenticates, set_missing
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from paceline.launch.console import Console
+    from paceline.launch.plan import LocalRun
+    from paceline.ray.options import RayOptions
+
+OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; we put nothing there
+REACH_TIMEOUT_S: Final = 5.0
+# Of a cluster of our own: all of it on loopback and behind a token of this process, and nobody is told of it.
+OWN_CLUSTER: Final[Mapping[str, str]] = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster that this process is connected to.
+
+    `is_own`: it was started for this run, and no more will come of anything than it has.
+    """
+
+    node_id: str
+    is_own: bool
+
+    def total(self) -> dict[str, float]:
+        """Return what all nodes have, by resource."""
+        return _counted(load_ray().cluster_resources())
+
+    def free(self) -> dict[str, float]:
+        """Return what nobody has taken."""
+        return _counted(load_ray().available_resources())
+
+
+def load_ray() -> ModuleType:
+    """Import Ray; raises UsageError when it is not installed."""
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("--engine ray needs Ray, which is not installed: pip install 'paceline[ray]'") from None
+    return ray
+
+
+def prepare(options: RayOptions) -> ModuleType:
+    """Import Ray, told in time how a cluster of our own is to be, and see whether another can be reached.
+
+    Raises UsageError when Ray is not installed, or must not be started so, and PeerError when nobody answers.
+    """
+    if options.address is None and "ray" not in sys.modules:  # it looks at these variables when it is imported
+        set_missing({**OWN_CLUSTER, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    ray = load_ray()
+    if options.address is None:
+        check_dashboard(options.dashboard_host, authenticates=ray_authenticates())
+    elif ":" in options.address:
+        check_reachable(options.address)
+    return ray
+
+
+@contextmanager
+def joined(ray: ModuleType, run: LocalRun, options: RayOptions, console: Console) -> Generator[Cluster]:
+    """Connect to the cluster that was asked for, or start one; leave or end it afterwards.
+
+    A connection that this process has already is used and left as it is. Raises PeerError when there is no cluster,
+    and UsageError for one that must not be started.
+    """
+    if ray.is_initialized():
+        if options.address is not None or options.pip or options.working_dir is not None:
+            raise UsageError("this process has joined a Ray cluster already: leave out address, pip and working_dir")
+        yield Cluster(_node_id(ray), is_own=False)
+        return
+    try:
+        _init(ray, run, options)
+        _look_at_dashboard(ray, console)
+        yield Cluster(_node_id(ray), is_own=options.address is None)
+    finally:
+        ray.shutdown()
+
+
+def _init(ray: ModuleType, run: LocalRun, options: RayOptions) -> None:
+    folder = options.folder(run.script)
+    environment = ({"working_dir": str(folder)} if folder else {}) | ({"pip": list(options.pip)} if options.pip else {})
+    own = {} if options.address is not None else _own_settings(run, options)
+    try:
+        ray.init(
+            address=options.address or "local",
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env=environment or None,
+            **own,
+        )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        where = "start a Ray cluster here" if options.address is None else f"join the Ray cluster {options.address!r}"
+        raise PeerError(f"cannot {where}: {_first_line(error)}") from error
+
+
+def _own_settings(run: LocalRun, options: RayOptions) -> dict[str, object]:
+    """Return how a cluster of our own is started: as on one machine, more processes than cores share these."""
+    wanted = run.num_workers * options.worker_cpus + run.num_servers * options.server_cpus
+    dashboard = {} if options.dashboard_host is None else {"dashboard_host": options.dashboard_host}
+    return {
+        "num_cpus": max(len(cores_here()), math.ceil(wanted)),
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": options.dashboard_host is not None,
+        **dashboard,
+    }
+
+
+def check_dashboard(host: str | None, *, authenticates: bool) -> None:
+    """Refuse a dashboard that other machines reach and anybody may use: it runs whatever code it is sent."""
+    if host is not None and not authenticates and not is_loopback(host):
+        raise UsageError(
+            f"--dashboard-host {host} lets everybody who reaches it run code here, because Ray's authentication is "
+            "off: let it listen on 127.0.0.1, or set RAY_AUTH_MODE=token"
+        )
+
+
+def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
+    url: str = ray.get_runtime_context().worker.node.address_info.get("webui_url") or ""
+    host = url.rpartition(":")[0]
+    if host and not ray_authenticates() and not is_loopback(host):
+        console.say(
+            f"warning: the dashboard of this Ray cluster listens at {url} and asks nobody who they are: who reaches it "
+            "can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
+        )
+
+
+def check_reachable(address: str) -> None:
+    """Raise PeerError when nobody listens there: Ray itself would try for a long time."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise UsageError(f"--address is {address!r}, expected auto or HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise PeerError(
+            f"no Ray cluster answers at {address}: {error}; `ray start --head` prints its address"
+        ) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether nobody but this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _node_id(ray: ModuleType) -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def _counted(resources: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what Ray makes up itself: a resource for each node and each placement group."""
+    return {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,126 @@
+"""What is asked of Ray."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.launch.plan import LocalRun
+
+Spread = Literal["pack", "spread", "strict-pack", "strict-spread"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """What is asked of Ray, with --engine ray.
+
+    Parameters
+    ----------
+    address
+        The cluster: auto, or HOST:PORT; without it one is started on this machine for this run.
+    place_servers
+        Over how many nodes servers go: spread over many or packed onto few, if that can be (strict: else not at all).
+    place_workers
+        The same of workers.
+    worker_cpus
+        What each worker takes of a node's CPUs.
+    worker_gpus
+        GPUs of each worker; it sees no others.
+    worker_resources
+        What each worker takes of a resource that the cluster has a name for: NAME=AMOUNT.
+    server_cpus
+        What each server takes of a node's CPUs.
+    working_dir
+        Folder with the script that every node gets a copy of; by default that of the script, when there is a cluster.
+    env
+        A variable for the environment of workers and servers: NAME=VALUE.
+    pip
+        A package that Ray installs for them.
+    dashboard_host
+        Where the dashboard of a cluster that is started here listens; by default there is none.
+    start_timeout
+        Seconds to wait for room on the cluster, and then again for servers to listen.
+    """
+
+    address: str | None = None
+    place_servers: Spread = "spread"
+    place_workers: Spread = "pack"
+    worker_cpus: float = 1.0
+    worker_gpus: float = 0.0
+    worker_resources: Annotated[tuple[str, ...], Parameter(name="--worker-resource", negative="")] = ()
+    server_cpus: float = 1.0
+    working_dir: Path | None = None
+    env: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    pip: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    dashboard_host: str | None = None
+    start_timeout: float = 60.0
+
+    def validate(self, run: "LocalRun") -> None:
+        """Raise UsageError for what cannot be."""
+        if run.transport == "memory":
+            raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
+        if run.pin:
+            raise UsageError("--pin is for one machine of your own; under Ray give every worker --worker-cpus")
+        if self.address is not None and "://" in self.address:
+            raise UsageError(
+                f"--address is {self.address!r}, expected auto or HOST:PORT: the launcher runs on a node of the "
+                "cluster; from elsewhere send it there, with `ray job submit` for example"
+            )
+        for what, amount in (("worker-cpus", self.worker_cpus), ("server-cpus", self.server_cpus)):
+            if not amount > 0:
+                raise UsageError(f"--{what} must be more than 0, got {amount:g}: Ray places by what is taken")
+        if self.worker_gpus < 0 or not self.start_timeout > 0:
+            raise UsageError(
+                "--worker-gpus must be 0 or more, and --start-timeout more than 0 s; "
+                f"got {self.worker_gpus:g} and {self.start_timeout:g}"
+            )
+        self.variables()
+        self.worker_needs()
+        self.script_there(run.script)
+
+    def chosen(self) -> str:
+        """Return the name of an option that is not as it would be without being given."""
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        return "--" + changed[0].replace("_", "-").removesuffix("s" if changed[0] == "worker_resources" else "")
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of --env; raises UsageError."""
+        return dict(_split(text, "--env", "NAME=VALUE") for text in self.env)
+
+    def worker_needs(self) -> dict[str, float]:
+        """Return what a worker takes of its node; raises UsageError."""
+        gpus = {"GPU": self.worker_gpus} if self.worker_gpus else {}
+        try:
+            named = [_split(text, "--worker-resource", "NAME=AMOUNT") for text in self.worker_resources]
+            return {"CPU": self.worker_cpus, **gpus, **{name: float(amount) for name, amount in named}}
+        except ValueError:
+            raise UsageError(f"--worker-resource is {self.worker_resources}, expected NAME=AMOUNT each") from None
+
+    def folder(self, script: Path) -> Path | None:
+        """Return the folder that every node gets a copy of, or None when the script is used where it is."""
+        if self.working_dir is not None:
+            return self.working_dir.absolute()
+        return script.absolute().parent if self.address is not None else None
+
+    def script_there(self, script: Path) -> Path:
+        """Return where processes find the script: from their working directory, or from anywhere.
+
+        Raises UsageError when it is not in the folder that they get.
+        """
+        folder = self.folder(script)
+        if folder is None:
+            return script.absolute()
+        if not folder.is_dir() or not script.absolute().is_relative_to(folder):
+            raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
+        return script.absolute().relative_to(folder)
+
+
+def _split(text: str, option: str, expected: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise UsageError(f"{option} is {text!r}, expected {expected}")
+    return name, value

@@ -1,0 +1,120 @@
+"""Room on a cluster for the processes of a job: kept as a whole or not at all, in two placement groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.ray.engine import Cluster
+
+if TYPE_CHECKING:
+    from paceline.launch.child import Launch
+    from paceline.launch.console import Console
+    from paceline.launch.plan import LocalRun
+    from paceline.ray.options import RayOptions
+
+TELL_INTERVAL_S: Final = 5.0
+
+
+@final
+class Places:
+    """Where servers and workers go. Ask for room, look whether it is there, and give it back."""
+
+    def __init__(self, run: LocalRun, options: RayOptions, cluster: Cluster, console: Console) -> None:
+        """Plan it."""
+        self._options = options
+        self._cluster = cluster
+        self._console = console
+        self._needs: dict[str, dict[str, float]] = {
+            "server": {"CPU": options.server_cpus},
+            "worker": options.worker_needs(),
+        }
+        self._counts = {"server": run.num_servers, "worker": run.num_workers}
+        self._groups: dict[str, Any] = {}
+
+    def ask(self) -> None:
+        """Ask for room; raises UsageError when a cluster that will not grow has less than that."""
+        self._start_s = self._told_s = time.monotonic()
+        if self._cluster.is_own:
+            self._check_enough()
+        from ray.util.placement_group import placement_group
+
+        spreads = {"server": self._options.place_servers, "worker": self._options.place_workers}
+        for role, count in self._counts.items():
+            strategy = spreads[role].upper().replace("-", "_")
+            self._groups[role] = placement_group([dict(self._needs[role]) for _ in range(count)], strategy)
+
+    def there(self) -> bool:
+        """Tell whether all have room; does not block. Raises DeadlineExceeded when it takes too long."""
+        if all(group.wait(0) for group in self._groups.values()):
+            return True
+        now = time.monotonic()
+        if now - self._start_s >= self._options.start_timeout:
+            raise DeadlineExceeded(
+                f"the Ray cluster had no room within {self._options.start_timeout:g} s for {self._asked()}; "
+                f"{self._found()}: ask for less, or wait longer with --start-timeout"
+            )
+        if now - self._told_s >= TELL_INTERVAL_S:
+            self._told_s = now
+            self._console.say(f"waiting for room on the Ray cluster: {self._asked()}; {self._found()}")
+        return False
+
+    def nodes(self) -> dict[tuple[str, int], str]:
+        """Return the node of each process, by role and rank."""
+        from ray.util.placement_group import placement_group_table
+
+        return {
+            (role, int(rank)): node
+            for role, group in self._groups.items()
+            for rank, node in placement_group_table(group)["bundles_to_node_id"].items()
+        }
+
+    def settings(self, launch: Launch) -> dict[str, Any]:
+        """Return how Ray is to start the actor of a process: in its place, with all that was kept for it."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        named = dict(self._needs[launch.role])
+        return {
+            "num_cpus": named.pop("CPU"),
+            "num_gpus": named.pop("GPU", 0),
+            "resources": named or None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[launch.role], launch.rank),
+        }
+
+    def give_back(self) -> None:
+        """Give the room back; what still runs there is killed."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    def _check_enough(self) -> None:
+        total = self._cluster.total()
+        wanted: dict[str, float] = {}
+        for role, count in self._counts.items():
+            for name, amount in self._needs[role].items():
+                wanted[name] = wanted.get(name, 0) + count * amount
+        if any(amount > total.get(name, 0) for name, amount in wanted.items()):
+            raise UsageError(f"no room on this machine for {self._asked()}; it has {listed(total)}")
+
+    def _asked(self) -> str:
+        return " and ".join(
+            f"{count} {role}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
+            for role, count in self._counts.items()
+        )
+
+    def _found(self) -> str:
+        return f"it has {listed(self._cluster.total())}, and free are {listed(self._cluster.free())}"
+
+
+def listed(resources: Mapping[str, float]) -> str:
+    """Say what that is.
+
+    >>> listed({"memory": 2.0**31, "CPU": 4.0, "GPU": 0.5})
+    '4 CPU, 0.5 GPU'
+    """
+    told = {name: amount for name, amount in sorted(resources.items()) if "memory" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in told.items()) or "nothing"

@@ -1,0 +1,104 @@
+"""The launcher's end of a process that runs in an actor."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, final
+
+import msgspec
+
+from paceline.launch.child import NUM_LAST_LINES, Launch
+from paceline.launch.notice import CALLED_OFF_NAME
+from paceline.ray.orders import Arrival, News
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from paceline.launch.console import Console
+    from paceline.ray.desk import Desk
+    from paceline.ray.shell import Shell
+
+LOST: Final = -signal.SIGKILL  # how a process ends whose actor is gone
+
+
+@final
+class Remote:
+    """A process in an actor, seen from the launcher. Nothing here blocks.
+
+    One question to the actor is always open, `question`; whoever sees it answered calls `take`.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        actor: ActorHandle[Shell],
+        desk: Desk,
+        console: Console,
+        kill: Callable[[ActorHandle[Shell]], None],
+    ) -> None:
+        """Ask the actor where it is."""
+        self.launch = launch
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._actor = actor
+        self._desk = desk
+        self._console = console
+        self._kill = kill
+        self._exit_code: int | None = None
+        self._arrived = False
+        self.question: Any = actor.arrive.remote(launch.role, launch.rank, desk.encrypted)
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages: "worker 0"."""
+        return self.launch.name
+
+    def reap(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        return self._exit_code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, after what it has to know of it."""
+        for name, content in self._desk.news(CALLED_OFF_NAME).items():
+            self.put(name, content)
+        self._actor.signal.remote(number)
+
+    def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
+        self._actor.tell.remote(line)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file into its folder."""
+        self._actor.put.remote(name, content)
+
+    def kill(self) -> None:
+        """Kill the actor, and with it the process and all that it started."""
+        self._kill(self._actor)
+
+    def take(self, answer: bytes) -> None:
+        """Take the answer to the open question, and ask the next one."""
+        if self._arrived:
+            self._hear(msgspec.msgpack.decode(answer, type=News))
+        else:
+            self._arrived = True
+            order = self._desk.order(self.launch, msgspec.msgpack.decode(answer, type=Arrival))
+            self._actor.start.remote(msgspec.msgpack.encode(order))
+        self.question = self._actor.news.options(concurrency_group="news").remote()
+
+    def lose(self, cause: str) -> None:
+        """Take it that the actor is gone; one that cannot be reached must not live on."""
+        self._say(f"Ray: {cause}", to_stderr=True)
+        self._exit_code = LOST
+        self.kill()
+
+    def _hear(self, news: News) -> None:
+        for to_stderr, line in news.lines:
+            self._say(line, to_stderr=to_stderr)
+        self._desk.keep(self.launch, news)
+        self._exit_code = news.exit_code
+
+    def _say(self, line: str, *, to_stderr: bool) -> None:
+        if to_stderr:
+            self.last_lines.append(line)
+        self._console.relay(self.name, self.launch.rank, line, to_stderr=to_stderr)

@@ -1,0 +1,169 @@
+"""The actor: a shell around one process of the job, on the node that Ray has chosen.
+
+It starts the process as its own child, relays what that writes, and ends with it. The process ends with the actor,
+however that ends: the kernel and the guard see to it, as they do for a launcher on one machine.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Final, final
+
+import msgspec
+
+from paceline import __version__
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.launch.child import Child, Launch, start_process
+from paceline.launch.environment import Place, child_environment, with_import_path
+from paceline.launch.guard import Guard
+from paceline.launch.holders import KEYS_NAME, Holder, Role
+from paceline.launch.pipes import Pump
+from paceline.launch.spec import ClusterSpec, write_private
+from paceline.ray.orders import Arrival, Order
+from paceline.ray.outbox import Outbox
+from paceline.ray.tail import Tail
+
+TURN_S: Final = 0.1
+NEWS_TIMEOUT_S: Final = 1.0
+GUARD_TIMEOUT_S: Final = 5.0
+EXIT_NOT_STARTED: Final = 126  # as a shell says it
+
+
+@final
+class Shell:
+    """One process of the job; an actor's methods, which take and return numbers, words and bytes."""
+
+    def __init__(self) -> None:
+        """Make a folder that only this user can enter."""
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._job_folder = self._folder
+        self._orders: SimpleQueue[Callable[[Child], None]] = SimpleQueue()
+        self._outbox = Outbox()
+        self._waking, self._wake = os.pipe()
+        os.set_blocking(self._waking, False)
+
+    def arrive(self, role: Role, rank: int, encrypted: bool) -> bytes:
+        """Say where this is; make a key and ask for a certificate where the job needs one."""
+        from ray.util import get_node_ip_address
+
+        request = b""
+        if encrypted:
+            from paceline.launch.certificates import request as request_certificate
+
+            keys = self._folder / KEYS_NAME
+            keys.mkdir(mode=0o700)
+            request = request_certificate(keys, Holder(role, rank))
+        return msgspec.msgpack.encode(Arrival(get_node_ip_address(), str(self._folder), __version__, request))
+
+    def start(self, order: bytes) -> None:
+        """Start the process; call it once."""
+        told = msgspec.msgpack.decode(order, type=Order)
+        self._job_folder = Path(told.folder)
+        # A thread of its own, because the kernel ends a child with the thread that started it.
+        threading.Thread(target=self._live, args=(told,), name="paceline-process", daemon=True).start()
+
+    def news(self) -> bytes:
+        """Return what has happened; blocks for a second at most."""
+        return msgspec.msgpack.encode(self._outbox.take(NEWS_TIMEOUT_S))
+
+    def tell(self, line: str) -> None:
+        """Write a line to the standard input of the process."""
+        self._ask(lambda child: child.tell(line))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._ask(lambda child: child.signal(number))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file into the folder of the process."""
+        write_into(self._job_folder, name, content)
+
+    def _ask(self, order: Callable[[Child], None]) -> None:
+        self._orders.put(order)
+        os.write(self._wake, b".")
+
+    def _live(self, order: Order) -> None:
+        """Watch over the process from its start to its end."""
+        guard = Guard(self._folder, temporary=True)
+        exit_code = EXIT_NOT_STARTED
+        try:
+            exit_code = self._watch(order, guard)
+        except OSError as error:
+            self._outbox.relay(order.name, 0, f"paceline: cannot start {order.name}: {error}", to_stderr=True)
+        finally:
+            guard.dismiss(GUARD_TIMEOUT_S)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._outbox.put(exit_code=exit_code)
+
+    def _watch(self, order: Order, guard: Guard) -> int:
+        if order.cwd is not None:
+            os.chdir(order.cwd)
+        folder = self._job_folder
+        for name, content in order.files.items():
+            write_into(folder, name, content)
+        tail = Tail(folder, order.role, order.rank) if order.is_followed else None
+        child = Child(plan(order, folder), self._outbox, guard, start_unmasked)
+        pump = Pump(self._waking)
+        for pipe in child.pipes:
+            pump.add(pipe)
+        while (exit_code := child.reap()) is None:
+            pump.wait(TURN_S)
+            self._obey(child)
+            if tail is not None:
+                tail.report(self._outbox)
+        for pipe in child.pipes:
+            pump.remove(pipe)
+        pump.close()
+        if tail is not None:
+            tail.finish(self._outbox)
+        return exit_code
+
+    def _obey(self, child: Child) -> None:
+        try:
+            while True:
+                self._orders.get_nowait()(child)
+        except Empty:
+            return
+
+
+def plan(order: Order, folder: Path) -> Launch:
+    """Say how the process is started here."""
+    script = Path.cwd() / order.script
+    environment = child_environment(1, 1, traceback=order.traceback) | order.variables
+    if order.role == "server":
+        command = (sys.executable, "-m", "paceline.launch.server", str(folder / SPEC_NAME), str(order.rank), order.host)
+        environment = with_import_path(environment, script.parent)
+        return Launch(role="server", name=order.name, rank=order.rank, command=command, environment=environment)
+    return Launch(
+        role="worker",
+        name=order.name,
+        rank=order.rank,
+        command=(sys.executable, "-m", "paceline.launch.worker", str(script), *order.args),
+        environment=environment,
+        place=Place(folder / CLUSTER_NAME, order.rank, order.local_rank, order.incarnation),
+    )
+
+
+def start_unmasked(launch: Launch) -> subprocess.Popen[bytes]:
+    """Start a process that hears all signals: Ray blocks Ctrl-C in its own, and what they start."""
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        return start_process(launch)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def write_into(folder: Path, name: str, content: bytes) -> None:
+    """Write a file of the job; what names the launcher's folder names this one instead."""
+    if name in (SPEC_NAME, CLUSTER_NAME):
+        spec = msgspec.json.decode(content, type=ClusterSpec)
+        content = msgspec.json.encode(replace(spec, run_dir=str(folder)))
+    write_private(folder / name, content)

@@ -1,0 +1,141 @@
+"""A Ray cluster as the place where the processes of a job run."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from paceline.errors import PeerError
+from paceline.launch.addresses import CLUSTER_NAME
+from paceline.launch.pipes import CHUNK_BYTES
+from paceline.ray.desk import Desk
+from paceline.ray.engine import Cluster, load_ray
+from paceline.ray.places import Places
+from paceline.ray.remote import Remote
+from paceline.ray.shell import Shell
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.launch.child import Launch
+    from paceline.launch.console import Console
+    from paceline.launch.plan import LocalRun
+    from paceline.launch.supervise import Member
+    from paceline.ray.options import RayOptions
+
+
+@final
+class RayStage:
+    """Starts processes in actors; also the rendezvous of these, because the launcher alone hears all of them.
+
+    Every life of a worker has an actor of its own: Ray is not asked to restart any, because an actor that Ray has
+    started again cannot know whether its process was counted as ended.
+    """
+
+    def __init__(
+        self, run: LocalRun, options: RayOptions, run_dir: Path, cluster: Cluster, console: Console, wakeup_fd: int
+    ) -> None:
+        """Plan it; a signal makes `wakeup_fd` readable."""
+        self._run = run
+        self._options = options
+        self._run_dir = run_dir
+        self._cluster = cluster
+        self._console = console
+        self._wakeup_fd = wakeup_fd
+        self._places = Places(run, options, cluster, console)
+        self._ray: Any = load_ray()
+        # Orders are followed one by one, as they come; news are waited for beside them.
+        self._actors: Any = self._ray.remote(concurrency_groups={"news": 1})(Shell)
+        self._desk: Desk | None = None  # from when all have a place
+        self._members: list[Remote] = []
+
+    # The stage
+
+    def prepare(self) -> Sequence[Member]:
+        """Ask for room."""
+        self._places.ask()
+        return ()
+
+    def settled(self) -> bool:
+        """Tell whether there is room for all."""
+        if self._desk is None and self._places.there():
+            nodes = self._places.nodes()
+            self._desk = Desk(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
+            if not self._run.quiet:
+                self._console.say(_placed(self._desk))
+        return self._desk is not None
+
+    def start(self, launch: Launch) -> Remote:
+        """Have an actor started in its place."""
+        assert self._desk is not None
+        actor = self._actors.options(**self._places.settings(launch), max_restarts=0).remote()
+        member = Remote(launch, actor, self._desk, self._console, self._ray.kill)
+        self._members.append(member)
+        return member
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an actor answers or `timeout_s` have passed; a signal is seen then, too."""
+        awaited = {member.question: member for member in self._members if self._can_go_on(member)}
+        if not awaited:
+            select.select([self._wakeup_fd], [], [], timeout_s)
+        else:
+            self._ray.wait(list(awaited), timeout=timeout_s)
+            answered, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
+            for question in answered:
+                self._take(awaited[question])
+        if select.select([self._wakeup_fd], [], [], 0)[0]:
+            os.read(self._wakeup_fd, CHUNK_BYTES)
+
+    def release(self, member: Member) -> None:
+        """Let its actor go; it has told everything."""
+        ended = next(other for other in self._members if other is member)
+        self._members.remove(ended)
+        ended.kill()
+
+    def close(self) -> None:
+        """Give the room back."""
+        self._places.give_back()
+
+    # The rendezvous
+
+    def poll(self) -> bool:
+        """Tell whether all servers listen; then every process is told where."""
+        if self._desk is None or not self._desk.book.poll():
+            return False
+        for name, content in self._desk.news(CLUSTER_NAME).items():
+            for member in self._members:
+                member.put(name, content)
+        return True
+
+    def missing(self) -> list[int]:
+        """Return the ranks of the servers that do not listen yet."""
+        assert self._desk is not None
+        return self._desk.book.missing()
+
+    def _can_go_on(self, member: Remote) -> bool:
+        """Tell whether its answer can be used now: the first order may have to be that of server 0."""
+        assert self._desk is not None
+        is_first = (member.launch.role, member.launch.rank) == ("server", 0)
+        return member.reap() is None and (is_first or not self._desk.awaits_folder)
+
+    def _take(self, member: Remote) -> None:
+        try:
+            member.take(self._ray.get(member.question))
+        except self._ray.exceptions.RayError as error:
+            member.lose(_cause(error))
+        except PeerError as error:
+            member.lose(str(error))
+
+
+def _cause(error: Exception) -> str:
+    """Say in one line why an actor is gone; Ray says it in many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:1] + [line for line in lines[1:] if "Error" in line][-1:])
+
+
+def _placed(desk: Desk) -> str:
+    if desk.encrypted:
+        return f"Ray has placed the processes on {desk.num_nodes} nodes; they talk over TCP, encrypted"
+    return "Ray has placed all processes on one node"
