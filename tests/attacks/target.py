@@ -37,9 +37,9 @@ class Target:
     def address(self) -> str:
         return self.servers.addresses[0]
 
-    def picture(self) -> dict[str, object]:
+    def picture(self) -> dict[str, Any]:
         """All that an attack must not change, as the server's own thread sees it."""
-        seen: SimpleQueue[dict[str, object]] = SimpleQueue()
+        seen: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self.servers.servers[0].do(lambda holdings: seen.put(_picture(holdings)))
         return seen.get(timeout=PATIENCE_S)
 
@@ -50,7 +50,7 @@ class Target:
         return bytes(self.honest.hear(Fetched)[1])
 
 
-def _picture(holdings: Holdings) -> dict[str, object]:
+def _picture(holdings: Holdings) -> dict[str, Any]:
     core, shelf = holdings.core, holdings.shelf
     return {
         "values": {name: bytes(memory) for name, memory in shelf.memories.items()},

@@ -24,6 +24,7 @@ from paceline.tensors.rows.ops import RowOps
 from paceline.tensors.rows.rules import row_rule
 from paceline.tensors.rows.spec import RowTableSpec, row_differences
 from paceline.tensors.rows.store import RowContribution, RowStore
+from paceline.tensors.summing import num_nonfinite
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 
@@ -114,6 +115,9 @@ class RowShelf:
             parcel = served.up.unpack(body, frame.keys.num, with_ids=frame.keys.sent)
         except PeerError as error:
             return str(error)
+        num_bad = 0 if served.spec.nonfinite in ("zero", "ignore") else num_nonfinite(parcel.rows.view(-1))
+        if num_bad:
+            return f"{num_bad} of its {parcel.rows.numel()} elements on server {self.server} are NaN or infinite"
         life = frame.push.id.worker, frame.push.id.incarnation
         ids = self._ids(served, life, frame.keys, parcel.ids)
         if ids is None:
