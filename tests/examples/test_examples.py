@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 90
@@ -21,12 +22,19 @@ GOALS = {
 
 
 @pytest.mark.parametrize("name", sorted(GOALS))
-@pytest.mark.parametrize("start", [[sys.executable], JOB], ids=["alone", "job"])
-def test_an_example_reaches_its_goal(name: str, start: list[str]) -> None:
+def test_an_example_reaches_its_goal_alone(name: str, alone: Alone) -> None:
+    assert_goal(name, alone(name))
+
+
+@pytest.mark.parametrize("name", sorted(GOALS))
+def test_an_example_reaches_its_goal_as_a_job(name: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*start, str(EXAMPLES / name)], capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
-    )
+    command = [*JOB, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    assert_goal(name, done)
+
+
+def assert_goal(name: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     pattern, good = GOALS[name]
     found = re.search(pattern, done.stdout)

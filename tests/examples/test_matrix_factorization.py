@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "matrix_factorization.py"
@@ -42,8 +43,8 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
 
 
-def test_it_learns_alone(tmp_path: Path, lines: np.ndarray) -> None:
-    done = run(SCRIPT, write(tmp_path / "u.data", lines, "\t"), "--clocks", "200", "--step", "0.1")
+def test_it_learns_alone(tmp_path: Path, lines: np.ndarray, alone: Alone) -> None:
+    done = alone(SCRIPT.name, write(tmp_path / "u.data", lines, "\t"), "--clocks", "200", "--step", "0.1")
     assert done.returncode == 0, done.stderr
     error, held_out = (float(word) for word in done.stdout.replace(",", "").split() if word[0] in "01" and "." in word)
     assert error < held_out < 0.5 < np.std(lines[:, 2])

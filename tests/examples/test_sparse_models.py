@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.examples.conftest import Alone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 90
-ALONE = [sys.executable]
-JOB = [*ALONE, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "--transport", "memory"]
+JOB = [sys.executable, "-m", "paceline", "run", "--quiet", "--no-progress", "-n", "2", "--transport", "memory"]
 
 sys.path.insert(0, str(EXAMPLES))
 from sparse_samples import area_under_curve, held_out, paragraphs, read_samples  # noqa: E402
@@ -20,9 +20,9 @@ from sparse_samples import area_under_curve, held_out, paragraphs, read_samples 
 sys.path.remove(str(EXAMPLES))
 
 
-def run(start: list[str], name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*start, str(EXAMPLES / name), *arguments]
+    command = [*JOB, str(EXAMPLES / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
 
 
@@ -33,10 +33,10 @@ def found(pattern: str, done: subprocess.CompletedProcess[str]) -> list[str]:
     return hits
 
 
-def test_filters_save_bytes_and_change_nothing(tmp_path: Path) -> None:
+def test_filters_save_bytes_and_change_nothing(tmp_path: Path, alone: Alone) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sparse.png"
-    done = run(ALONE, "sparse_logistic.py", "--clocks", "30", "--picture", str(picture))
+    done = alone("sparse_logistic.py", "--clocks", "30", "--picture", str(picture))
     assert [float(change) for change in found(r"objective (\S+) beside no filters", done)] == [0.0, 0.0]
     assert found(r"([\d.]+)% saved; and", done) == ["50.0000"]
     (sent,) = found(r"key caching and KKT .* ([\d.]+)%\n", done)
@@ -48,14 +48,14 @@ def test_filters_save_bytes_and_change_nothing(tmp_path: Path) -> None:
 def test_workers_learn_by_following_the_leader(tmp_path: Path) -> None:
     lines = [f"{'+1' if sample % 3 == 0 else '-1'} {sample % 3 + 1}:1 {sample % 7 + 4}:1\n" for sample in range(400)]
     (tmp_path / "samples").write_text("".join(lines))
-    done = run(JOB, "sparse_logistic.py", str(tmp_path / "samples"), "--solver", "ftrl", "--clocks", "40")
+    done = run("sparse_logistic.py", str(tmp_path / "samples"), "--solver", "ftrl", "--clocks", "40")
     assert all(float(auc) > 0.99 for auc in found(r"0\.\d{6}\s+(\d\.\d{4})", done))
     assert found(r"([\d.]+)% saved; and", done) == ["50.0000"]
 
 
 def test_knowing_pairs_helps() -> None:
     pytest.importorskip("sklearn")
-    done = run(JOB, "factorization_machine.py", "--clocks", "50")
+    done = run("factorization_machine.py", "--clocks", "50")
     plain, pairs, _ = (float(auc) for auc in found(r"test AUC (\S+)", done))
     assert 0.85 < plain < pairs
 

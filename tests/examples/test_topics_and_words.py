@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.examples.conftest import Alone
 from tests.examples.planted import write_bags, write_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -133,11 +134,11 @@ def test_documents_that_cannot_be_read_are_named(tmp_path: Path, spoil: object, 
         folder_corpus(tmp_path)
 
 
-def test_words_find_their_group(tmp_path: Path) -> None:
+def test_words_find_their_group(tmp_path: Path, alone: Alone) -> None:
     text, picture = tmp_path / "text.txt", tmp_path / "words.png"
     write_text(text, 800)
     asked = ("aa", "bb", "cc", "dd")
-    done = run(EXAMPLES / "word_embeddings.py", text, "--epochs", "6", "--picture", picture, "--words", *asked)
+    done = alone("word_embeddings.py", text, "--epochs", "6", "--picture", picture, "--words", *asked)
     assert done.returncode == 0, done.stdout + done.stderr
     for word in asked:
         found = re.search(rf"^{word}: (.*)$", done.stdout, re.MULTILINE)
