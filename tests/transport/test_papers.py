@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,24 @@ def test_a_doubtful_clock_is_named(listener: Listener, tmp_path: Path) -> None:
         pytest.raises(AuthenticationFailed, match=r"has expired.*is the clock of this machine right\? It says 20"),
     ):
         TcpTransport(CREDENTIALS, tls=server).connect(other.address, b"", timeout_s=5)
+
+
+def test_a_certificate_from_the_future_is_told_from_a_clock_that_is_wrong(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both by the side whose certificate it is and by the other one."""
+    authority = Authority.make(CREDENTIALS.job)
+    authority.issue(tmp_path, SERVER)
+    monkeypatch.setattr("paceline.launch.certificates._CLOCKS_DIFFER", timedelta(days=-1))
+    authority.issue(tmp_path, WORKER)
+    with (
+        closing(carrier(tmp_path, SERVER, told).listen("127.0.0.1:0")) as server,
+        pytest.raises(AuthenticationFailed, match=r"worker-3.pem holds from .* until .* UTC; is the clock of this"),
+    ):
+        carrier(tmp_path, WORKER).connect(server.address, b"", timeout_s=5)
+    assert "certificate is not yet valid; is the clock of this machine right?" in told[0]
+    with (
+        closing(carrier(tmp_path, WORKER).listen("127.0.0.1:0")) as early,
+        pytest.raises(AuthenticationFailed, match=r"is not yet valid.*is the clock of this machine right\?"),
+    ):
+        carrier(tmp_path, SERVER).connect(early.address, b"", timeout_s=5)
