@@ -110,6 +110,32 @@ def test_each_launcher_is_understood(variables: Variables, expected: dict[str, A
 
 
 @pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCHRUN, (2, 1, True)),
+        ({**TORCHRUN, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, (1, 0, False)),
+        (OPEN_MPI, (1, 0, False)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (2, None, True)),
+        ({**MPICH, "PMI_SIZE": "4"}, (2, None, True)),
+        ({**SLURM, "SLURM_NODEID": "1", "SLURM_NNODES": "2"}, (2, 1, True)),
+        (TORCH, (1, None, True)),  # on as many as there may be
+        ({**TORCH, "MASTER_ADDR": "localhost"}, (1, 0, False)),
+        ({**TORCH, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (1, 0, False)),
+        (DMLC, (1, None, True)),
+        ({**DMLC, "DMLC_PS_ROOT_URI": "127.0.0.1"}, (1, 0, False)),
+        (tensorflow("worker", 0), (4, None, True)),
+    ],
+)
+def test_a_job_may_be_on_several_machines_unless_its_launcher_says_that_it_is_not(
+    variables: Variables, expected: tuple[int, int | None, bool]
+) -> None:
+    found = detect(variables)
+
+    assert found is not None
+    assert (found.num_nodes, found.node_rank, found.may_span) == expected
+
+
+@pytest.mark.parametrize(
     ("outer", "inner", "launcher"),
     [
         (SLURM, TORCHRUN, "torchrun"),

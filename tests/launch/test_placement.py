@@ -6,7 +6,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.launch.detect import Detected
-from paceline.launch.placement import Seat, take_seat
+from paceline.launch.machines import Machine
+from paceline.launch.placement import Seat, locate, take_seat
 
 JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
 
@@ -31,6 +32,20 @@ def test_some_on_each_node() -> None:
     assert [list(seat.beside) for seat in seats("node:2")] == [[0, 1], [], [2, 3], []]
     assert {seat.num_servers for seat in seats("node:2")} == {4}
     assert seats("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
+
+
+def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
+    machines = [Machine("a"), Machine("b"), Machine("b"), Machine("a", "of another start")]
+    places = [replace(JOB, rank=rank, local_rank=None, node_rank=None, counts_nodes=False) for rank in range(4)]
+    assert not take_seat(places[1], "node:2").beside, "nobody knows yet on which node it is"
+    assert take_seat(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
+
+    located = [locate(place, machines, rank) for rank, place in enumerate(places)]
+
+    assert [place.local_rank for place in located] == [0, 0, 1, 0]
+    assert [list(take_seat(place, "node:2").beside) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
+    assert {take_seat(place, "node:2").num_servers for place in located} == {6}
+    assert locate(JOB, machines, 1) == JOB, "what the launcher says is left as it is"
 
 
 def test_the_last_ranks_instead_of_workers() -> None:

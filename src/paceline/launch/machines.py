@@ -6,7 +6,7 @@ Host names are looked up here, once, and nowhere else; what listens and connects
 import socket
 import threading
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Final
 
@@ -85,17 +85,18 @@ def own_addresses() -> list[str]:
 
 
 def own_address(host: str) -> str:
-    """Return the address of this machine that the user means by `host`.
+    """Return the address of this machine that the user means by a name, an address or a network (10.1.0.0/16).
 
     Raises UsageError when it has no such address, or one at which nobody else reaches it.
     """
-    found = look_up(host)
+    found = _addresses_in(host) if "/" in host else look_up(host)
     for address in found:
         if _is_here(address) and not is_loopback(address):
             return address
+    known = f" (known as {', '.join(found)})" if found else ""
     raise UsageError(
-        f"PACELINE_HOST is {host} (known as {', '.join(found)}), at which no other machine reaches this one, "
-        f"{socket.gethostname()}: {_has()}. Name one of these"
+        f"PACELINE_HOST is {host}{known}, at which no other machine reaches this one, {socket.gethostname()}: "
+        f"{_has()}. Name one of these"
     )
 
 
@@ -140,6 +141,14 @@ def check_family(own: str, there: str, whose: Machine) -> None:
             f"PACELINE_HOST is {own} on {socket.gethostname()}, but {whose} is reached at {there}, and all addresses "
             f"of a job are of one version of IP: {_has()}. Name one that is of version {ip_address(there).version}"
         )
+
+
+def _addresses_in(network: str) -> list[str]:
+    try:
+        inside = ip_network(network, strict=False)
+    except ValueError as error:
+        raise UsageError(f"PACELINE_HOST is {network}, expected a name, an address or a network: {error}") from error
+    return [address for address in own_addresses() if ip_address(address) in inside]
 
 
 def _has() -> str:
