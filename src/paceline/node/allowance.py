@@ -14,8 +14,10 @@ from paceline.node.shelf import Shelf
 from paceline.node.wire import PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 
 SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no sense, it is refused with a reason
-# What a worker sends of a table in one piece: a few megabytes, unless its rows are very wide.
+# What a worker sends of the rows of a table in one piece: a few megabytes, unless they are very wide.
 MAX_PIECE_BYTES: Final = 1 << 28
+_PIECE_BYTES_BY_WIDTH: Final = 64 * 16 * 8  # the least rows of a piece, with a rule of many states in float64
+MAX_DROPPED_BYTES: Final = 1 << 30  # ids of all rows that a worker has kept
 MAX_STATE_FACTOR: Final = 64  # the state of a rule is so many times as large as the values at most
 _STATE_SLACK_BYTES: Final = 16 << 20  # names, and states that do not grow with the values
 
@@ -58,8 +60,12 @@ class Allowance:
             case RowPullFrame():
                 num_bytes = max(0, message.keys.num) * ID_BYTES
                 return num_bytes, num_bytes
-            case Unsubscribe() | WriteRows():
-                return 0, MAX_PIECE_BYTES
+            case WriteRows():
+                served = self.rows.tables.get(message.errand.table)
+                width = 0 if served is None else served.spec.width
+                return 0, max(MAX_PIECE_BYTES, width * _PIECE_BYTES_BY_WIDTH)
+            case Unsubscribe():
+                return 0, MAX_DROPPED_BYTES
             case _:
                 return 0, SMALL_BYTES
 

@@ -106,8 +106,8 @@ class TcpTransport:
         ip, port = _parse(address)
         if not ip.is_loopback and not self._encrypts:
             raise UsageError(
-                f"{ip} is not a loopback address: beyond this machine frames need TLS; give both sides `tls`, or use "
-                "127.0.0.1"
+                f"{ip} is not a loopback address: beyond this machine frames need TLS. Give both sides certificates of "
+                "one authority (`paceline keys make` makes them, `tls` takes them), or use 127.0.0.1"
             )
         return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), port
 
