@@ -6,6 +6,8 @@ Everything public is here; what needs torch is imported when it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from paceline import ray
     from paceline.connecting import connect
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from paceline.training.downpour import downpour
     from paceline.training.fsdp import fsdp
     from paceline.training.local_sgd import diloco, local_sgd
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Consistency",

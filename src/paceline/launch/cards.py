@@ -6,9 +6,9 @@ from typing import Final
 
 import msgspec
 
-from paceline import __version__
 from paceline.launch.machines import Machine, this_machine
 from paceline.transport.frames import WIRE_VERSION
+from paceline.version import __version__
 
 VERSION: Final = f"{__version__} (wire version {WIRE_VERSION})"
 
