@@ -35,6 +35,7 @@ class TcpTransport:
     address will do. `notice` is told of every client that is turned away, and why.
 
     >>> import os
+    >>> from paceline.transport.base import Credentials
     >>> transport = TcpTransport(Credentials(token=os.urandom(32), job="example"))
     >>> listener = transport.listen("127.0.0.1:0")
     >>> worker = transport.connect(listener.address, b"worker 3", timeout_s=5)
