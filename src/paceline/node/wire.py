@@ -172,5 +172,5 @@ def decode(header: bytes) -> object:
         raise PeerError(f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?")
     try:
         return _DECODERS[header[0]].decode(memoryview(header)[1:])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"a malformed {_KINDS[header[0]].__name__} message: {error}") from error
