@@ -115,8 +115,8 @@ def test_each_launcher_is_understood(variables: Variables, expected: dict[str, A
         (TORCHRUN, (2, 1, True)),
         ({**TORCHRUN, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, (1, 0, False)),
         (OPEN_MPI, (1, 0, False)),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (2, None, True)),
-        ({**MPICH, "PMI_SIZE": "4"}, (2, None, True)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, None, True)),
+        ({**MPICH, "PMI_SIZE": "4"}, (1, None, True)),
         ({**SLURM, "SLURM_NODEID": "1", "SLURM_NNODES": "2"}, (2, 1, True)),
         (TORCH, (1, None, True)),  # on as many as there may be
         ({**TORCH, "MASTER_ADDR": "localhost"}, (1, 0, False)),

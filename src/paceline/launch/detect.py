@@ -119,8 +119,8 @@ def _open_mpi(variables: Variables) -> Detected:
         size=size,
         local_rank=_number(variables, OPEN_MPI[2]),
         local_size=local_size,
-        node_rank=0 if local_size >= size else None,
-        num_nodes=_least_nodes(size, local_size),
+        node_rank=0 if local_size == size else None,
+        counts_nodes=local_size == size,
     )
 
 
@@ -135,8 +135,8 @@ def _mpich(variables: Variables) -> Detected:
         size=size,
         local_rank=_number(variables, "MPI_LOCALRANKID"),
         local_size=local_size,
-        node_rank=0 if local_size >= size else None,
-        num_nodes=_least_nodes(size, local_size),
+        node_rank=0 if local_size == size else None,
+        counts_nodes=local_size == size,
         master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
     )
 
@@ -241,11 +241,6 @@ def _tensorflow(text: str) -> Detected:
         role="server" if kind == "ps" else "worker",
         num_servers=members["ps"],
     )
-
-
-def _least_nodes(size: int, local_size: int) -> int:
-    """Return on how many nodes so many processes are at least, if no node has more of them than this one."""
-    return -(-size // max(1, local_size))
 
 
 def _check(found: Detected) -> None:
