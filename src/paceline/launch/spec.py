@@ -57,7 +57,7 @@ class ClusterSpec:
             return msgspec.json.decode(path.read_bytes(), type=ClusterSpec)
         except OSError as error:
             raise UsageError(f"cannot read the cluster spec {path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not a cluster spec: {error}") from error
 
     def write(self, path: Path) -> None:

@@ -138,7 +138,7 @@ def decode_table(data: bytes | memoryview) -> TableSpec:
     try:
         spec = _decoder.decode(data)
         spec.validate()
-    except (msgspec.DecodeError, UsageError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UsageError) as error:
         raise PeerError(f"A peer sent a table that cannot be used (do both run the same version?): {error}") from error
     return spec
 
