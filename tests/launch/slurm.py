@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 START_TIMEOUT_S = 10.0
 
 CONFIG = """
@@ -37,6 +37,7 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0
 NodeName=localhost NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
 PartitionName=all Nodes=localhost Default=YES State=UP
 """

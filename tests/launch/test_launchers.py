@@ -12,6 +12,8 @@ import pytest
 from tests.launch.launching import processes_of, wait_gone
 from tests.launch.slurm import slurm
 
+from paceline.cli import answer
+
 TIMEOUT_S = 60.0
 LEFT_WITHIN_S = 5.0
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -29,7 +31,7 @@ for x, y in paceline.shard(torch.utils.data.DataLoader(data, batch_size=4), seed
     optimizer.step()
 with optimizer.snapshot():
     bits = "".join(p.detach().numpy().tobytes().hex() for p in model.parameters())
-print(f"worker {paceline.rank()} of {paceline.size()} has {bits}")
+print(f"worker {paceline.rank()} of {paceline.size()} has {bits}\\n", end="")  # at once: others write there too
 """
 
 # Without torch.optim, which imports as much again as all the rest.
@@ -40,7 +42,7 @@ with paceline.connect() as ps:
     table.push([2.0 ** ps.rank])
     ps.clock()
     total = ps.exchange.all_reduce(torch.ones(1), "sum", None).result().item()
-    print(f"worker {ps.rank} of {ps.size} has {table.pull().item():g} and {total:g}")
+    print(f"worker {ps.rank} of {ps.size} has {table.pull().item():g} and {total:g}\\n", end="")
 """
 ADDED_UP = [f"worker {rank} of 2 has 3 and 2" for rank in range(2)]
 
@@ -99,16 +101,25 @@ def test_open_mpi_with_a_rank_as_the_server(tmp_path: Path) -> None:
     assert [path.is_dir() for path in folder.iterdir() if path.name != ".lock"] == [True]  # of the job: no invitation
 
 
-def test_slurm(tmp_path: Path) -> None:
+def test_slurm_runs_the_batch_script_that_is_written_for_it(tmp_path: Path) -> None:
+    script, batch, output = write(tmp_path, ADD_UP), tmp_path / "add-up.sbatch", tmp_path / "output"
+    assert answer(["launch", "--emit", "slurm", "--name", "add-up", "--out", str(batch), "-n", "2", str(script)]) == 0
+    os.mkfifo(output)  # ends when the job does
     with slurm(tmp_path) as environment:
-        lines, told = outcome(
-            ["srun", "-n", "2", sys.executable],
-            write(tmp_path, ADD_UP),
-            {**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        )
+        path = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        for option in ("--test-only", f"--output={output}"):
+            call = ["sbatch", option, str(batch)]
+            done = subprocess.run(
+                call, env={**environment, "PATH": path}, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
+            )
+            assert done.returncode == 0, done.stderr
+        told = subprocess.run(["cat", str(output)], capture_output=True, text=True, timeout=TIMEOUT_S)
 
-    assert lines == ADDED_UP
-    assert "paceline: Slurm, 2 workers on 1 node, 1 server beside rank 0\n" in told
+    lines = told.stdout.splitlines()
+    assert sorted(line for line in lines if line.startswith("worker")) == ADDED_UP, told.stdout
+    assert "paceline: Slurm, 2 workers on 1 node, 1 server beside rank 0" in lines
+    [run_dir] = (tmp_path / "add-up-runs").glob("paceline-*")
+    assert (run_dir / "trace").is_dir()
 
 
 @contextmanager
