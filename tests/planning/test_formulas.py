@@ -19,6 +19,7 @@ from paceline.planning.timing import (
     ring_bytes,
     ring_s,
     server_shares,
+    shares_over_hosts,
 )
 from paceline.planning.transformer import Transformer
 
@@ -69,6 +70,35 @@ def test_byteps_shares_are_the_whole_and_every_machine_sends_as_much(workers: in
         assert sent == pytest.approx(expected)
     if 0 < servers < workers:
         assert workers * alone == pytest.approx(sent)  # a server alone sends its share to every worker
+
+
+@settings(max_examples=60)
+@given(
+    num_hosts=st.integers(1, 8),
+    per_host=st.integers(1, 3),
+    servers=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+)
+def test_shares_over_hosts_have_all_lines_done_together(num_hosts: int, per_host: int, servers: list[int]) -> None:
+    """Hosts from `num_hosts` on have no workers. A line carries what it sends, or what it gets, whichever is more."""
+    workers = [host for host in range(num_hosts) for _ in range(per_host)]
+    shares = shares_over_hosts(workers, servers)
+    assert sum(shares) == pytest.approx(1.0)
+    assert min(shares) >= 0
+    kept = {host: sum(share for share, at in zip(shares, servers, strict=True) if at == host) for host in servers}
+    both = [1 + (num_hosts - 2) * kept[host] for host in kept if host < num_hosts]
+    alone = [num_hosts * kept[host] for host in kept if host >= num_hosts]
+    assert not both or max(both) == pytest.approx(min(both))
+    assert not alone or max(alone) == pytest.approx(min(alone))
+    if both and alone and len(alone) < num_hosts:
+        assert both[0] == pytest.approx(alone[0])
+
+
+@given(workers=st.integers(1, 20), servers=st.integers(1, 20))
+def test_shares_over_hosts_are_those_of_byteps(workers: int, servers: int) -> None:
+    alone, beside = server_shares(workers, servers)
+    hosts = list(range(workers))
+    shares = shares_over_hosts(hosts, [*range(workers, workers + servers), *hosts])
+    assert shares == pytest.approx((alone,) * servers + (beside,) * workers)
 
 
 def test_a_ring_moves_its_bytes_in_as_many_messages() -> None:

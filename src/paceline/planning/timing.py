@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
 from paceline.planning.machine import Link
 
 
@@ -36,6 +39,33 @@ def server_shares(num_workers: int, num_servers: int) -> tuple[float, float]:
         return 1 / num_servers, 0.0
     parts = num_workers**2 + num_servers * num_workers - 2 * num_servers
     return 2 * (num_workers - 1) / parts, (num_workers - num_servers) / parts
+
+
+def shares_over_hosts(workers: Sequence[Hashable], servers: Sequence[Hashable]) -> tuple[float, ...]:
+    """Return the share of each server, so that the lines of all hosts are done at about the same time.
+
+    What `server_shares` says of one server beside each worker holds for hosts: of n with workers and k with servers
+    alone, h of the former with servers, a host with servers alone keeps so much that n times it is what a host with
+    both sends, 1 + (n - 2) times what that keeps. Servers on one host share what it keeps.
+
+    Args:
+        workers: the host of each worker, about as many on each.
+        servers: the host of each server, by rank.
+
+    Example:
+        >>> [round(share, 3) for share in shares_over_hosts(["a", "b", "c", "d"], ["e", "a", "b", "c", "d"])]
+        [0.333, 0.167, 0.167, 0.167, 0.167]
+        >>> shares_over_hosts(["a", "a", "b", "b"], ["a", "c", "d", "d"])
+        (0.0, 0.5, 0.25, 0.25)
+    """
+    at_work, crowd = set(workers), Counter(servers)
+    num_both, num_hosts = len(crowd.keys() & at_work), len(at_work)
+    num_alone = len(crowd) - num_both
+    beside = 0.0
+    if num_both and num_alone < num_hosts:
+        beside = (num_hosts - num_alone) / (num_both * num_hosts + num_alone * (num_hosts - 2))
+    alone = (1 - num_both * beside) / num_alone if num_alone else 0.0
+    return tuple((beside if host in at_work else alone) / crowd[host] for host in servers)
 
 
 def colocated_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
