@@ -90,7 +90,7 @@ def decode_lines(content: bytes, path: Path) -> list[Record]:
     whole = content[: content.rfind(b"\n") + 1]
     try:
         return _decoder.decode_lines(whole)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not a trace of this version of paceline: {error}. Remove the file, or read it with the "
             "version that wrote it."

@@ -1,0 +1,174 @@
+"""Whatever bytes come, from a peer or from a file, a decoder reads them or says in our words why not, at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.attacks.malformed import seeds
+from tests.transport.carriers import CREDENTIALS
+from tests.transport.wire import hello
+
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.launch.spec import ClusterSpec
+from paceline.node.wire import decode, encode
+from paceline.observe.runs import decode_lines
+from paceline.tensors.table import decode_table, encode_table
+from paceline.transport import Limits, TcpTransport, TlsSettings
+from paceline.transport.bodies import InlineBodies
+from paceline.transport.channel import OutOfTime, SocketChannel
+from paceline.transport.deadline import Deadline
+from paceline.transport.frames import Kind, Prefix, encode_prefix
+from paceline.transport.papers import read_revoked
+from paceline.transport.security import Greeted, TokenHandshake
+from paceline.transport.stream import StreamConnection
+
+MOST_BYTES = 64 << 10
+MOST_S = 0.5  # ten times what it may take, as other programs run here too
+MOST_TAKEN_BYTES = 16 << 20
+IN_A_FOLDER = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+VALID = [encode(message) for message, _ in seeds()]
+TABLE = encode_table(next(message.spec for message, _ in seeds() if type(message).__name__ == "Declare"))
+SPEC = (
+    b'{"job":"j","num_workers":1,"num_servers":1,"transport":"tcp","run_dir":"/tmp","addresses":["tcp://127.0.0.1:1"]}'
+)
+LARGE = st.integers(0, MOST_BYTES).map(lambda size: bytes(range(256)) * (size // 256))
+
+
+@st.composite
+def changed(draw: st.DrawFn, originals: list[bytes]) -> bytes:
+    """Return bytes that begin as something valid: with bits flipped, parts cut out, repeated or put in."""
+    data = bytearray(draw(st.sampled_from(originals)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        if draw(st.booleans()) and data:
+            data[at] ^= 1 << draw(st.integers(0, 7))
+        else:
+            data[at : at + draw(st.integers(0, 8))] = draw(st.binary(max_size=8))
+    return bytes(data)
+
+
+def any_bytes(*originals: bytes) -> st.SearchStrategy[bytes]:
+    return st.binary(max_size=300) | LARGE | changed(list(originals))
+
+
+@contextmanager
+def within_bounds() -> Iterator[None]:
+    """Check that what happens takes neither long nor much memory."""
+    began_s = time.monotonic()
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_TAKEN_BYTES
+    finally:
+        tracemalloc.stop()
+    assert time.monotonic() - began_s < MOST_S
+
+
+def is_read_or_refused(read: Callable[[], object], refusal: type[PacelineError]) -> object:
+    """Read; return what was read, or None where it was refused in our own words."""
+    with within_bounds():
+        try:
+            return read()
+        except refusal:
+            return None
+
+
+@given(any_bytes(*VALID))
+@settings(deadline=None, max_examples=400)
+def test_messages(data: bytes) -> None:
+    message = is_read_or_refused(lambda: decode(data), PeerError)
+    assert message is None or type(decode(encode(message))) is type(message)
+
+
+@given(any_bytes(TABLE))
+@settings(deadline=None)
+def test_tables(data: bytes) -> None:
+    is_read_or_refused(lambda: decode_table(data), PeerError)
+
+
+@given(any_bytes(SPEC))
+@IN_A_FOLDER
+def test_cluster_specs(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "spec.json").write_bytes(data)
+    is_read_or_refused(lambda: ClusterSpec.read(tmp_path / "spec.json"), UsageError)
+
+
+@given(any_bytes(b'{"kind":"applied","t":1.0,"server":0,"table":"w","workers":[0],"clock":1}\n'))
+@IN_A_FOLDER
+def test_traces(tmp_path: Path, data: bytes) -> None:
+    is_read_or_refused(lambda: decode_lines(data, tmp_path), UsageError)
+
+
+@given(any_bytes(b"worker-3\n0A1B\n"))
+@IN_A_FOLDER
+def test_lists_of_who_was_revoked(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "revoked").write_bytes(data)
+    is_read_or_refused(lambda: read_revoked(tmp_path / "revoked"), UsageError)
+
+
+@given(any_bytes(b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"), st.sampled_from(range(3)))
+@IN_A_FOLDER
+def test_files_of_tls(tmp_path: Path, data: bytes, place: int) -> None:
+    paths = [tmp_path / name for name in ("own.pem", "own.key", "authority.pem")]
+    for path in paths:
+        path.write_bytes(data if path is paths[place] else b"")
+    assert is_read_or_refused(lambda: TcpTransport(CREDENTIALS, tls=TlsSettings(*paths)), UsageError) is None
+
+
+@given(st.text(max_size=60) | st.from_regex(r"(tcp://)?\[?[0-9a-f:.%]{0,20}\]?:[0-9]{0,7}", fullmatch=True))
+@settings(deadline=None, max_examples=200)
+def test_addresses(address: str) -> None:
+    def listen() -> None:
+        TcpTransport(CREDENTIALS).listen(address).close()
+
+    is_read_or_refused(listen, UsageError)
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stream_of(data: bytes) -> Iterator[SocketChannel]:
+    """Yield a channel over which these bytes come, and then the end."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    theirs.send(data)  # they fit into the buffer of the kernel
+    theirs.close()
+    channel = SocketChannel(ours)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+FRAME = encode_prefix(Prefix(Kind.INLINE, 9, 20)) + b"a header." + bytes(20)
+
+
+@given(any_bytes(FRAME, FRAME * 9))
+@settings(deadline=None, max_examples=150)
+def test_frames(data: bytes) -> None:
+    with stream_of(data) as channel:
+        connection = StreamConnection(Greeted(channel, b""), "peer", Limits(), InlineBodies())
+
+        def read_all() -> None:
+            while True:
+                assert len(connection.receive(timeout_s=1).body) <= len(data)
+
+        is_read_or_refused(read_all, PeerError)
+        connection.close()
+
+
+@given(any_bytes(hello(b"worker 3") + bytes(32)))
+@settings(deadline=None)
+def test_handshakes(data: bytes) -> None:
+    with stream_of(data) as channel, within_bounds(), pytest.raises((PeerError, EOFError, OSError, OutOfTime)):
+        TokenHandshake(CREDENTIALS).answer(channel, Deadline.after(1))
