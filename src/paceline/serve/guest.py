@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
-from paceline.errors import ConnectionLost, DeadlineExceeded
+from paceline.core.messages import Sender, WorkerRefused
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.node.wire import Hello, decode, encode
 from paceline.transport.base import EMPTY, Connection, Frame, Papers, Place
 
 if TYPE_CHECKING:
     from paceline.serve.messages import Visit
+
+_REFUSAL_TIMEOUT_S: Final = 1.0
 
 
 @final
@@ -46,6 +51,15 @@ class Guest:
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         self._connection.close()
+
+    def turn_away(self, reason: str) -> None:
+        """End the connection of a worker whom nobody serves any more, and tell it so, that it may not come again."""
+        with suppress(PeerError):
+            hello = decode(self.identity)
+            if isinstance(hello, Hello):
+                refusal = WorkerRefused(Sender(hello.generation, hello.rank, hello.incarnation), reason)
+                self.send(encode(refusal), timeout_s=_REFUSAL_TIMEOUT_S)
+        self.close()
 
 
 @final

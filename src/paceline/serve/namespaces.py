@@ -52,11 +52,11 @@ class Namespaces:
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
     def bring(self, name: str, guest: Guest) -> None:
-        """Have a client served that was admitted; one that comes too late is cut off."""
+        """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
         if namespace is None or namespace.is_over:
-            guest.close()
+            guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
             namespace.bring(guest)
 

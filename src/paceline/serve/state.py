@@ -193,11 +193,11 @@ class StateFolder:
 
     def names(self) -> list[str]:
         """Return the namespaces that are here, sorted."""
-        return sorted(_name_of(path.name) for path in (self.path / NAMESPACES_NAME).glob("*") if path.is_dir())
+        return sorted(name_of(path.name) for path in (self.path / NAMESPACES_NAME).glob("*") if path.is_dir())
 
     def folder(self, name: str) -> NamespaceFolder:
         """Return the folder of a namespace, which may not be there yet."""
-        return NamespaceFolder(self.path / NAMESPACES_NAME / _folder_name(name))
+        return NamespaceFolder(self.path / NAMESPACES_NAME / folder_name(name))
 
 
 def _make_own(folder: Path) -> None:
@@ -222,14 +222,15 @@ def _number(name: str) -> int | None:
     return int(digits) if name.startswith(_SAVE) and digits.isascii() and digits.isdigit() else None
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
     """Return the name on disk: small letters, digits, - and _ as they are, all else by its bytes.
 
-    >>> _folder_name("Mnist.v2"), _name_of("%4dnist%2ev2")
+    >>> folder_name("Mnist.v2"), name_of("%4dnist%2ev2")
     ('%4dnist%2ev2', 'Mnist.v2')
     """
     return "".join(chr(byte) if chr(byte) in _PLAIN else f"%{byte:02x}" for byte in name.encode())
 
 
-def _name_of(folder_name: str) -> str:
-    return unquote(folder_name)
+def name_of(on_disk: str) -> str:
+    """Return the name of the wire that this name on disk was made of."""
+    return unquote(on_disk)

@@ -1,0 +1,92 @@
+"""A server of its own as a thread of the test, and its clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.leaks import nothing_left_behind
+
+import paceline
+from paceline.serve.access import server_access
+from paceline.serve.namespace import Hosting
+from paceline.serve.namespaces import Namespaces
+from paceline.serve.reception import Reception
+from paceline.serve.state import StateFolder
+from paceline.session import Session
+
+JOIN_S = 60.0
+
+
+@dataclass
+class Told:
+    """What was told whoever runs the server."""
+
+    lines: list[str] = field(default_factory=list[str])
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __call__(self, line: str) -> None:
+        with self._changed:
+            self.lines.append(line)
+            self._changed.notify_all()
+
+    def wait(self, text: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(text in line for line in self.lines), JOIN_S), self.lines
+
+
+@dataclass
+class House:
+    """Where it is, what lets clients in, and what it has told."""
+
+    state: Path
+    namespaces: Namespaces
+    port: int
+    told: Told
+
+    def address(self, name: str = "default") -> str:
+        return f"paceline://127.0.0.1:{self.port}/{name}"
+
+    def connect(self, name: str = "default", **settings: Any) -> Session:
+        return paceline.connect(self.address(name), **{"token": self.state / "token", **settings})
+
+    def wait_empty(self, name: str = "") -> None:
+        """Wait until this namespace, or none at all, is served any more: all clients have left, and it is on disk."""
+        for namespace in list(self.namespaces._open.values()):
+            if name in ("", namespace.name):
+                namespace._thread.join(JOIN_S)
+                assert namespace.is_over
+
+
+@contextmanager
+def house(state: Path, keys: Path | None = None, **settings: Any) -> Iterator[House]:
+    """Serve while entered; afterwards no thread and no descriptor is left."""
+    with nothing_left_behind():
+        folder, told = StateFolder(state), Told()
+        try:
+            transport = server_access("127.0.0.1", state, keys).transport(told)
+            listener = transport.listen("127.0.0.1:0")
+            namespaces = Namespaces(folder, transport, Hosting(tell=told, **settings))
+            reception, unsaved = Reception(listener, namespaces), list[list[str]]()
+            thread = threading.Thread(target=lambda: unsaved.append(reception.run()), name="test-reception")
+            thread.start()
+            try:
+                yield House(state, namespaces, int(listener.address.rpartition(":")[2]), told)
+            finally:
+                reception.stop()
+                thread.join(JOIN_S)
+            assert unsaved == [[]]
+        finally:
+            folder.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[House]:
+    """A server with a folder of its own."""
+    with house(tmp_path / "state") as found:
+        yield found

@@ -1,0 +1,125 @@
+"""Who gets in to a server of its own, and what the others are told: where, and what to do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.serve.house import House, house
+
+import paceline
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.launch.holders import Holder
+from paceline.launch.keys import issue_keys, make_keys, revoke
+from paceline.serve.access import server_access
+
+TOKEN = bytes(range(32))
+
+
+@contextmanager
+def told_in_time(error: type[Exception], match: str) -> Iterator[None]:
+    began = time.monotonic()
+    with pytest.raises(error, match=match):
+        yield
+    assert time.monotonic() - began < 6.0  # 5 s, and a machine that is busy
+
+
+def test_a_token_is_needed_and_the_right_one(served: House) -> None:
+    with told_in_time(AuthenticationFailed, rf"{served.address('x')} does not let this client in.*the file `token`"):
+        served.connect("x", token=TOKEN)
+    with told_in_time(UsageError, "lets nobody in without its token: give token="):
+        served.connect(token=None)
+    with told_in_time(UsageError, r"cannot read the token of paceline://.*nowhere: No such file"):
+        served.connect(token=served.state / "nowhere")
+    with told_in_time(UsageError, "has 0 bytes, expected 32: it is no token"):
+        (served.state / "empty").touch()
+        served.connect(token=str(served.state / "empty"))
+    with served.connect(token=(served.state / "token").read_bytes()) as ps:
+        assert ps.rank == 0
+    assert (served.state / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.calling.CONNECT_TIMEOUT_S", 0.3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with told_in_time(PeerError, rf"cannot reach paceline://127.*:{port}/a: nobody listens .*`paceline serve`"):
+            paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
+        with told_in_time(PeerError, rf"cannot reach paceline://localhost:{port}/default: nobody listens"):
+            paceline.connect(f"paceline://localhost:{port}", token=TOKEN)
+        taken.listen()
+        with told_in_time(DeadlineExceeded, rf"paceline://127\.0\.0\.1:{port}/a does not answer: waited .* s for the"):
+            paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("tcp://127.0.0.1:7700", r"expected paceline://HOST:PORT/NAME"),
+        ("127.0.0.1:7700", r"expected paceline://HOST:PORT/NAME"),
+        ("paceline://127.0.0.1", r"is not HOST:PORT"),
+        ("paceline://::1:7700", r"with an address of IPv6, \[::1\]:7700"),
+        ("paceline://127.0.0.1:70000/a", r"is not HOST:PORT"),
+        ("paceline://10.0.0.1:7700/a", r"is on another machine.*keys=FOLDER.*or ca="),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_refused_at_once(address: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        paceline.connect(address, token=TOKEN)
+
+
+def test_settings_that_do_not_belong_together_are_refused() -> None:
+    address = "paceline://127.0.0.1:7700"
+    with pytest.raises(UsageError, match="are for an address"):
+        paceline.connect(rank=1)
+    with pytest.raises(UsageError, match="are for launched jobs"):
+        paceline.connect(address, servers="first:1")
+    with pytest.raises(UsageError, match="give either keys="):
+        paceline.connect(address, keys="a", ca="b")
+    with pytest.raises(UsageError, match="belong together"):
+        paceline.connect(address, token=TOKEN, ca="b")
+    with pytest.raises(UsageError, match="rank is -1, expected 0"):
+        paceline.connect(address, token=TOKEN, rank=-1)
+    with pytest.raises(UsageError, match="workers is 0, expected 1"):
+        paceline.connect(address, token=TOKEN, workers=0)
+
+
+def test_a_name_without_an_address_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with told_in_time(UsageError, "no address is known for the host 'nobody'"):
+        make_keys(tmp_path / "keys")
+        paceline.connect("paceline://nobody:7700", keys=tmp_path / "keys")
+
+
+def test_where_other_machines_come_certificates_are_demanded_and_say_which_worker_it_is(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"(?s)0\.0\.0\.0 is not a loopback address.*paceline keys make.*--keys KEYS"):
+        server_access("0.0.0.0", tmp_path, None)
+    keys, third, foreign = tmp_path / "keys", tmp_path / "third", tmp_path / "foreign"
+    make_keys(keys)
+    make_keys(foreign)
+    issue_keys(keys, Holder("worker", 3), third)
+    token = keys / "token"
+    with house(tmp_path / "state", keys) as served:
+        with served.connect(token=None, keys=keys) as ps:
+            assert ps.rank == 0
+            with served.connect(keys=third, token=None) as other:
+                assert other.rank == 3
+            ca, certificate, key = third / "authority.pem", third / "worker-3.pem", third / "worker-3.key"
+            with served.connect(token=token, ca=ca, certificate=certificate, key=key) as other:
+                assert other.rank == 3
+        with told_in_time(PeerError, r"cannot reach .*does it listen without --keys"):
+            served.connect(token=token)
+        with told_in_time(AuthenticationFailed, "the certificate of .* does not hold"):
+            served.connect(token=token, keys=foreign)
+        revoke(keys, "worker-3")
+        with told_in_time(PeerError, "or the certificate was revoked"):
+            served.connect(token=token, keys=third)
+        served.told.wait("(worker-3, ")

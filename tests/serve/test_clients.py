@@ -1,0 +1,219 @@
+"""Clients of a server of its own: who they are there, what they share, and what is kept of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.serve.house import House, house
+
+import paceline
+from paceline.current import bind
+from paceline.errors import PeerError, Refused, UsageError
+from paceline.node.table import Table
+from paceline.session import Session
+
+
+def open_weights(ps: Session, consistency: str = "bsp", lr: float = 0.5) -> Table:
+    update = paceline.update.SGD(lr=lr, momentum=0.5)
+    return ps.table("w", shape=(3,), update=update, consistency=consistency, scale="sum", init=1.0)
+
+
+def train(ps: Session, num_clocks: int, consistency: str = "bsp") -> torch.Tensor:
+    weights = open_weights(ps, consistency)
+    for clock in range(num_clocks):
+        weights.push(torch.full((3,), float(ps.rank + clock)))
+        ps.clock()
+    return weights.pull()
+
+
+def together(*calls: Callable[[], None]) -> None:
+    """Make calls at once, and raise what one of them raised."""
+    failures: list[BaseException] = []
+
+    def make(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    if failures:
+        raise failures[0]
+
+
+def test_clients_that_are_counted_train_as_workers_of_a_job_do(served: House) -> None:
+    found: dict[int, torch.Tensor] = {}
+
+    def work() -> None:
+        with served.connect("job", workers=2) as ps:
+            assert ps.size == 2
+            found[ps.rank] = train(ps, 3)
+            ps.barrier()
+
+    together(work, work)
+    assert found.keys() == {0, 1}
+    value, velocity = torch.ones(3), torch.zeros(3)
+    for clock in range(3):
+        velocity = 0.5 * velocity + (2 * clock + 1)
+        value = value - 0.5 * velocity
+    assert torch.equal(found[0], value)
+    assert torch.equal(found[1], value)
+
+
+def test_a_namespace_goes_on_where_its_last_client_left_it(served: House) -> None:
+    adagrad = paceline.update.Adagrad(lr=0.5)
+    with served.connect("job") as ps:
+        first = train(ps, 2)
+        users = ps.table("users", rows=2, update=adagrad)
+        users.push([7, -3], [[1.0, 2.0], [3.0, 4.0]])
+        ps.clock()
+        rows = users.pull([7, -3, 8])
+        assert ps.node.clock == 3
+    served.wait_empty()
+    with served.connect("job") as ps:
+        assert ps.node.clock == 3
+        assert torch.equal(open_weights(ps).pull(), first)  # the init of worker 0 is not for a table that has values
+        assert torch.equal(ps.table("users", rows=2, update=adagrad).pull([7, -3, 8]), rows)
+    with served.connect("job") as ps, pytest.raises(Refused, match=r"(?s)other settings than this worker.*0\.25"):
+        open_weights(ps, lr=0.25)
+
+
+def test_an_optimizer_goes_on_as_if_it_had_never_been_away(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    inputs, model, alone = torch.randn(4, 2), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    alone.load_state_dict(model.state_dict())
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer | paceline.training.strategy.Distributed) -> None:
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(2):  # each time another server process, as it were
+        with house(tmp_path / "state") as served, served.connect() as ps:
+            bind(ps)
+            optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=0.1))
+            for _ in range(2):
+                step(model, optimizer)
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.zero_()  # those of the server count
+    single = torch.optim.Adam(alone.parameters(), lr=0.1)
+    for _ in range(4):
+        step(alone, single)
+    for ours, theirs in zip(kept, alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach())
+
+
+def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: House) -> None:
+    with served.connect() as zero, served.connect(rank=2) as two, served.connect() as one:
+        assert [zero.rank, one.rank, two.rank] == [0, 1, 2]
+        assert [zero.size, two.size, one.size] == [1, 3, 3]
+        with pytest.raises(Refused, match="worker 2 of namespace 'default' is there already"):
+            served.connect(rank=2)
+        with pytest.raises(Refused, match=r"workers=3 .*others are with as many workers as come"):
+            served.connect(workers=3)
+        open_weights(zero, "asynchronous")
+        two.close(politely=False)  # killed: it comes again as a new life of the same worker
+        with served.connect(rank=2) as again:
+            assert again.rank == 2
+            assert open_weights(again, "asynchronous").push(torch.ones(3)).result(10.0).applied
+
+
+def test_clients_that_are_counted_must_agree_on_how_many(served: House) -> None:
+    with served.connect("two", workers=2), served.connect("two", workers=2):
+        with pytest.raises(Refused, match="workers=3 in namespace 'two', where others are with workers=2"):
+            served.connect("two", workers=3)
+        with pytest.raises(Refused, match="there is no worker 2 in namespace 'two', which has 2"):
+            served.connect("two", workers=2, rank=2)
+        with pytest.raises(Refused, match="all 2 workers of namespace 'two' are there already"):
+            served.connect("two", workers=2)
+
+
+def test_who_is_killed_holds_nobody_up_and_the_last_one_leaves_all_on_disk(tmp_path: Path) -> None:
+    with house(tmp_path / "state", lease_s=0.2) as served:
+        zero, one = served.connect(), served.connect()
+        weights = open_weights(zero)
+        open_weights(one).push(torch.ones(3))
+        one.close(politely=False)
+        weights.push(torch.ones(3))
+        zero.clock()
+        values = weights.pull()
+        assert torch.equal(values, torch.full((3,), 0.5))  # what the other pushed was of a clock that it did not finish
+        zero.close(politely=False)
+        served.wait_empty()
+        with served.connect() as ps:
+            assert torch.equal(open_weights(ps).pull(), values)
+
+
+def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the fault is ours
+    with house(tmp_path / "state") as served, served.connect("good") as good:
+        with served.connect("bad") as bad:
+            values = train(bad, 1)
+        served.wait_empty("bad")
+        bad = served.connect("bad")
+        weights = open_weights(bad)
+        node = served.namespaces._open["bad"]._node
+        assert node is not None
+        node.do(lambda held: held.core.tables["nowhere"] and None)
+        with pytest.raises(PeerError, match="namespace 'bad' has ended since it joined: connect again"):
+            weights.push(torch.ones(3)).result(30.0)
+        bad.close(politely=False)
+        served.told.wait("'bad' has failed, and goes on from its newest save")
+        train(good, 2)
+        with served.connect("bad") as again:
+            assert torch.equal(open_weights(again).pull(), values)
+
+
+def test_namespaces_have_plain_names_and_are_not_without_number(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("..", "a/b", "-x", "n" * 65):
+        with pytest.raises(UsageError, match="cannot be the name of a namespace"):
+            served.connect(name)
+    monkeypatch.setattr("paceline.serve.namespaces.MAX_NAMESPACES", 2)
+    too_many = "there are 2 namespaces already, and no more than 2 may be"
+    with served.connect("A"), served.connect("b"), pytest.raises(Refused, match=too_many):
+        served.connect("c")
+
+
+def test_clients_are_no_group_that_calls_each_other(served: House) -> None:
+    with served.connect() as ps:
+        future = ps.exchange.all_reduce(torch.ones(2), "sum", None)
+        with pytest.raises(UsageError, match="clients of a server of its own know the server alone"):
+            future.result(10.0)
+
+
+def test_code_that_the_server_was_not_told_of_is_not_run_there(tmp_path: Path) -> None:
+    with house(tmp_path / "state") as served, served.connect() as ps:
+        weights = open_weights(ps)
+        with pytest.raises(Refused, match="own_functions"):
+            weights.call("tests.node.own_functions:increment")
+
+
+def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = threading.Event()
+    full.set()
+
+    def fail(*_: object) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.serve.keeping.sync", fail)
+    with house(tmp_path / "state", save_every_s=0.01) as served:
+        with served.connect() as ps:
+            values = train(ps, 1)
+        served.told.wait("could not be saved, the save before it counts: [Errno 28] No space left")
+        with served.connect() as ps:  # it could not be put away, so it is still there
+            assert torch.equal(open_weights(ps).pull(), values)
+        full.clear()
+        served.wait_empty()
+    with house(tmp_path / "state") as served, served.connect() as ps:
+        assert torch.equal(open_weights(ps).pull(), values)

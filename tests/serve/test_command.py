@@ -1,0 +1,123 @@
+"""`paceline serve` as a process: what it prints, and what is left when it is told to end, or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tests.leaks import nothing_left_behind
+from tests.serve.house import house
+
+import paceline
+from paceline.cli import answer
+from paceline.node.table import Table
+from paceline.serve.state import StateFolder
+from paceline.session import Session
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def serving(state: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server as its own process, and the address that it prints."""
+    command = (sys.executable, "-m", "paceline", "serve", "--listen", "127.0.0.1:0", "--state", str(state), *options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("paceline: serving at 127.0.0.1:"), process.communicate()
+        yield process, line
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def address_in(line: str, name: str) -> str:
+    return "paceline://" + line.split("serving at ")[1].split(" ")[0] + f"/{name}"
+
+
+def open_sum(ps: Session) -> Table:
+    return ps.table("sum", shape=(2,), update=paceline.update.Add(), scale="sum")
+
+
+def add_one(ps: Session, table: Table) -> float:
+    table.push(torch.ones(2))
+    ps.clock()
+    return float(table.pull()[0])
+
+
+def wait_saved(state: Path, value: float) -> None:
+    """Wait until the newest save of the namespace holds this value."""
+    give_up, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    folder = state / "namespaces" / "job"
+    while time.monotonic() < give_up:
+        newest = folder / "newest"
+        if newest.exists() and _value_in(folder / newest.read_text()) == value:
+            return
+        pause.wait(0.05)
+    raise AssertionError(f"{value} was never saved")
+
+
+def _value_in(save: Path) -> float | None:
+    from safetensors.torch import load
+
+    try:
+        return float(load((save / "0.safetensors").read_bytes())["values"][0])
+    except FileNotFoundError:  # a newer one is there by now
+        return None
+
+
+def test_a_server_that_is_killed_loses_one_interval_and_one_that_is_told_to_end_nothing(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with serving(state, "--save-every", "0.3") as (process, line):
+        ps = paceline.connect(address_in(line, "job"), token=state / "token")
+        assert f'token="{state}/token"' in line
+        table = open_sum(ps)
+        assert [add_one(ps, table) for _ in range(3)] == [1.0, 2.0, 3.0]
+        wait_saved(state, 3.0)
+        kept = add_one(ps, table)  # perhaps saved before the end, perhaps not
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+        ps.close(politely=False)
+    with serving(state, "--save-every", "1000") as (process, line):
+        assert "with job from" in line
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table = open_sum(ps)
+            found = float(table.pull()[0])
+            assert found in (3.0, kept)
+            assert add_one(ps, table) == found + 1.0
+            process.send_signal(signal.SIGTERM)  # with the client still there
+            stdout, stderr = process.communicate(timeout=DEADLINE_S)
+            assert (process.returncode, stdout, stderr) == (0, "", "paceline: saving, and ending\n")
+            ps.close(politely=False)
+    wait_saved(state, found + 1.0)
+    with house(state) as served, served.connect("job") as ps:
+        assert float(open_sum(ps).pull()[0]) == found + 1.0
+
+
+def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def complaint(*options: str, state: Path = tmp_path / "other") -> str:
+        assert answer(["serve", "--state", str(state), *options]) != 0
+        return capsys.readouterr().err
+
+    with house(tmp_path / "state") as served, nothing_left_behind():
+        taken = f"127.0.0.1:{served.port}"
+        assert f"port {served.port} of 127.0.0.1 is taken by process {os.getpid()}" in complaint("--listen", taken)
+        assert "another server keeps its state in" in complaint(state=served.state)
+        assert "paceline keys make KEYS" in complaint("--listen", "0.0.0.0:0")
+        assert "is not HOST:PORT" in complaint("--listen", "7700")
+        assert "cannot read the job's token" in complaint("--keys", str(tmp_path / "nowhere"))
+        assert "expected more than 0 seconds" in complaint("--save-every", "0")
+    folder = StateFolder(tmp_path / "other").folder("job")
+    folder.take_up()
+    (folder.path / "newest").write_text("save-1")
+    assert "save-1" in complaint("--listen", "127.0.0.1:0")

@@ -1,0 +1,157 @@
+"""What a server of its own keeps on disk: whole saves, of which the newest counts, and none that is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.serve.files import digest_of
+from paceline.serve.manifest import Entry, Manifest
+from paceline.serve.state import NamespaceFolder, StateFolder
+
+
+def writing(text: str) -> Callable[[Path], Manifest]:
+    """A save of one table with this content."""
+
+    def fill(folder: Path) -> Manifest:
+        file = folder / "0.safetensors"
+        file.write_text(text)
+        return Manifest("job", 7, (Entry("w", "shape", file.name, digest_of(file), 1, b"spec", b"hyper"),))
+
+    return fill
+
+
+def content(folder: NamespaceFolder, *, or_previous: bool = False) -> str | None:
+    save = folder.newest(or_previous=or_previous)
+    return None if save is None else (save.folder / save.manifest.entries[0].file).read_text()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> NamespaceFolder:
+    found = NamespaceFolder(tmp_path / "job")
+    assert found.take_up() == 1
+    return found
+
+
+def test_the_newest_save_counts_and_the_one_before_it_is_kept(folder: NamespaceFolder) -> None:
+    assert content(folder) is None
+    for text in ("one", "two", "three"):
+        folder.write(writing(text))
+        assert content(folder) == text
+    assert sorted(path.name for path in folder.path.glob("save*")) == ["save-2", "save-3"]
+    assert [folder.take_up(), folder.take_up()] == [2, 3]
+
+
+def test_a_save_that_broke_off_changes_nothing(folder: NamespaceFolder) -> None:
+    folder.write(writing("one"))
+
+    def fill(path: Path) -> Manifest:
+        (path / "0.safetensors").write_text("half of ")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        folder.write(fill)
+    (folder.path / "unfinished-2").mkdir()  # as a killed process leaves it
+    (folder.path / "unfinished-2" / "0.safetensors").write_text("half of ")
+    (folder.path / "save-2").mkdir()  # killed before it was named as the newest
+    assert content(folder) == "one"
+    folder.take_up()
+    assert not list(folder.path.glob("unfinished*"))
+    folder.write(writing("three"))
+    assert content(folder) == "three"
+    assert sorted(path.name for path in folder.path.glob("save*")) == ["save-1", "save-3"]
+
+
+@pytest.mark.parametrize("name", ["0.safetensors", "manifest.json", "manifest.sha256", ""])
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_damage_is_told_with_the_file_and_the_save_before_is_used_if_asked(
+    folder: NamespaceFolder, name: str, damage: str
+) -> None:
+    folder.write(writing("one"))
+    folder.write(writing("two"))
+    damaged = folder.path / "save-2" / name
+    if name == "":
+        damaged.rename(folder.path / "elsewhere")
+    elif damage == "remove":
+        damaged.unlink()
+    else:
+        damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
+    with pytest.raises(CheckpointError, match=r"save-2.*Start with --or-previous"):
+        folder.newest()
+    assert content(folder, or_previous=True) == "one"
+    assert content(folder) == "one"
+    folder.write(writing("three"))
+    assert content(folder) == "three"
+    if name:
+        assert (folder.path / "save-2.damaged").exists()  # set aside, and not lost
+
+
+def test_what_is_damaged_with_nothing_before_it_is_told(folder: NamespaceFolder) -> None:
+    save = folder.write(writing("one"))
+    (save.folder / "0.safetensors").write_text("one more")
+    expected = r"0\.safetensors is damaged: its SHA-256 is [0-9a-f]{64}, expected [0-9a-f]{64}.*no save before it"
+    with pytest.raises(CheckpointError, match=expected):
+        folder.newest(or_previous=True)
+
+
+@pytest.mark.parametrize("name", ["../../token", "save-", "save-x", "unfinished-1", "save-1/../../x"])
+def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str) -> None:
+    (folder.path / "newest").write_text(name)
+    with pytest.raises(CheckpointError, match="which is no save"):
+        folder.newest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b"0.safetensors", b"../0.tensors"),
+        (b'"shape"', b'"other"'),
+        (b"paceline state 1", b"paceline state 9"),
+        (b'"clock": 7', b'"clock":-7'),
+        (b'"version"', b'"varsion"'),
+    ],
+)
+def test_a_manifest_says_what_it_may_and_nothing_else(change: tuple[bytes, bytes]) -> None:
+    file = "0.safetensors"
+    good = Manifest("job", 7, (Entry("w", "shape", file, "0" * 64, 1, b"spec", b"hyper"),)).encode()
+    assert Manifest.decode(good, Path("m")).clock == 7
+    assert change[0] in good
+    with pytest.raises(CheckpointError, match=r"^m "):
+        Manifest.decode(good.replace(*change), Path("m"))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_manifest_are_refused(text: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        Manifest.decode(text, Path("m"))
+
+
+def test_a_folder_is_that_of_one_server_and_of_one_user(tmp_path: Path) -> None:
+    first = StateFolder(tmp_path / "state")
+    with pytest.raises(UsageError, match=r"another server keeps its state in .*\(process \d+\)"):
+        StateFolder(tmp_path / "state")
+    first.close()
+    StateFolder(tmp_path / "state").close()
+    (tmp_path / "state").chmod(0o777)
+    with pytest.raises(UsageError, match="others than you can write in"):
+        StateFolder(tmp_path / "state")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot keep state in"):
+        StateFolder(tmp_path / "file")
+
+
+@given(st.text(min_size=1, max_size=64))
+def test_names_on_disk_are_ours_and_lead_back_to_those_of_the_wire(name: str) -> None:
+    from paceline.serve.state import folder_name, name_of
+
+    try:
+        on_disk = folder_name(name)
+    except (UnicodeEncodeError, PacelineError):  # halves of pairs, which travel nowhere
+        return
+    assert set(on_disk) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_%")
+    assert name_of(on_disk) == name
