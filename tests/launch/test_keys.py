@@ -23,8 +23,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def carrier(folder: Path, holder: Holder) -> TcpTransport:
-    return TcpTransport(TokenFiles(folder, "job"), tls=tls_settings(folder, holder))
+def carrier(folder: Path, holder: Holder, told: list[str] | None = None) -> TcpTransport:
+    notice = None if told is None else told.append
+    return TcpTransport(TokenFiles(folder, "job"), tls=tls_settings(folder, holder), notice=notice)
 
 
 def can_meet(listener: Listener, folder: Path, holder: Holder) -> bool:
@@ -165,3 +166,19 @@ def test_only_names_and_serial_numbers_are_revoked(folder: Path, who: str) -> No
     with pytest.raises(UsageError, match="nobody's name"):
         revoke(folder, who)
     assert not (folder / "revoked").exists()
+
+
+def test_keys_that_are_gone_end_no_process(folder: Path, tmp_path: Path) -> None:
+    """Neither the one that calls nor the one that listens, which goes on when they are back."""
+    told: list[str] = []
+    issue_keys(folder, Holder("worker", 1), tmp_path / "out")
+    server, client = carrier(folder, Holder("any"), told), carrier(folder, Holder("any"))
+    with closing(server.listen("127.0.0.1:0")) as listener:
+        token = (folder / "token").read_bytes()
+        (folder / "token").unlink()
+        with pytest.raises(AuthenticationFailed, match=r"cannot prove to .* who we are: cannot read the job's token"):
+            client.connect(listener.address, b"", timeout_s=5)
+        assert not can_meet(listener, tmp_path / "out", Holder("worker", 1))
+        (folder / "token").write_bytes(token)
+        assert can_meet(listener, tmp_path / "out", Holder("worker", 1))
+    assert any("was turned away: cannot read the job's token" in line for line in told)

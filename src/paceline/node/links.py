@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.post import Post
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
@@ -105,7 +105,7 @@ class Link:
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
                 self._post = self._connect(_POLL_S)
-            except (AuthenticationFailed, UsageError) as error:  # of files that are gone, too
+            except AuthenticationFailed as error:
                 return str(error)
             except PeerError as error:
                 problem = str(error)

@@ -42,9 +42,9 @@ class Latest(Generic[T]):
 
 
 def _mark(path: Path) -> _Mark | None:
-    """Return what differs between two states of a file; None when there is none."""
+    """Return what differs between two states of a file; None when there is none to be had."""
     try:
         found = os.stat(path)
-    except FileNotFoundError:
+    except OSError:  # whoever reads it will say what is wrong
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PacelineError, PeerError, Refused
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.transport.base import MAX_IDENTITY_BYTES, NO_PAPERS, Papers, Secret
 from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
@@ -180,7 +180,10 @@ def introduce_within(
             f"{server} closed the connection during the handshake ({error or 'end of stream'}): it may be busy, "
             "shutting down, or no Paceline server"
         ) from error
-    except PacelineError:
+    except UsageError as error:
+        channel.close()
+        raise AuthenticationFailed(f"cannot prove to {server} who we are: {error}") from error
+    except PeerError:
         channel.close()
         raise
 
