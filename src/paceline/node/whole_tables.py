@@ -105,6 +105,9 @@ class WholeTables:
             raise UsageError(
                 f"{_story(error)}; {walk.num_changed} rows had been changed before, and stay so"
             ) from error
+        finally:
+            if walk.num_changed:
+                self.changed(request.errand.table)
         return _answer(walk.num_changed, result)
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -118,6 +121,7 @@ class WholeTables:
         served.store.reserve([*(waiting.ids for waiting in served.waiting.values()), ids])
         served.store.load(RowPiece(ids, columns), clock)
         served.note_changed(ids)
+        self.changed(table)
 
     def _rows_of(self, table: str) -> ServedRows:
         served = self.rows.tables.get(table)
