@@ -20,7 +20,7 @@ from tests.serve.house import house
 import paceline
 from paceline.cli import answer
 from paceline.node.table import Table
-from paceline.serve.state import StateFolder
+from paceline.serve.state import NamespaceFolder
 from paceline.session import Session
 
 DEADLINE_S = 60.0
@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
         assert "is not HOST:PORT" in complaint("--listen", "7700")
         assert "cannot read the job's token" in complaint("--keys", str(tmp_path / "nowhere"))
         assert "expected more than 0 seconds" in complaint("--save-every", "0")
-    folder = StateFolder(tmp_path / "other").folder("job")
+    folder = NamespaceFolder(tmp_path / "other" / "namespaces" / "job")
     folder.take_up()
     (folder.path / "newest").write_text("save-1")
     assert "save-1" in complaint("--listen", "127.0.0.1:0")
