@@ -139,9 +139,12 @@ def preempted() -> bool:
 def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     """Tell how training goes: the loss of this clock, or with `accuracy` (0 to 1) a measurement on held-out data.
 
-    Shown in the live progress and in the report. Does not block.
+    Shown in the live progress and in the report; what `paceline tune` compares trials by. Does not block. Where this
+    worker was told to leave, as a trial is that others leave behind, it ends here: with a measurement, or before the
+    first clock is finished; else it ends where its step does.
 
     Raises:
+        SystemExit: with 143, see `preempted`.
         UsageError: an accuracy without the loss that was measured beside it.
 
     Example:
@@ -151,12 +154,15 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
         >>> paceline.report(loss=0.8, accuracy=0.91)
     """
     session = current()
+    clock = session.node.clock
     if accuracy is None:
-        session.meter.loss = loss
+        session.meter.note_loss(clock, loss)
     elif loss is None:
         raise UsageError("report(accuracy=...) also needs loss=..., measured on the same data.")
     else:
-        session.meter.note_evaluation(session.node.clock, loss, accuracy)
+        session.meter.note_evaluation(clock, loss, accuracy)
+    if accuracy is not None or clock == 0:
+        session.heed()
 
 
 def shard(source: _Source, *, seed: int = 0, slices: int = 1) -> _Source:

@@ -281,7 +281,7 @@ class Session:
         self.closed = True
         atexit.unregister(self.close)
         self._settle_parameters(politely=politely)
-        self.meter.note_resources()
+        self.meter.note_end(self.node.clock)
         try:
             if politely:
                 self.exchange.close(politely=True)

@@ -110,3 +110,26 @@ def test_nothing_before_the_first_clock_begins_is_counted(metered: Metered) -> N
     metered.meter.begin()  # from now on it changes nothing
     metered.meter.finish_clock(1)
     assert metered.steps() == [(4.0, 0.0, 4.0), (8.0, 8.0, 8.0)]
+
+
+def test_a_loss_that_no_step_has_is_recorded_by_itself(tmp_path: Path) -> None:
+    with Trace(trace_path(tmp_path, "worker", 0)) as trace:
+        meter = Meter(trace, 0, Watch())
+        for loss in (3.0, 2.0):
+            meter.note_loss(0, loss)
+        meter.finish_clock(0)
+        meter.note_loss(1, float("nan"))
+        meter.finish_clock(1)
+        meter.note_loss(2, 1.0)
+        meter.note_end(2)
+        meter.note_end(2)
+    run = read_run(tmp_path)
+    assert [(told.clock, told.loss) for told in run.reported] == [(0, 3.0), (1, None), (2, 1.0)]
+    assert [step.loss for step in run.steps] == [2.0, None]
+
+
+def test_a_measurement_that_is_no_number_can_be_read_back(tmp_path: Path) -> None:
+    with Trace(trace_path(tmp_path, "worker", 0)) as trace:
+        Meter(trace, 0, Watch()).note_evaluation(3, float("nan"), 0.1)
+    (measured,) = read_run(tmp_path).evaluations
+    assert (measured.loss, measured.accuracy) == (None, 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -95,18 +96,31 @@ class Meter:
         self.samples, self.loss, self._has_finished = 0, None, True
         self._begin_clock(now)
 
+    def note_loss(self, clock: int, loss: float | None) -> None:
+        """Take the loss of the clock under way; one that was told before for the same clock is recorded by itself."""
+        self._record_loss(clock)
+        self.loss = _finite(loss)
+        if loss is not None and self.loss is None:
+            self.trace.record(records.Reported(self.now(), self.worker, clock, None))
+
     def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
         """Record a measurement on held-out data."""
-        self.trace.record(records.Evaluated(self.now(), self.worker, clock, loss, accuracy))
+        self.trace.record(records.Evaluated(self.now(), self.worker, clock, _finite(loss), _finite(accuracy)))
         self.trace.flush()
 
-    def note_resources(self) -> None:
-        """Record what this process has used so far, where that can be known."""
+    def note_end(self, clock: int) -> None:
+        """Record a loss that no clock will take, and what this process has used, where that can be known."""
+        self._record_loss(clock)
         used = self.odometer.usage()
         if used is not None:
             self.trace.record(
                 records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)
             )
+
+    def _record_loss(self, clock: int) -> None:
+        if self.loss is not None:
+            self.trace.record(records.Reported(self.now(), self.worker, clock, self.loss))
+            self.loss = None
 
     def _begin_clock(self, now: float) -> None:
         self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
@@ -117,3 +131,7 @@ class Meter:
         if self._communicating_since is not None:
             self.comm_s += now - self._communicating_since
             self._communicating_since = now
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

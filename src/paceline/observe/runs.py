@@ -19,6 +19,7 @@ from paceline.observe.trace import (
     Read,
     Record,
     Refusal,
+    Reported,
     Resources,
     RowRead,
     Step,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _decoder = msgspec.json.Decoder(Record)
-_R = TypeVar("_R", Read, RowRead, Step, Evaluated, Resources, Load, MinClock, Applied, Refusal, Membership, Handled)
+_R = TypeVar(
+    "_R", Read, RowRead, Step, Evaluated, Reported, Resources, Load, MinClock, Applied, Refusal, Membership, Handled
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Run:
     row_reads: tuple[RowRead, ...] = ()
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
+    reported: tuple[Reported, ...] = ()
     resources: tuple[Resources, ...] = ()
     loads: tuple[Load, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
@@ -71,6 +75,7 @@ def gather(records: Iterable[Record]) -> Run:
         row_reads=_of_kind(ordered, RowRead),
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
+        reported=_of_kind(ordered, Reported),
         resources=_of_kind(ordered, Resources),
         loads=_of_kind(ordered, Load),
         min_clocks=_of_kind(ordered, MinClock),

@@ -80,13 +80,22 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
-    """A worker measured the model on held-out data; `accuracy` is a share between 0 and 1."""
+    """A worker measured the model on held-out data; `accuracy` is a share between 0 and 1. None is no finite number."""
 
     t: float
     worker: int
     clock: int
-    loss: float
-    accuracy: float
+    loss: float | None
+    accuracy: float | None
+
+
+class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
+    """A worker told a loss that no step has: one of several in a clock, one after the last, or no finite number."""
+
+    t: float
+    worker: int
+    clock: int
+    loss: float | None
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
@@ -163,7 +172,20 @@ class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     effects: list[dict[str, object]]
 
 
-Record = Read | RowRead | Step | Evaluated | Resources | Load | MinClock | Applied | Refusal | Membership | Handled
+Record = (
+    Read
+    | RowRead
+    | Step
+    | Evaluated
+    | Reported
+    | Resources
+    | Load
+    | MinClock
+    | Applied
+    | Refusal
+    | Membership
+    | Handled
+)
 
 
 def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:
