@@ -1,0 +1,81 @@
+"""An address that leads nowhere is told as one, within the time that was given: which, how long, and what to do."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+from tests.attacks.papers import Papers
+from tests.transport.carriers import CREDENTIALS
+
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.launch.certificates import Holder
+from paceline.transport import TcpTransport, TlsSettings
+
+PLAIN = TcpTransport(CREDENTIALS)
+# Set aside for documents: no machine has it.
+NOBODYS = "203.0.113.7"
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsSettings:
+    folder: Path = tmp_path_factory.mktemp("papers")
+    return Papers(folder).of(Holder("worker", 0))
+
+
+@pytest.fixture
+def deaf_address() -> Iterator[str]:
+    """An address at which the system takes no more connections, as behind a wall that drops what comes."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(8):
+            crowd = stack.enter_context(socket.socket())
+            crowd.setblocking(False)
+            with suppress(BlockingIOError):
+                crowd.connect(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_cannot_be_reached_is_given_up_at_the_deadline(deaf_address: str) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=rf"waited 0.3 s for {deaf_address} to take the connection"):
+        PLAIN.connect(deaf_address, b"", timeout_s=0.3)
+    assert 0.25 < time.monotonic() - began_s < 2.0
+
+
+def test_an_address_of_the_other_family_leads_nowhere() -> None:
+    with closing(PLAIN.listen("127.0.0.1:0")) as listener:
+        port = listener.address.rpartition(":")[2]
+        with pytest.raises(PeerError, match=rf"(nobody listens at|cannot connect to) \[::1\]:{port}"):
+            PLAIN.connect(f"[::1]:{port}", b"", timeout_s=5)
+
+
+def test_a_port_is_taken_by_somebody_with_a_number() -> None:
+    with closing(PLAIN.listen("127.0.0.1:0")) as listener:
+        taken = r"port \d+ of 127.0.0.1 is taken( by process \d+)?: choose another port, or 0"
+        with pytest.raises(UsageError, match=taken):
+            PLAIN.listen(listener.address)
+
+
+def test_an_address_of_another_machine_cannot_be_listened_at(tls: TlsSettings) -> None:
+    with pytest.raises(UsageError, match=f"this machine has no address {NOBODYS}"):
+        TcpTransport(CREDENTIALS, tls=tls).listen(f"{NOBODYS}:0")
+
+
+@pytest.mark.parametrize("place", [f"{NOBODYS}:1", "0.0.0.0:0", "[::]:0", "[2001:db8::7]:1"])
+def test_beyond_this_machine_nothing_travels_in_the_clear(place: str) -> None:
+    for act in (lambda: PLAIN.listen(place), lambda: PLAIN.connect(place, b"", timeout_s=5)):
+        with pytest.raises(UsageError, match=r"is not a loopback address: .*TLS.*paceline keys make"):
+            act()
+
+
+@pytest.mark.parametrize("place", ["server.example:1", "127.0.0.1", "127.0.0.1:65536", "127.0.0.1:-1", "::1:80x", ""])
+def test_what_is_no_address_is_named(place: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a TCP address|is not an IP address"):
+        PLAIN.connect(place, b"", timeout_s=5)
