@@ -9,6 +9,7 @@ from paceline.collective.group import Company
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
+from paceline.launch.ending import leave_after_crash, when_script_ends
 from paceline.launch.environment import Place
 from paceline.node.meter import Meter
 from paceline.node.waiting import WorkerOptions
@@ -96,7 +97,10 @@ def _join_remote(location: Location, shown: Pass, rank: int | None, workers: int
     arrangement = Arrangement(admitted.rank, admitted.size)
     meter = Meter(Trace(None), admitted.rank)
     session = Session(admitted.rank, admitted.size, 0, node, meter, None, None, apart, arrangement)
+    session.notice.listen()
     atexit.register(session.close)
+    when_script_ends(lambda well: session.close(politely=well))
+    leave_after_crash()
     return session
 
 

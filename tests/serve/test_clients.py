@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,18 @@ def test_who_is_killed_holds_nobody_up_and_the_last_one_leaves_all_on_disk(tmp_p
         served.wait_empty()
         with served.connect() as ps:
             assert torch.equal(open_weights(ps).pull(), values)
+
+
+def test_a_script_that_fails_leaves_at_once(served: House, capsys: pytest.CaptureFixture[str]) -> None:
+    zero, one = (served.connect("job", rank=rank, workers=2) for rank in range(2))
+    open_weights(zero)
+    held = open_weights(one).push(torch.ones(3))
+    one.clock()
+    sys.excepthook(ValueError, ValueError("it has failed"), None)  # what was pushed waits for the clock of the other
+    assert "ValueError: it has failed" in capsys.readouterr().err
+    assert one.closed
+    assert zero.closed  # they are of one script
+    assert isinstance(held.exception(0.0), PeerError)
 
 
 def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

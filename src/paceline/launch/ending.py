@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
+from typing import final
 
 from paceline.launch.notice import EXIT_TOLD
 
@@ -25,13 +26,8 @@ def script_ended(*, well: bool) -> None:
 
 def leave_after_crash() -> None:
     """Have the calls made when an error ends this process, whose script nobody runs who would make them."""
-    tell = sys.excepthook
-
-    def tell_and_leave(kind: type[BaseException], error: BaseException, origin: TracebackType | None) -> None:
-        tell(kind, error, origin)
-        script_ended(well=False)
-
-    sys.excepthook = tell_and_leave
+    if not isinstance(sys.excepthook, _TellAndLeave):
+        sys.excepthook = _TellAndLeave(sys.excepthook)
 
 
 def ended_well(error: BaseException | None) -> bool:
@@ -41,3 +37,15 @@ def ended_well(error: BaseException | None) -> bool:
     (True, True, True, False)
     """
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_TOLD))
+
+
+@final
+class _TellAndLeave:
+    """What Python does about an error that ends the process, and then the calls."""
+
+    def __init__(self, tell: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._tell = tell
+
+    def __call__(self, kind: type[BaseException], error: BaseException, origin: TracebackType | None) -> None:
+        self._tell(kind, error, origin)
+        script_ended(well=False)
