@@ -1,5 +1,6 @@
 """Where servers are, and who starts them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.detect import Detected
 from paceline.launch.machines import Machine
-from paceline.launch.placement import Seat, locate, take_seat
+from paceline.launch.placement import Seat, Servers, locate, take_seat
 
 JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
 
@@ -57,6 +58,37 @@ def test_the_last_ranks_instead_of_workers() -> None:
     assert seats("ranks:1")[0].summary == "torchrun, 3 workers on 2 nodes, 1 server as rank 3"
 
 
+def test_some_beside_workers_and_some_alone() -> None:
+    job = replace(JOB, size=5, num_nodes=3)
+    machines = [Machine("a"), Machine("b"), Machine("b")]
+    places = [replace(job, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(5)]
+    workers = [locate(place, machines, rank, anew=True) for rank, place in enumerate(places[:3])]
+
+    told = [take_seat(place, "node:1+ranks:2") for place in [*workers, *places[3:]]]
+
+    assert [(seat.role, seat.index) for seat in told] == [
+        *(("worker", rank) for rank in range(3)),
+        *(("server", rank) for rank in range(2)),
+    ]
+    assert [list(seat.beside) for seat in told] == [[2], [3], [], [], []], "those alone are counted first"
+    assert {(seat.num_workers, seat.num_serving) for seat in told} == {(3, 2)}
+    assert {seat.num_servers for seat in told[:3]} == {4}, "the third node has no workers, as is known by now"
+    assert take_seat(places[0], "node:1+ranks:2").summary == (
+        "torchrun, 3 workers on 3 nodes, 1 server on each node with workers, 2 servers as ranks 3 to 4"
+    )
+
+
+def test_shares_where_some_servers_have_hosts_to_themselves() -> None:
+    a, b, c = Machine("a"), Machine("b"), Machine("c")
+    both = Servers.parse("node:1+ranks:1")
+    assert both.shares([a, a, b, b], [c]) == (0.5, 0.25, 0.25)
+    assert both.shares([a, a, b, b], [b]) == (), "a server that is beside a worker is not alone, whoever started it"
+    assert Servers.parse("first:2+ranks:1").shares([a, b], [c]) == (0.5, 0.25, 0.25)
+    assert Servers.parse("ranks:2").shares([a, b], [c, c]) == ()
+    assert Servers.parse("node:2").shares([a, b], []) == ()
+    assert Servers("first", 0, 3).shares([a, b], [a, b, c]) == (0.25, 0.25, 0.5), "roles that the launcher has given"
+
+
 def test_without_local_ranks_all_are_on_one_node() -> None:
     place = Detected(launcher="torch.distributed", job="a", rank=1, size=2)
 
@@ -79,9 +111,15 @@ def test_roles_that_the_launcher_has_given() -> None:
         take_seat(given, "first:1")
 
 
-@pytest.mark.parametrize("asked", ["first", "first:0", "first:-1", "last:1", "ranks:two", ":1"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("first", "first:0", "first:-1", "last:1", "ranks:two", ":1"),
+        *("first:1+node:1", "ranks:1+ranks:1", "node:1+", "node:1+ranks:0"),
+    ],
+)
 def test_what_is_no_placement(asked: str) -> None:
-    with pytest.raises(UsageError, match=f"servers is '{asked}', expected first:M"):
+    with pytest.raises(UsageError, match=re.escape(f"servers is '{asked}', expected first:M")):
         take_seat(JOB, asked)
 
 

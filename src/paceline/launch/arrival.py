@@ -19,7 +19,7 @@ from paceline.launch.guard import Guard
 from paceline.launch.local import GUARD_TIMEOUT_S
 from paceline.launch.machines import Machine, this_machine
 from paceline.launch.meeting import Board, Invitation, open_board
-from paceline.launch.placement import Seat, locate, take_seat
+from paceline.launch.placement import Seat, asked_for, locate, take_seat
 from paceline.launch.presence import Presence
 from paceline.launch.spec import ClusterSpec
 
@@ -54,6 +54,7 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> Arrival:
         DeadlineExceeded: not all have come in time; the message names who is missing.
     """
     timeout_s, seat = start_timeout_s(START_TIMEOUT_S), take_seat(detected, asked)
+    servers = asked_for(detected, asked)
     board = open_board(detected, asked_folder() or cache_folder())
     undo.callback(board.close)
     invitation, guard = _found(seat, detected, board, undo) if seat.founds else (_follow(detected, board), None)
@@ -66,10 +67,10 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> Arrival:
     if detected.may_span:
         wait_all(roll, timeout_s)
         if presence is not None and seat.role == "worker":
-            detected = locate(detected, roll.workers, presence.index)
+            detected = locate(detected, roll.workers, presence.index, anew=servers.has_both)
             seat = take_seat(detected, asked)
         if seat.founds:
-            settle(run_dir, seat, roll.machines, detected.master)
+            settle(run_dir, seat, roll.machines, detected.master, servers.shares(roll.workers, roll.servers))
     spec = wait_settled(run_dir, timeout_s)
     if presence is not None and spec.encrypted:
         presence.show()

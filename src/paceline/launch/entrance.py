@@ -53,7 +53,8 @@ def enter(servers: str | None) -> Stay | None:
     is over, and raises SystemExit(0).
 
     Args:
-        servers: "first:M", "node:M" or "ranks:M"; by default what PACELINE_SERVERS says, else "first:1".
+        servers: "first:M", "node:M", "ranks:M", or "node:M+ranks:N"; by default what PACELINE_SERVERS says, else
+            "first:1".
 
     Raises:
         UsageError: launcher and `servers` make no sense, or not together.

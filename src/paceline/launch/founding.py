@@ -53,12 +53,15 @@ def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
     return Invitation(str(run_dir), this_machine(), VERSION), guard
 
 
-def settle(run_dir: Path, seat: Seat, machines: list[Machine], master: tuple[str, int] | None) -> None:
+def settle(
+    run_dir: Path, seat: Seat, machines: list[Machine], master: tuple[str, int] | None, shares: tuple[float, ...] = ()
+) -> None:
     """Say how the processes of the job reach each other: on one machine by its memory, between machines by TCP and TLS.
 
     Raises UsageError where others cannot reach this machine.
 
     `machines` are those on which workers and servers are; at `master`, all have been told, is the first process.
+    `shares` are those of the servers, none for equal parts.
     """
     job, spans = secrets.token_hex(8), len(machines) > 1
     if spans:
@@ -68,6 +71,10 @@ def settle(run_dir: Path, seat: Seat, machines: list[Machine], master: tuple[str
         _issue(run_dir, job, seat)
         names = ", ".join(map(str, machines[:8])) + (", ..." if len(machines) > 8 else "")
         tell(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}")
+    if shares:
+        tell(
+            f"servers hold {', '.join(f'{share:.2f}' for share in shares)} of every table, as their hosts have workers"
+        )
     spec = ClusterSpec(
         job=job,
         num_workers=seat.num_workers,
@@ -75,6 +82,7 @@ def settle(run_dir: Path, seat: Seat, machines: list[Machine], master: tuple[str
         transport="tcp" if spans else "shm",
         run_dir=str(run_dir),
         encrypted=spans,
+        shares=shares,
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
     )
     spec.write(run_dir / SPEC_NAME)

@@ -46,6 +46,11 @@ class Roll:
         return [self._cards[f"worker {index}"].machine for index in range(self._awaited[0][1])]
 
     @property
+    def servers(self) -> list[Machine]:
+        """Where each of those servers is; once all have come."""
+        return [self._cards[f"server {index}"].machine for index in range(self._awaited[1][1])]
+
+    @property
     def machines(self) -> list[Machine]:
         """The machines on which somebody is, each once."""
         return list(dict.fromkeys(card.machine for card in self._cards.values()))
