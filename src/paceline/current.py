@@ -32,16 +32,22 @@ _Source = TypeVar("_Source")
 _current: ContextVar[Session] = ContextVar("paceline_session")
 
 
-def init(*, servers: str | None = None) -> Session:
+def init(session: Session | None = None, *, servers: str | None = None) -> Session:
     """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
 
     The session is left when the process ends. A process of torchrun, srun or mpirun finds its place by itself, as one
     of `paceline run` does; where it is to be a server, this serves until the job is over, and raises SystemExit(0).
 
     Args:
+        session: one that was joined before, for the calls of this script to speak to: what `paceline.connect` returns
+            that was given the address of a server of its own.
         servers: where servers are under another launcher than ours: "first:M" are M processes beside rank 0, "node:M"
             are M beside the first rank of every node, "ranks:M" are the last M ranks. By default what PACELINE_SERVERS
             says, else "first:1".
+
+    Raises:
+        UsageError: another session is given while one is joined.
+        PacelineError: the job cannot be joined.
 
     Example:
         >>> import paceline
@@ -49,11 +55,13 @@ def init(*, servers: str | None = None) -> Session:
         >>> paceline.rank(), paceline.size(), paceline.local_rank()
         (0, 1, 0)
     """
-    session = _current.get(None)
-    if session is None or session.closed:
-        session = connect(servers=servers)
-        _current.set(session)
-    return session
+    known = _current.get(None)
+    if known is None or known.closed:
+        known = session or connect(servers=servers)
+        _current.set(known)
+    elif session is not None and session is not known:
+        raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
+    return known
 
 
 def bind(session: Session) -> None:

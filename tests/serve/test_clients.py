@@ -12,7 +12,6 @@ import torch
 from tests.serve.house import House, house
 
 import paceline
-from paceline.current import bind
 from paceline.errors import PeerError, Refused, UsageError
 from paceline.node.table import Table
 from paceline.session import Session
@@ -98,8 +97,7 @@ def test_an_optimizer_goes_on_as_if_it_had_never_been_away(tmp_path: Path) -> No
         optimizer.step()
 
     for _ in range(2):  # each time another server process, as it were
-        with house(tmp_path / "state") as served, served.connect() as ps:
-            bind(ps)
+        with house(tmp_path / "state") as served, paceline.init(served.connect()):
             optimizer = paceline.distributed(torch.optim.Adam(model.parameters(), lr=0.1))
             for _ in range(2):
                 step(model, optimizer)
@@ -120,12 +118,15 @@ def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: Hous
         assert [zero.size, two.size, one.size] == [1, 3, 3]
         with pytest.raises(Refused, match="worker 2 of namespace 'default' is there already"):
             served.connect(rank=2)
+        with pytest.raises(UsageError, match="speaks to a session already, as worker 0"):
+            paceline.init(zero) and paceline.init(one)
         with pytest.raises(Refused, match=r"workers=3 .*others are with as many workers as come"):
             served.connect(workers=3)
         open_weights(zero, "asynchronous")
         two.close(politely=False)  # killed: it comes again as a new life of the same worker
         with served.connect(rank=2) as again:
             assert again.rank == 2
+            again.node._links[0]._post.connection.close()  # the line is cut, and made again
             assert open_weights(again, "asynchronous").push(torch.ones(3)).result(10.0).applied
 
 
