@@ -13,11 +13,11 @@ from torch.distributed import TCPStore
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.folders import check_folder
-from paceline.launch.gathering import Roll, declare_complete, wait_complete
+from paceline.launch.gathering import Roll, declare_complete, wait_complete, wait_settled
 from paceline.launch.machines import Machine
 from paceline.launch.meeting import FolderBoard, Invitation, StoreBoard
 from paceline.launch.presence import Presence, absent, wait_end
-from paceline.launch.spec import ClusterSpec
+from paceline.launch.spec import ClusterSpec, write_token
 
 HERE = Invitation("/run", Machine("host"))
 
@@ -154,6 +154,7 @@ def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:
 
 def test_who_is_missing_is_named(tmp_path: Path) -> None:
     spec = ClusterSpec(job="j", num_workers=3, num_servers=2, transport="shm", run_dir=str(tmp_path))
+    write_token(tmp_path)
     roll = Roll(tmp_path, 3, 0)
     taken = [Presence.begin(tmp_path, "worker", 1, 3)]
     (tmp_path / "server-0.address").write_text("shm:///run/s")
@@ -167,6 +168,16 @@ def test_who_is_missing_is_named(tmp_path: Path) -> None:
     assert ClusterSpec.read(tmp_path / CLUSTER_NAME).addresses == ("shm:///run/s", "shm:///run/t")
     for presence in taken:
         presence.end()
+
+
+def test_whoever_waits_hears_at_once_that_the_one_who_set_the_job_up_is_gone(tmp_path: Path) -> None:
+    spec = ClusterSpec(job="j", num_workers=1, num_servers=1, transport="shm", run_dir=str(tmp_path))
+    spec.write(tmp_path / "spec.json")  # which a folder keeps that the user has named
+
+    with pytest.raises(PeerError, match=r"is cleared: the process that made it has ended"):
+        wait_complete(spec, lambda: None)
+    with pytest.raises(PeerError, match=r"is cleared: the process that made it has ended"):
+        wait_settled(tmp_path / "gone")
 
 
 def test_an_invitation_of_somebody_else_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from paceline.launch.detect import Role
 from paceline.launch.folders import names_in
 from paceline.launch.machines import Machine
 from paceline.launch.presence import absent, card
-from paceline.launch.spec import ClusterSpec
+from paceline.launch.spec import TOKEN_NAME, ClusterSpec
 
 START_TIMEOUT_S: Final = 60.0
 POLL_INTERVAL_S: Final = 0.005
@@ -89,7 +89,7 @@ def wait_settled(run_dir: Path, timeout_s: float = START_TIMEOUT_S) -> ClusterSp
 
     Raises:
         DeadlineExceeded: it has not in time.
-        PeerError: it is gone, and the folder of the job with it.
+        PeerError: it is gone, and has cleared the folder of the job.
     """
     deadline_s = time.monotonic() + timeout_s
     while SPEC_NAME not in _names(run_dir):
@@ -107,7 +107,7 @@ def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: f
 
     Raises:
         DeadlineExceeded: it is not in time; the message names those who are missing.
-        PeerError: the process that has set it up is gone, and the folder of the job with it.
+        PeerError: the process that has set it up is gone, and has cleared the folder of the job.
     """
     deadline_s = time.monotonic() + timeout_s
     while CLUSTER_NAME not in _names(Path(spec.run_dir)):
@@ -135,8 +135,8 @@ def missing(spec: ClusterSpec) -> str:
 
 def _names(run_dir: Path) -> set[str]:
     names = names_in(run_dir)
-    if not names:
+    if TOKEN_NAME not in names:  # the first to be there and the first to go, also from a folder that is kept
         raise PeerError(
-            f"the folder of the job, {run_dir}, is gone: the process that made it has ended. Look at what it wrote"
+            f"the folder of the job, {run_dir}, is cleared: the process that made it has ended. Look at what it wrote"
         )
     return names
