@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
-from paceline import __version__
 from paceline.core.messages import Sender
 from paceline.errors import Refused
 from paceline.serve.messages import MAX_WORKERS, Admitted, Ask
+from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.core.membership import Life

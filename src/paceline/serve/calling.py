@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, final
 
-from paceline import __version__
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.launch.machines import look_up
 from paceline.serve.access import Access
@@ -14,6 +13,7 @@ from paceline.serve.messages import Admitted, Ask, TurnedAway, Visit, decode_sai
 from paceline.transport.base import Connection, Listener
 from paceline.transport.deadline import Deadline
 from paceline.transport.tcp import TcpTransport
+from paceline.version import __version__
 
 CONNECT_TIMEOUT_S: Final = 5.0
 # The reception answers when the namespace is there, which may have to be read from disk first.

@@ -36,7 +36,7 @@ def serve(
     listen: str = "127.0.0.1:7700",
     keys: Path | None = None,
     save_every: float = 60.0,
-    allow: tuple[str, ...] = (),
+    allow: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     or_previous: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Serve jobs that come and go, and keep their state on disk, until Ctrl-C or SIGTERM.
@@ -54,7 +54,7 @@ def serve(
     save_every
         Seconds after which what has changed is saved; a crash loses no more.
     allow
-        An update rule or function of your own that clients may name, as package.module:Name. May be repeated.
+        Update rules and functions of your own that clients may name, as package.module:Name; others are not run.
     or_previous
         Where the newest save of a namespace is damaged, go on from the one before it.
     """

@@ -7,8 +7,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from paceline import __version__
 from paceline.errors import CheckpointError
+from paceline.version import __version__
 
 FORMAT: Final = "paceline state 1"
 
