@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tests.attacks.target import PATIENCE_S
@@ -85,9 +86,11 @@ def dense(name: str = "z", *shape: int, rule: RuleSpec | None = None, consistenc
     return TableSpec(name, (Segment(name, shape or (4,)),), "float32", rule or Add(), consistency, "sum", "reject")
 
 
-def row_table(name: str = "q", rule: RuleSpec | None = None, **more: object) -> RowTableSpec:
-    given: dict[str, object] = {"width": 2, "dtype": "float32", "scale": "sum", "nonfinite": "reject"} | more
-    return RowTableSpec(name=name, rule=rule or Add(), consistency="asynchronous", **given)  # pyright: ignore
+def row_table(
+    name: str = "q", rule: RuleSpec | None = None, consistency: str = "asynchronous", **more: Any
+) -> RowTableSpec:
+    given = {"width": 2, "dtype": "float32", "scale": "sum", "nonfinite": "reject"} | more
+    return RowTableSpec(name=name, rule=rule or Add(), consistency=consistency, **given)
 
 
 def bytes_of(tensor: Tensor) -> bytes:

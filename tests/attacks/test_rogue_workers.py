@@ -21,6 +21,7 @@ from paceline.core.messages import (
     Clock,
     Closed,
     Delivered,
+    Fetched,
     Follow,
     Held,
     Join,
@@ -48,7 +49,7 @@ from paceline.node.requests import (
     TakePiece,
     WriteRows,
 )
-from paceline.node.wire import Hello, Keys, KeysWanted, PushFrame, RowPushFrame
+from paceline.node.wire import Hello, Keys, KeysWanted, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
 from paceline.tensors import update
 from paceline.tensors.rows.spec import FilterSpec, Lifecycle
 from paceline.tensors.rules import RuleSpec
@@ -278,6 +279,15 @@ def test_a_leap_of_the_clock_stalls_no_table(consistency: str) -> None:
         assert victim.read() == bytes(16)
 
 
+def test_a_leap_before_there_is_a_table_stalls_none_later() -> None:
+    with target() as victim, rogue_in(victim.servers, 1) as rogue:
+        rogue.say(Clock(rogue.sender, MOST))
+        rogue.say(Declare(1, dense("late", consistency="backup:1")))
+        rogue.say(Clock(rogue.sender, MOST))
+        assert [type(message) for message in rogue.hear()] == [Ticked, Done, Ticked]
+        assert victim.read() == bytes(16)
+
+
 def test_pushes_that_are_never_due_are_kept_within_bounds() -> None:
     with target(consistency="bsp") as victim, rogue_in(victim.servers, 1) as rogue:
         for seq in range(1100):
@@ -305,6 +315,15 @@ def test_who_waits_for_too_much_is_told(victim: Target) -> None:
     heard = outcome(victim, flood)
     assert len(heard) == 2 * (1099 - 1024)
     assert all(isinstance(message, Failed) and "waits for 1024 others" in message.reason for message in heard)
+
+
+def test_rows_that_are_given_up_twice_are_given_up(victim: Target) -> None:
+    def attack(rogue: Rogue) -> None:
+        rogue.say(DeclareRows(7, row_table("followed", consistency="essp:1")))
+        rogue.say(RowPullFrame(rogue.pull("followed").pull, ALL_IDS), bytes_of(IDS))
+        rogue.say(Unsubscribe(rogue.sender, "followed", 2), bytes_of(torch.tensor([1, 1, 2, 1, 9])))
+
+    assert [type(message) for message in outcome(victim, attack)] == [Done, Fetched]
 
 
 def test_a_rule_that_gives_up_breaks_its_table_and_no_other(victim: Target) -> None:

@@ -13,7 +13,8 @@ from paceline.core.messages import PushId
 
 Contributors = tuple[tuple[int, int], ...]
 
-# No worker gets more clocks than this ahead of a table that waits for clocks: each is closed by itself.
+# A tick counts for so many clocks ahead of the slowest worker: each may have to be closed by itself, and a worker
+# repeats a tick until it is answered in full.
 MAX_LEAD = 1 << 13
 
 

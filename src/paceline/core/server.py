@@ -177,8 +177,7 @@ class ServerCore:
             if table is not None and table.closes_clocks:
                 table.closing.withdraw(sender.worker, sender.incarnation, clock)
         before = self._clocks.slowest
-        furthest = (t.closing.clock + MAX_LEAD for t in self.tables.values() if t.closes_clocks)
-        self._clocks.advance(sender.worker, min([event.clock, *furthest]))
+        self._clocks.advance(sender.worker, min(event.clock, self._clocks.slowest + MAX_LEAD))
         effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
         self._progress(before, effects)
 

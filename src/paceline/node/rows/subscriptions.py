@@ -40,7 +40,7 @@ class Subscription:
         """Send these rows no longer, unless a read was answered that is not older than this one: it may be of them."""
         if request <= self._last_request:
             return
-        slots = self._rows.find(ids)
+        slots = self._rows.find(ids).unique()
         self._rows.remove(slots[slots >= 0])
 
     def note(self, ids: Tensor) -> None:
