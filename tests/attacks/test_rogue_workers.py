@@ -16,6 +16,7 @@ from tests.attacks.rogue import IDS, MOST, Rogue, bytes_of, container, dense, ro
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
 from tests.node.client import ONES
 
+from paceline.core.closing import MAX_LEAD
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -266,7 +267,9 @@ def test_another_generation_takes_no_part(victim: Target) -> None:
 
 @pytest.mark.parametrize("clock", [-1, 2**63, MOST])
 def test_a_leap_of_the_clock_takes_nobody_along(clock: int, victim: Target) -> None:
-    assert outcome(victim, lambda rogue: rogue.say(Clock(rogue.sender, clock))) == [Ticked(max(0, clock))]
+    assert outcome(victim, lambda rogue: rogue.say(Clock(rogue.sender, clock))) == [
+        Ticked(min(max(0, clock), MAX_LEAD))
+    ]
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "backup:1"])
