@@ -83,7 +83,7 @@ def is_read_or_refused(read: Callable[[], object], refusal: type[PacelineError])
 
 
 @given(any_bytes(*VALID))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_messages(data: bytes) -> None:
     message = is_read_or_refused(lambda: decode(data), PeerError)
     assert message is None or type(decode(encode(message))) is type(message)
@@ -125,7 +125,7 @@ def test_files_of_tls(tmp_path: Path, data: bytes, place: int) -> None:
 
 
 @given(st.text(max_size=60) | st.from_regex(r"(tcp://)?\[?[0-9a-f:.%]{0,20}\]?:[0-9]{0,7}", fullmatch=True))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_addresses(address: str) -> None:
     def listen() -> None:
         TcpTransport(CREDENTIALS).listen(address).close()
@@ -154,7 +154,7 @@ FRAME = encode_prefix(Prefix(Kind.INLINE, 9, 20)) + b"a header." + bytes(20)
 
 
 @given(any_bytes(FRAME, FRAME * 9))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 def test_frames(data: bytes) -> None:
     with stream_of(data) as channel:
         connection = StreamConnection(Greeted(channel, b""), "peer", Limits(), InlineBodies())
