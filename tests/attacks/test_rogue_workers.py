@@ -52,7 +52,7 @@ from paceline.node.requests import (
 )
 from paceline.node.wire import Hello, Keys, KeysWanted, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
 from paceline.tensors import update
-from paceline.tensors.rows.spec import FilterSpec, Lifecycle
+from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
 
 Attack = Callable[[Rogue], None]
@@ -220,6 +220,11 @@ HOPELESS: dict[str, tuple[Attack, str]] = {
         declare_rows(life=Lifecycle(memory_bytes=1 << 24, spill="a\0b")),
         "null byte",
     ),
+    "first values beyond all numbers": (
+        declare_rows(dtype="float16", first=First("constant", 1e6)),
+        "a number that float16 can hold",
+    ),
+    "first values that are none": (declare_rows(first=First("normal", math.nan)), "a number that float32 can hold"),
     "a filter without its numbers": (declare_rows(filters=(FilterSpec("int8", {}),)), "has the numbers none"),
     "an unknown filter": (declare_rows(filters=(FilterSpec("sieve", {}),)), "There is no filter"),
     "a thousand filters": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Literal, TypeAlias, get_args
@@ -14,6 +14,8 @@ from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale
 
 FirstKind: TypeAlias = Literal["constant", "uniform", "normal"]
 Evict: TypeAlias = Literal["lru", "lfu"]
+
+_LARGEST: Mapping[DType, float] = {"float32": 3.4e38, "float64": 1.79e308, "bfloat16": 3.38e38, "float16": 65504.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ class RowTableSpec:
         for field, value, allowed in choices:
             if value not in get_args(allowed):
                 yield f"{field} is '{value}', expected one of {', '.join(get_args(allowed))}."
+        if not abs(self.first.scale) <= _LARGEST[self.dtype]:
+            yield f"its first values are scaled by {self.first.scale}, expected a number that {self.dtype} can hold."
         yield from self._life_problems()
         Consistency.parse(self.consistency)
 
