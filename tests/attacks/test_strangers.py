@@ -321,3 +321,22 @@ def test_a_hundred_who_say_nothing_keep_no_worker_out(
         with member(servers, 7):
             assert time.monotonic() - began_s < 5.0
         assert victim.read() == bytes(16)
+
+
+def test_a_server_that_is_out_of_threads_turns_away_who_comes_and_goes_on(
+    plain: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("paceline-read"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with open_raw(plain.address) as turned_away:
+            shake_hands(turned_away, IDENTITY)
+            assert read_to_end(turned_away) == b""
+    with member(plain.servers, 8):
+        assert plain.read() == bytes(16)

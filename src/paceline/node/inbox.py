@@ -81,8 +81,13 @@ class Inbox:
         thread = threading.Thread(target=self._read, name=name, args=(connection,), daemon=True)
         with self._lock:
             self._connections[id(connection)] = connection
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads: who is turned away now may come again
+            self.drop(connection)
+            return
+        with self._lock:
             self._threads = [*(known for known in self._threads if known.is_alive()), thread]
-        thread.start()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
