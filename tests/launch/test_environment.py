@@ -7,10 +7,13 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.environment import (
     Place,
+    allows_plain_collectives,
+    asked_host,
     child_environment,
     chose_num_threads,
     find_launcher,
     find_place,
+    start_timeout_s,
     wants_colour,
 )
 
@@ -19,6 +22,20 @@ def test_a_place_is_found_again() -> None:
     place = Place(Path("/run/cluster.json"), rank=3, local_rank=1, incarnation=2)
 
     assert find_place(place.as_environment()) == place
+
+
+def test_what_is_asked_of_jobs_on_several_machines() -> None:
+    asked = {"PACELINE_HOST": "10.1.0.0/16", "PACELINE_START_TIMEOUT_S": "300", "PACELINE_PLAIN_COLLECTIVES": "1"}
+
+    assert (asked_host(asked), start_timeout_s(60.0, asked), allows_plain_collectives(asked)) == (
+        "10.1.0.0/16",
+        300.0,
+        True,
+    )
+    assert (asked_host({}), start_timeout_s(60.0, {}), allows_plain_collectives({})) == (None, 60.0, False)
+    assert not allows_plain_collectives({"PACELINE_PLAIN_COLLECTIVES": "0"})
+    with pytest.raises(UsageError, match="PACELINE_START_TIMEOUT_S must be a whole number"):
+        start_timeout_s(60.0, {"PACELINE_START_TIMEOUT_S": "soon"})
 
 
 def test_nobody_launched_us() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch.cards import Card
+from paceline.launch.carriers import tell_user
 from paceline.launch.detect import Detected
 from paceline.launch.environment import asked_folder, cache_folder, start_timeout_s
 from paceline.launch.folders import check_folder, names_in
-from paceline.launch.founding import make_folder, settle, tell
+from paceline.launch.founding import make_folder, settle
 from paceline.launch.gathering import START_TIMEOUT_S, Roll, wait_all, wait_settled
 from paceline.launch.guard import Guard
 from paceline.launch.local import GUARD_TIMEOUT_S
@@ -88,7 +89,7 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> Arrival:
 
 def _found(seat: Seat, detected: Detected, board: Board, undo: ExitStack) -> tuple[Invitation, Guard]:
     """Set the job up, and tell the others where."""
-    tell(seat.summary)
+    tell_user(seat.summary)
     invitation, guard = make_folder(shared=detected.may_span)
     undo.callback(guard.dismiss, GUARD_TIMEOUT_S)
     if not detected.may_span:

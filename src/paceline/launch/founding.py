@@ -1,13 +1,13 @@
 """What the process does that sets a job up: it makes the folder of the job, and settles how all reach each other."""
 
 import secrets
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from paceline.launch.addresses import SPEC_NAME
 from paceline.launch.cards import VERSION
+from paceline.launch.carriers import tell_user
 from paceline.launch.environment import asked_folder, asked_host, cache_folder, start_timeout_s
 from paceline.launch.folders import make_private
 from paceline.launch.gathering import START_TIMEOUT_S
@@ -29,11 +29,6 @@ from paceline.launch.placement import Seat
 from paceline.launch.spec import ClusterSpec, write_private, write_token
 
 FOUNDER_NAME: Final = "founder.address"  # in the folder of the job: where this process is, for others to find a way to
-
-
-def tell(text: str) -> None:
-    """Say what was found, once a job."""
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
@@ -70,9 +65,9 @@ def settle(
         write_private(run_dir / FOUNDER_NAME, address.encode())
         _issue(run_dir, job, seat)
         names = ", ".join(map(str, machines[:8])) + (", ..." if len(machines) > 8 else "")
-        tell(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}")
+        tell_user(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}")
     if shares:
-        tell(
+        tell_user(
             f"servers hold {', '.join(f'{share:.2f}' for share in shares)} of every table, as their hosts have workers"
         )
     spec = ClusterSpec(
