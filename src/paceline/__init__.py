@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.training.downpour import downpour
     from paceline.training.fsdp import fsdp
     from paceline.training.local_sgd import diloco, local_sgd
+    from paceline.tuning.api import tune
 
 __all__ = [
     "Consistency",
@@ -74,6 +75,7 @@ __all__ = [
     "shard",
     "size",
     "ssp",
+    "tune",
     "update",
     "wait",
 ]
@@ -91,6 +93,7 @@ _HOMES = {
     "fsdp": "paceline.training.fsdp",
     "managed": "paceline.node.rows.managed",
     "prefetch": "paceline.data.prefetching",
+    "tune": "paceline.tuning.api",
 }
 _MODULES = {
     "filters": "paceline.tensors.filters",

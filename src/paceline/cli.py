@@ -1,4 +1,4 @@
-"""The command line: `paceline run`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate` and `plan`.
+"""The command line: `paceline run`, `tune`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate` and `plan`.
 
 Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
@@ -18,11 +18,14 @@ from paceline.launch.choices import Engine, OnCrash, OnError, ScaleName, TraceLe
 from paceline.ray.options import RayOptions
 
 if TYPE_CHECKING:
+    from cyclopts import ArgumentCollection
+
     from paceline.launch.plan import LocalRun
 
 TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
-TAKING_SCRIPTS: Final = ("run", "launch")
+# At which place the script stands that takes all the rest: a search has its file before it.
+SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2}
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -44,6 +47,7 @@ def run(
     script: Path,
     /,
     *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    config: Path | None = None,
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     engine: Engine = "local",
@@ -75,6 +79,9 @@ def run(
         The Python script that every worker runs.
     args
         Its arguments.
+    config
+        A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; what is
+        said here wins.
     workers
         Number of worker processes.
     servers
@@ -133,7 +140,7 @@ def run(
         ray,
         LocalRun(
             script=script,
-            args=args,
+            args=(*config_args(config), *args),
             num_workers=workers,
             num_servers=servers,
             transport=transport,
@@ -167,6 +174,7 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
     return run_local(asked)
 
 
+app.command("paceline.tuning.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.emit.command:launch", name="launch", help="Write a batch script, or a manifest.")
 app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
 app.command("paceline.launch.keys_command:app", name="keys", help="Make and revoke keys for several machines.")
@@ -174,6 +182,34 @@ app.command("paceline.demo.command:demo", name="demo", help="Train on handwritte
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")
 app.command("paceline.planning.command:plan", name="plan", help="Say what fits where, and how to distribute.")
+
+
+def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Let `run` take options from the file behind --config, but for those that the command line names."""
+    if commands != ("run",) or not (named := arguments.match("--config")[0].tokens):
+        return
+    from paceline.launch.config import as_text, read_config
+
+    path = named[0].value
+    for name, value in read_config(Path(path)).options.items():
+        try:
+            argument, _, _ = arguments.match(f"--{name}")
+        except ValueError:
+            raise UsageError(
+                f"{path}: '{name}' is no option of paceline run; arguments of the script go to args"
+            ) from None
+        if not argument.tokens:
+            argument.append(Token(keyword=f"--{name}", value=as_text(value), source=path))
+
+
+app.config = (take_config,)
+
+
+def config_args(config: Path | None) -> tuple[str, ...]:
+    """Return the arguments of the script that a file has."""
+    from paceline.launch.config import read_config
+
+    return () if config is None else read_config(config).args
 
 
 def check_consistency(text: str | None) -> None:
@@ -221,20 +257,22 @@ def answer(tokens: Sequence[str]) -> int:
 
 
 def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into our own part and, for `run` and `launch`, the script with all that follows it.
+    """Split a command line into our own part and, for commands that take one, the script with all that follows it.
 
     >>> split_at_script(["run", "-n", "4", "--quiet", "train.py", "-n", "9"])
     (['run', '-n', '4', '--quiet'], ['train.py', '-n', '9'])
     """
     flags = switches()
-    position = 1
-    while tokens and tokens[0] in TAKING_SCRIPTS and position < len(tokens):
+    position, before = 1, SCRIPT_PLACES.get(tokens[0], 0) if tokens else 0
+    while before and position < len(tokens):
         token = tokens[position]
         if token == END_OF_OPTIONS:
             return list(tokens[:position]), list(tokens[position + 1 :])
         if not token.startswith("-"):
-            return list(tokens[:position]), list(tokens[position:])
-        position += 1 if token in flags or "=" in token else 2
+            before -= 1
+            if not before:
+                return list(tokens[:position]), list(tokens[position:])
+        position += 1 if token in flags or "=" in token or not token.startswith("-") else 2
     return list(tokens), []
 
 

@@ -1,0 +1,132 @@
+"""Files that say how a script is run: options of `paceline run`, and arguments of the script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import msgspec
+from msgspec import json as as_json
+from msgspec import toml as as_toml
+from msgspec import yaml as as_yaml
+
+from paceline.errors import UsageError
+
+Choice = bool | int | float | str
+ARGS: Final = "args"
+
+_FORMATS: Final[Mapping[str, ModuleType]] = {
+    ".toml": as_toml,
+    ".yaml": as_yaml,
+    ".yml": as_yaml,
+    ".json": as_json,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What such a file holds: options without their dashes, as `workers` or `on-crash`, and what the script gets."""
+
+    options: Mapping[str, Choice]
+    args: tuple[str, ...] = ()
+
+    def to_toml(self, note: str) -> str:
+        r"""Write it as a file with a comment on top.
+
+        Example:
+            >>> print(RunConfig({"workers": 2, "strategy": "ssp:3"}, ("--lr=0.1",)).to_toml("The best of 30."), end="")
+            # The best of 30.
+            workers = 2
+            strategy = "ssp:3"
+            args = [
+              "--lr=0.1",
+            ]
+        """
+        options = [f"{name} = {_toml(value)}" for name, value in self.options.items()]
+        args = [f"{ARGS} = [", *(f"  {_toml(arg)}," for arg in self.args), "]"] if self.args else []
+        return "\n".join([*(f"# {line}" for line in note.splitlines()), *options, *args, ""])
+
+
+def read_mapping(path: Path) -> dict[str, object]:
+    """Read a file of TOML, YAML or JSON, as its name says.
+
+    Raises:
+        UsageError: it is not there, is none of these, cannot be read, or holds no names with values.
+    """
+    format_of = _FORMATS.get(path.suffix.lower())
+    if format_of is None:
+        raise UsageError(f"{path}: expected a file whose name ends in {', '.join(_FORMATS)}")
+    try:
+        found = format_of.decode(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: reading YAML needs PyYAML, not installed here: pip install 'paceline[tune]', or write it as TOML"
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"{path}: expected names with values, got {type(found).__name__}")
+    return found
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read a file for `paceline run --config`: options by their names, and `args` as a list or as names with values.
+
+    Whether there are such options is seen by who takes them.
+
+    Raises:
+        UsageError: it cannot be read, or a value is neither text, a number nor a truth value.
+    """
+    found = read_mapping(path)
+    try:
+        args = msgspec.convert(found.pop(ARGS, ()), tuple[Choice, ...] | dict[str, Choice])
+        options = msgspec.convert(found, dict[str, Choice])
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"{path}: {error}; an option has one value, and {ARGS} is a list, or names with values"
+        ) from error
+    told = flags(args) if isinstance(args, dict) else [as_text(arg) for arg in args]
+    return RunConfig({option_name(name): value for name, value in options.items()}, tuple(told))
+
+
+def option_name(name: str) -> str:
+    """Return a name as options are written.
+
+    >>> option_name("grace_s")
+    'grace-s'
+    """
+    return name.replace("_", "-")
+
+
+def flags(values: Mapping[str, Choice]) -> Sequence[str]:
+    """Return names with values as a script's arguments; what is true stands without a value, what is false not at all.
+
+    >>> flags({"lr": 0.001, "batch": 32, "amp": True, "shuffle": False})
+    ['--lr=0.001', '--batch=32', '--amp']
+    """
+    return [
+        f"--{name}" if value is True else f"--{name}={as_text(value)}"
+        for name, value in values.items()
+        if value is not False
+    ]
+
+
+def as_text(value: Choice) -> str:
+    """Return a value as it is written on a command line.
+
+    >>> as_text(True), as_text(1e-05), as_text("ssp:3")
+    ('true', '1e-05', 'ssp:3')
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _toml(value: Choice) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return as_text(value)

@@ -1,0 +1,141 @@
+"""`paceline.tune`: a search from a program, and what `paceline tune` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paceline.errors import UsageError
+from paceline.launch.config import Choice, read_mapping
+from paceline.launch.script import check_script
+from paceline.tuning.checking import check_run_options
+from paceline.tuning.display import Silence, open_display
+from paceline.tuning.drawing import draw_search
+from paceline.tuning.driving import Driver, Terms
+from paceline.tuning.folder import Folder, Task
+from paceline.tuning.space import read_search
+from paceline.tuning.study import Study, Trial
+
+if TYPE_CHECKING:
+    from paceline.tuning.driving import Display
+
+_NEEDED: Final = ("optuna", "matplotlib")
+_CALLED: Final = "search"  # a search that no file describes
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of a search.
+
+    Attributes:
+        best: the best trial that has come to its end; None if none has.
+        trials: all of them, by number, those that were interrupted included.
+        folder: with `best.toml` for `paceline run --config`, the picture `trials.png`, the journal, and for each trial
+            its traces and output.
+    """
+
+    best: Trial | None
+    trials: tuple[Trial, ...]
+    folder: Path
+
+
+def tune(
+    search: Mapping[str, object] | Path | str,
+    script: Path | str,
+    args: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    servers: int | None = None,
+    engine: str | None = None,
+    jobs: int = 1,
+    out: Path | str | None = None,
+    resume: bool = False,
+    trial_timeout_s: float | None = None,
+    progress: bool = False,
+) -> Tuned:
+    """Run a script many times with different parameters, as `paceline tune` does, and return what came of it.
+
+    Blocks until all trials are done; call it from the main thread. Needs `pip install 'paceline[tune]'`.
+
+    Args:
+        search: what is searched and how, or the file that says so: `method`, `trials`, `metric`, `parameters`, ...
+        script: what every worker of a trial runs; it calls `paceline.report`.
+        args: its arguments; a parameter takes the place of {its name} there, or else comes behind as --NAME=VALUE.
+        workers: of each trial, as for `paceline run`; more such options belong under `run` in `search`.
+        servers: of each trial.
+        engine: where the processes of each trial run.
+        jobs: how many trials run at the same time; they share the machine's cores.
+        out: new or empty folder for what comes of it; by default runs/tune-NAME by the name of the file.
+        resume: go on with the search in `out`, if one was begun there: it must be the same.
+        trial_timeout_s: how long a trial may take; then it has failed.
+        progress: show trials on stderr.
+
+    Raises:
+        UsageError: the search makes no sense, the script is not there, or the folder holds something else.
+
+    Example:
+        >>> import paceline
+        >>> search = {"method": "grid", "metric": "accuracy", "parameters": {"lr": [0.1, 0.3]}}
+        >>> tuned = paceline.tune(search, "train.py", ["--epochs=5"], workers=2)  # doctest: +SKIP
+        >>> tuned.best.parameters, tuned.best.value  # doctest: +SKIP
+        ({'lr': 0.3}, 0.97)
+    """
+    check_needed()
+    task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
+    path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
+    terms = Terms(jobs, trial_timeout_s)
+    if resume and any(path.glob("search.json")):
+        folder = Folder.reopen(path)
+        if folder.task != task:
+            raise UsageError(f"{path} holds another search, script or arguments: name another folder")
+        return pursue(folder, terms, progress=progress)
+    return pursue(Folder.begin(path, task), terms, progress=progress)
+
+
+def check_needed() -> None:
+    """Raise UsageError when what a search needs beyond Paceline itself is not installed."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"a search needs {' and '.join(missing)}, not installed here: pip install 'paceline[tune]'.")
+
+
+def describe_task(
+    search: Mapping[str, object] | Path | str, script: Path, args: Sequence[str], run: Mapping[str, Choice | None]
+) -> Task:
+    """Return what is to be done, after all of it was checked; options that are given here win over the search's own.
+
+    Raises:
+        UsageError: something about it cannot be.
+    """
+    told = search if isinstance(search, Mapping) else read_mapping(Path(search))
+    name = _CALLED if isinstance(search, Mapping) else Path(search).name
+    options = told.get("run", {})
+    given = {option: value for option, value in run.items() if value is not None}
+    if isinstance(options, Mapping) and given:
+        told = {**told, "run": {**options, **given}}
+    checked = read_search(told, name)
+    check_run_options(checked, name)
+    check_script(script)
+    return Task(
+        name=name, search=checked, script=str(script.absolute()), args=tuple(args), working_folder=str(Path.cwd())
+    )
+
+
+def pursue(folder: Folder, terms: Terms, *, progress: bool) -> Tuned:
+    """Begin a search, or go on with it, to its end; draw its picture."""
+    if terms.jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {terms.jobs}")
+    if terms.trial_timeout_s is not None and not terms.trial_timeout_s > 0:
+        raise UsageError(f"--trial-timeout-s must be more than 0, got {terms.trial_timeout_s:g}")
+    with folder:
+        search = folder.task.search
+        study = Study.open(search, folder.journal)
+        display: Display = open_display(search, sys.stderr) if progress else Silence()
+        Driver(folder, study, terms, display).drive()
+        trials, best = study.trials(), study.best()
+        draw_search(search, trials, best, study.importances(), folder.picture, folder.task.name)
+        return Tuned(best, tuple(trials), folder.path)

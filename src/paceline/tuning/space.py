@@ -1,0 +1,213 @@
+"""What is searched: parameters and what each may be, the method, and what counts as better. Checked before all else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Final, Literal
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.launch.config import Choice, option_name
+
+Method = Literal["grid", "random", "tpe"]
+Metric = Literal["loss", "accuracy"]
+Direction = Literal["minimize", "maximize"]
+Pruning = Literal["none", "median", "halving"]
+
+OF_THE_RUN: Final = "run."  # before the name of a parameter that is an option of `paceline run`
+OURS: Final = ("config", "run-dir", "progress", "quiet", "traceback")  # options that every trial gets from here
+MAX_COMBINATIONS: Final = 10_000
+
+_NAME: Final = re.compile(r"[A-Za-z][\w.-]*")
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers from `low` to `high`, both included: whole ones if both are. By ratio if `log`.
+
+    `steps` is how many of them a grid takes; without it, all whole numbers.
+    """
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    steps: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def points(self) -> tuple[int | float, ...]:
+        """Return the numbers that a grid takes.
+
+        >>> Span(1, 4).points(), Span(0.001, 0.1, log=True, steps=3).points()
+        ((1, 2, 3, 4), (0.001, 0.01, 0.1))
+        """
+        if self.steps is None:
+            return tuple(range(int(self.low), int(self.high) + 1))
+        shares = [step / (self.steps - 1) for step in range(self.steps)]
+        if self.log:
+            inner = [self.low * (self.high / self.low) ** share for share in shares[1:-1]]
+        else:
+            inner = [self.low + (self.high - self.low) * share for share in shares[1:-1]]
+        if self.is_whole:
+            return tuple(dict.fromkeys(round(point) for point in (self.low, *inner, self.high)))
+        return (self.low, *(float(f"{point:.12g}") for point in inner), self.high)
+
+
+Parameters = Mapping[str, Span | tuple[Choice, ...]]
+
+
+class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A search, as a file describes it.
+
+    Attributes:
+        parameters: by name, what each may be: a list of values, or low and high. Each becomes an argument --NAME=VALUE
+            of the script, or takes the place of {NAME} in one that was given; run.NAME is an option of the run.
+        method: "grid" tries all combinations, "random" any, "tpe" what looks promising after those that were tried.
+        trials: how many; not with a grid.
+        metric: what the script reports: "accuracy", or "loss", that on held-out data if it measures one, else that of
+            training.
+        direction: what is better; by default a smaller loss, and a larger accuracy.
+        seed: of the suggestions.
+        pruning: whether trials are stopped that are behind: "median" of the others at the same report, or not among
+            the best third at reports 1, 3, 9, ... ("halving").
+        every: how many reports of training loss make one value, their mean.
+        run: options of `paceline run` for all trials.
+    """
+
+    parameters: dict[str, Span | tuple[Choice, ...]]
+    method: Method = "tpe"
+    trials: int | None = None
+    metric: Metric = "loss"
+    direction: Direction | None = None
+    seed: int = 0
+    pruning: Pruning = "none"
+    every: int = 10
+    run: dict[str, Choice] = {}
+
+    @property
+    def minimizes(self) -> bool:
+        """Whether a smaller value is better."""
+        return self.direction == "minimize" if self.direction else self.metric == "loss"
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there are to be."""
+        return len(self.combinations()) if self.trials is None else self.trials
+
+    def combinations(self) -> Sequence[Mapping[str, Choice]]:
+        """Return what a grid tries, in order."""
+        points = [spec.points() if isinstance(spec, Span) else spec for spec in self.parameters.values()]
+        return [dict(zip(self.parameters, one, strict=True)) for one in product(*points)]
+
+
+def read_search(told: Mapping[str, object], source: str) -> Search:
+    """Return a search from what a file says, or a call.
+
+    Raises:
+        UsageError: a name is not known, a value makes no sense, or nothing is left to search; `source` is named.
+
+    Example:
+        >>> search = read_search({"trials": 20, "parameters": {"lr": {"low": 1e-4, "high": 1, "log": True}}}, "here")
+        >>> search.method, search.minimizes
+        ('tpe', True)
+    """
+    parameters = told.get("parameters")
+    if not isinstance(parameters, Mapping) or not parameters:
+        raise UsageError(
+            f"{source}: there is nothing to search: expected parameters, such as lr: {{low: 0.01, high: 1}}"
+        )
+    specs = {str(name): _read_parameter(str(name), value, source) for name, value in parameters.items()}
+    try:
+        search = msgspec.convert({**told, "parameters": {}}, Search)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{source}: {error}") from error
+    options = {option_name(name): value for name, value in search.run.items()}
+    search = msgspec.structs.replace(search, parameters=specs, run=options)
+    _check(search, source)
+    return search
+
+
+def _read_parameter(name: str, told: object, source: str) -> Span | tuple[Choice, ...]:
+    where = f"{source}: parameter '{name}'"
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{where}: a name has letters, digits, dots, dashes and underscores, and begins with a letter")
+    try:
+        if isinstance(told, Mapping):
+            span = msgspec.convert(told, Span, strict=False)  # PyYAML takes 1e-4 for text
+            _check_span(span, where)
+            return span
+        choices = msgspec.convert(told, tuple[Choice, ...])
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {error}; expected a list of values, or low and high") from error
+    twice = [choice for place, choice in enumerate(choices) if choice in choices[:place]]  # True is 1, for Optuna too
+    if not choices or twice:
+        raise UsageError(f"{where}: expected different values, got {f'{twice[0]} twice' if twice else 'none'}")
+    if any(isinstance(choice, float) and not math.isfinite(choice) for choice in choices):
+        raise UsageError(f"{where}: expected numbers that are finite, got {list(choices)}")
+    return choices
+
+
+def _check_span(span: Span, where: str) -> None:
+    got = f"got low {span.low:g} and high {span.high:g}"
+    if not (math.isfinite(span.low) and math.isfinite(span.high)):
+        raise UsageError(f"{where}: low and high must be finite, {got}")
+    if span.low >= span.high:
+        raise UsageError(f"{where}: low must be less than high, {got}; a single value is written as a list of one")
+    if span.log and span.low <= 0:
+        raise UsageError(f"{where}: with log, low must be more than 0, {got}")
+    if span.steps is not None and span.steps < 2:
+        raise UsageError(f"{where}: steps must be at least 2, low and high, got {span.steps}")
+
+
+def _check(search: Search, source: str) -> None:
+    """Raise UsageError for what contradicts itself."""
+    for name, number in (("trials", search.trials), ("every", search.every)):
+        if number is not None and number < 1:
+            raise UsageError(f"{source}: {name} must be at least 1, got {number}")
+    _check_run(search, source)
+    spans = {name: spec for name, spec in search.parameters.items() if isinstance(spec, Span)}
+    if search.method == "grid":
+        _check_grid(search, spans, source)
+        return
+    if search.trials is None:
+        raise UsageError(f"{source}: the method {search.method} needs a number of trials, such as trials: 30")
+    stepped = [name for name, span in spans.items() if span.steps is not None]
+    if stepped:
+        raise UsageError(f"{source}: parameter '{stepped[0]}': steps are for a grid, and the method is {search.method}")
+
+
+def _check_grid(search: Search, spans: Mapping[str, Span], source: str) -> None:
+    if search.trials is not None:
+        raise UsageError(f"{source}: a grid tries all its combinations; leave out trials, or take the method random")
+    num_combinations = 1
+    for name, spec in search.parameters.items():
+        span = spans.get(name)
+        if span is not None and span.steps is None and not span.is_whole:
+            raise UsageError(f"{source}: parameter '{name}': between {span.low:g} and {span.high:g} a grid needs steps")
+        whole = span is not None and span.steps is None
+        size = int(spec.high - spec.low) + 1 if whole and isinstance(spec, Span) else _num_points(spec)
+        num_combinations *= size
+    if num_combinations > MAX_COMBINATIONS:
+        raise UsageError(
+            f"{source}: a grid of {num_combinations} combinations, and at most {MAX_COMBINATIONS} are tried"
+        )
+
+
+def _num_points(spec: Span | tuple[Choice, ...]) -> int:
+    return len(spec) if isinstance(spec, tuple) else spec.steps or 0
+
+
+def _check_run(search: Search, source: str) -> None:
+    varied = [option_name(name.removeprefix(OF_THE_RUN)) for name in search.parameters if name.startswith(OF_THE_RUN)]
+    both = [name for name in varied if name in search.run]
+    if both:
+        raise UsageError(f"{source}: '{both[0]}' is set under run and searched as run.{both[0]}; name it once")
+    ours = [name for name in (*search.run, *varied) if name in OURS]
+    if ours:
+        raise UsageError(f"{source}: '{ours[0]}' cannot be set for trials: each has its own, which is set here")

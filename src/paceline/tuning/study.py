@@ -1,0 +1,267 @@
+"""The trials of a search: what each was given and what it came to. Optuna suggests, and keeps them in a journal.
+
+Rules: (1) whatever is told is in the journal before the call returns. (2) A trial that was running when its search was
+killed is interrupted: it counts for nothing, and comes again with the same parameters before anything new.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, Literal, Self, final
+
+from paceline.errors import UsageError
+from paceline.tuning.space import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    import optuna
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial
+
+    from paceline.launch.config import Choice
+    from paceline.tuning.space import Parameters, Search
+
+State = Literal["running", "finished", "pruned", "failed", "interrupted"]
+
+MEDIAN_STARTUP: Final = 5  # trials that are finished before one is stopped
+HALVING_FACTOR: Final = 3
+_STUDY: Final = "search"
+_REASON: Final = "reason"
+_MEASURED: Final = "measured"
+_AGAIN: Final = "again"  # of which interrupted trial
+_POINT: Final = "point"  # of a grid
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial.
+
+    Attributes:
+        value: of the whole trial, if it is finished.
+        reports: the values that it was compared by while it ran, in order.
+        reason: why it was stopped, or has failed.
+    """
+
+    number: int
+    parameters: Mapping[str, Choice]
+    state: State
+    value: float | None = None
+    reports: tuple[float, ...] = ()
+    reason: str = ""
+
+
+@final
+class Study:
+    """All trials of a search, in a journal if there is to be one. For one process at a time.
+
+    Example:
+        >>> from paceline.tuning.space import read_search
+        >>> study = Study.open(read_search({"method": "grid", "parameters": {"lr": [0.1, 0.2]}}, "here"))
+        >>> while (trial := study.ask()) is not None:
+        ...     study.finish(trial.number, trial.parameters["lr"] * 2)
+        >>> study.best().parameters
+        {'lr': 0.1}
+    """
+
+    def __init__(self, search: Search, study: optuna.Study) -> None:
+        self._search = search
+        self._study = study
+        self._running: dict[int, optuna.Trial] = {}
+        self._points = search.combinations() if search.method == "grid" else ()
+        self._fail_interrupted()
+
+    @classmethod
+    def open(cls, search: Search, journal: Path | None = None) -> Self:
+        """Begin a search, or go on with the one in the journal.
+
+        Raises:
+            UsageError: Optuna is not installed.
+        """
+        try:
+            import optuna
+        except ImportError as error:
+            raise UsageError("a search needs Optuna, not installed here: pip install 'paceline[tune]'.") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(
+            storage=None if journal is None else _open_storage(journal),
+            study_name=_STUDY,
+            load_if_exists=True,
+            direction="minimize" if search.minimizes else "maximize",
+            pruner=_pruner(search),
+        )
+        # Who goes on must not suggest once more what was suggested at the beginning.
+        study.sampler = _sampler(search, num_before=len(study.get_trials(deepcopy=False)))
+        return cls(search, study)
+
+    # -- trials that run ---------------------------------------------------------------------------------------------
+
+    def ask(self) -> Trial | None:
+        """Return the next trial, which now runs; None when all have been begun."""
+        known = self._study.get_trials(deepcopy=False)
+        if not any(one.state.name == "WAITING" for one in known):
+            counted = [one for one in known if _state(one) != "interrupted"]
+            again = self._to_come_again(known)
+            if again is not None:
+                self._enqueue(again.params, {**again.user_attrs, _AGAIN: again.number})
+            elif len(counted) >= self._search.num_trials:
+                return None
+            elif self._points:
+                taken = {one.user_attrs[_POINT] for one in counted}
+                point = next(point for point in range(len(self._points)) if point not in taken)
+                self._enqueue(self._points[point], {_POINT: point})
+        trial = self._study.ask()
+        self._running[trial.number] = trial
+        parameters = {name: self._suggest(trial, name) for name in self._parameters}
+        return Trial(trial.number, parameters, "running")
+
+    def report(self, number: int, values: Sequence[float]) -> bool:
+        """Note all values of a running trial up to now; return whether it is so far behind that it is to be stopped."""
+        trial = self._running[number]
+        for step, value in list(enumerate(values, start=1))[self._num_told(number) :]:
+            trial.report(value, step)
+            if trial.should_prune():
+                return True
+        return False
+
+    def finish(self, number: int, value: float, reports: Sequence[float] = (), *, measured: bool = True) -> None:
+        """Note that a trial has come to its end, all its reports, and whether they were measured on held-out data."""
+        trial = self._running.pop(number)
+        for step, reported in list(enumerate(reports, start=1))[self._num_told(number) :]:
+            trial.report(reported, step)
+        trial.set_user_attr(_MEASURED, measured)
+        self._study.tell(trial, value)
+
+    def prune(self, number: int, reason: str) -> None:
+        """Note that a trial was stopped, as it was behind."""
+        self._end(number, reason, "PRUNED")
+
+    def fail(self, number: int, reason: str) -> None:
+        """Note that a trial has failed."""
+        self._end(number, reason, "FAIL")
+
+    # -- what is known -----------------------------------------------------------------------------------------------
+
+    def trials(self) -> list[Trial]:
+        """Return all trials, by number."""
+        frozen = self._study.get_trials(deepcopy=False)
+        return [_as_trial(one) for one in frozen if one.state.name != "WAITING"]
+
+    def best(self) -> Trial | None:
+        """Return the best of those that are finished, of equals the first."""
+        finished = [trial for trial in self.trials() if trial.value is not None]
+        sign = 1 if self._search.minimizes else -1
+        return min(finished, key=lambda trial: sign * (trial.value or 0.0), default=None)
+
+    @property
+    def measured(self) -> bool | None:
+        """Whether measurements on held-out data count: for accuracy, or if the first trial made some; None before."""
+        if self._search.metric == "accuracy":
+            return True
+        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        return bool(finished[0].user_attrs[_MEASURED]) if finished else None
+
+    def importances(self) -> dict[str, float]:
+        """Return how much of the differences between good and average trials each parameter explains, 0 to 1."""
+        from optuna.importance import get_param_importances
+
+        finished = [trial for trial in self.trials() if trial.value is not None]
+        varied = [name for name in self._parameters if len({trial.parameters[name] for trial in finished}) > 1]
+        if len(finished) < 2 or len({trial.value for trial in finished}) < 2 or not varied:
+            return {}
+        return dict(get_param_importances(self._study, params=varied))
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> Parameters:
+        return self._search.parameters
+
+    def _num_told(self, number: int) -> int:
+        return len(self._study.get_trials(deepcopy=False)[number].intermediate_values)
+
+    def _end(self, number: int, reason: str, state: Literal["PRUNED", "FAIL"]) -> None:
+        from optuna.trial import TrialState
+
+        trial = self._running.pop(number)
+        trial.set_user_attr(_REASON, reason)
+        self._study.tell(trial, state=TrialState[state])
+
+    def _enqueue(self, parameters: Mapping[str, Choice], attributes: Mapping[str, object]) -> None:
+        self._study.enqueue_trial(dict(parameters), user_attrs=dict(attributes))
+
+    def _fail_interrupted(self) -> None:
+        from optuna.trial import TrialState
+
+        for one in self._study.get_trials(deepcopy=False):
+            if one.state == TrialState.RUNNING:
+                self._study.tell(one.number, state=TrialState.FAIL)
+
+    def _to_come_again(self, known: Sequence[FrozenTrial]) -> FrozenTrial | None:
+        came = {one.user_attrs[_AGAIN] for one in known if _AGAIN in one.user_attrs}
+        waiting = [one for one in known if _state(one) == "interrupted" and one.number not in came]
+        return next((one for one in waiting if set(one.params) == set(self._parameters)), None)
+
+    def _suggest(self, trial: optuna.Trial, name: str) -> Choice:
+        spec = self._parameters[name]
+        if isinstance(spec, tuple) or self._points:
+            chosen = trial.suggest_categorical(name, spec.points() if isinstance(spec, Span) else spec)
+            assert chosen is not None
+            return chosen
+        if spec.is_whole:
+            return trial.suggest_int(name, int(spec.low), int(spec.high), log=spec.log)
+        return trial.suggest_float(name, spec.low, spec.high, log=spec.log)
+
+
+def _open_storage(journal: Path) -> BaseStorage:
+    from paceline.tuning.journal import open_journal
+
+    return open_journal(journal)
+
+
+def _sampler(search: Search, num_before: int) -> BaseSampler:
+    from optuna.samplers import RandomSampler, TPESampler
+
+    seed = int.from_bytes(sha256(f"{search.seed} {num_before}".encode()).digest()[:4], "big")
+    return TPESampler(seed=seed) if search.method == "tpe" else RandomSampler(seed=seed)
+
+
+def _pruner(search: Search) -> BasePruner:
+    from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+
+    match search.pruning:
+        case "none":
+            return NopPruner()
+        case "median":
+            return MedianPruner(n_startup_trials=MEDIAN_STARTUP)
+        case "halving":
+            return SuccessiveHalvingPruner(min_resource=1, reduction_factor=HALVING_FACTOR)
+
+
+def _state(frozen: FrozenTrial) -> State:
+    """Return the state of a trial; one that ended without a reason did so with the process that saw to it."""
+    match frozen.state.name:
+        case "COMPLETE":
+            return "finished"
+        case "PRUNED":
+            return "pruned"
+        case "FAIL":
+            return "failed" if _REASON in frozen.user_attrs else "interrupted"
+        case _:
+            return "running"
+
+
+def _as_trial(frozen: FrozenTrial) -> Trial:
+    state = _state(frozen)
+    return Trial(
+        frozen.number,
+        frozen.params,
+        state,
+        frozen.value if state == "finished" else None,
+        tuple(value for _, value in sorted(frozen.intermediate_values.items())),
+        frozen.user_attrs.get(_REASON, ""),
+    )
