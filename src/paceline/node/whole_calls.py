@@ -73,7 +73,7 @@ class WholeCalls:
 
     def write(self, piece: RowPiece) -> None:
         """Write rows to the servers that they belong to, over those that are there, once earlier clocks are in."""
-        order, counts = self.node.rows.ops.split(piece.ids, self.node.num_servers)
+        order, counts = self.node.rows.owners.split(piece.ids)
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
             for at in order.split(counts)

@@ -39,6 +39,7 @@ from paceline.node.reads import ReadOutcome, Reads
 from paceline.node.requests import Declare, DeclareRows
 from paceline.node.rows.client import RowClient
 from paceline.node.rows.opened import CacheOptions, OpenedRows
+from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
 from paceline.node.wire import Hello, encode
@@ -83,9 +84,9 @@ class WorkerNode:
         self._waiting = Waiting(self.settings.sender.worker, self.options.wait_timeout_s, lambda: self._core.clock)
         self._changed = self._waiting.changed
         self.calls = Calls(self._send_request, self._waiting, len(self.addresses), self.settings.retry_s)
-        self.rows = RowClient(
-            self._core, self._waiting, row_ops(), len(self.addresses), self._send_request, self._handle, self._fail
-        )
+        ops = row_ops()
+        owners = Owners(ops, len(self.addresses), self.settings.shares)
+        self.rows = RowClient(self._core, self._waiting, ops, owners, self._send_request, self._handle, self._fail)
         # A quarter of the first pause is fine enough for pauses that double.
         self._timekeeper = Timekeeper(self.settings.retry_s / 4, self._repeat_due)
 

@@ -5,6 +5,7 @@ import torch
 from paceline.core.consistency import essp, ssp
 from paceline.core.events import WantRows
 from paceline.node.rows.opened import CacheOptions, OpenedRows
+from paceline.node.rows.owners import Owners
 from paceline.node.rows.readings import Readings
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
@@ -31,7 +32,7 @@ def opened(consistency: object, kept: dict[int, list[int]]) -> OpenedRows:
 
 def plan(table: OpenedRows, needs: int, delivered: list[int], *, refresh: bool = False) -> tuple[WantRows, set[int]]:
     """Return what is wanted of which servers, and which ids are asked for."""
-    reading, want = Readings(OPS, 2).plan(table, torch.arange(20), needs, delivered, refresh=refresh)
+    reading, want = Readings(Owners(OPS, 2)).plan(table, torch.arange(20), needs, delivered, refresh=refresh)
     return want, {int(row) for server in reading.asked for row in reading.ids_for(server)}
 
 

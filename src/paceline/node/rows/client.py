@@ -19,6 +19,7 @@ from paceline.node.outgoing import PushOutcome, settled
 from paceline.node.rows.budgeted import BudgetedRows, BudgetedTables
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions, OpenedRows
+from paceline.node.rows.owners import Owners
 from paceline.node.rows.parcels import ID_BYTES, ids_body
 from paceline.node.rows.pushing import Part, RowPush, RowPushes, Say
 from paceline.node.rows.readings import Readings, RowReading
@@ -45,7 +46,7 @@ class RowClient:
     core: WorkerCore
     waiting: Waiting
     ops: RowOps
-    num_servers: int
+    owners: Owners
     say: Say
     handle: Callable[[WorkerEvent], None]
     fail: Callable[[str], None]
@@ -56,7 +57,7 @@ class RowClient:
 
     def __post_init__(self) -> None:
         """Start without tables."""
-        self._readings = Readings(self.ops, self.num_servers)
+        self._readings = Readings(self.owners)
         self.budgeted = BudgetedTables(self.waiting, self.fail)
 
     # -- the user's calls --------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ class RowClient:
                 opened.budgeted = self._budgeted(opened, options.communication)
                 self.budgeted.open(opened.budgeted)
             self._tables[spec.name] = opened
-            self.handle(Opened(spec.name, opened.consistency, tuple(range(self.num_servers)), keyed=True))
+            self.handle(Opened(spec.name, opened.consistency, tuple(range(self.owners.num_servers)), keyed=True))
         return opened
 
     def begin(self, table: str, ids: Tensor, needs: int, *, refresh: bool) -> RowReading:
@@ -83,7 +84,7 @@ class RowClient:
                 )
             if opened.cache is not None:
                 self._unsubscribe(opened, opened.cache.use(ids))
-            delivered = [self.core.rows.delivered(table, server) for server in range(self.num_servers)]
+            delivered = [self.core.rows.delivered(table, server) for server in range(self.owners.num_servers)]
             reading, want = self._readings.plan(opened, ids, needs, delivered, refresh=refresh)
             self._readings.begin(self.core.next_request, reading)
             self.handle(want)
@@ -246,7 +247,7 @@ class RowClient:
         """Return for each id the clock that the deliveries of its server have reached."""
         clocks = torch.full((len(ids),), -1)
         if opened.is_delivered:
-            order, counts = self.ops.split(ids, self.num_servers)
+            order, counts = self.owners.split(ids)
             for server, places in enumerate(order.split(counts)):
                 clocks[places] = self.core.rows.delivered(opened.spec.name, server)
         return clocks
@@ -256,7 +257,7 @@ class RowClient:
         if not opened.is_delivered or not len(ids):
             return
         ids = ids[~torch.isin(ids, self._readings.ids_of(opened.spec.name))]  # those are on their way here again
-        order, counts = self.ops.split(ids, self.num_servers)
+        order, counts = self.owners.split(ids)
         for server, places in enumerate(order.split(counts)):
             if len(places):
                 unsubscribe = Unsubscribe(self.core.settings.sender, opened.spec.name, self.core.next_request)
@@ -293,11 +294,11 @@ class RowClient:
     def _parts(self, opened: OpenedRows, sifted: Sifted) -> dict[int, Part]:
         """Cut a push by server, of those that get some of it, or all whose mean it counts in."""
         echo, everywhere = self._echo(opened, sifted.ids), opened.counts_everyone
-        if self.num_servers == 1:
+        if self.owners.num_servers == 1:
             if not (everywhere or len(sifted.ids)):
                 return {}
             return {0: Part(sifted.ids, sifted.encoded, echo, opened.hyper_for(0))}
-        order, counts = self.ops.split(sifted.ids, self.num_servers)
+        order, counts = self.owners.split(sifted.ids)
         return {
             server: Part(
                 sifted.ids[at], sifted.encoded[at], None if echo is None else echo[at], opened.hyper_for(server)
@@ -337,7 +338,7 @@ class RowClient:
 
     def _awaited(self, opened: OpenedRows) -> set[int]:
         """Return the servers from which rows may come that they have made before this moment."""
-        name, servers = opened.spec.name, range(self.num_servers)
+        name, servers = opened.spec.name, range(self.owners.num_servers)
         delivering = {s for s in servers if opened.is_delivered and self.core.rows.delivered(name, s) >= 0}
         return delivering | self.core.rows.awaited(name)
 

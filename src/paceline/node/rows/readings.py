@@ -14,8 +14,8 @@ from paceline.errors import PacelineError
 from paceline.node.outgoing import promise
 from paceline.node.rows.cache import UNKNOWN
 from paceline.node.rows.opened import OpenedRows
+from paceline.node.rows.owners import Owners
 from paceline.node.rows.parcels import Parcel
-from paceline.tensors.rows.ops import RowOps
 
 
 @dataclass(slots=True)
@@ -49,8 +49,7 @@ class RowReading:
 class Readings:
     """Reads by request. Used under the lock of the worker node."""
 
-    ops: RowOps
-    num_servers: int
+    owners: Owners
     _open: dict[int, RowReading] = field(default_factory=dict[int, RowReading])
 
     def plan(
@@ -68,7 +67,7 @@ class Readings:
         cache = opened.cache
         rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype) if cache is None else None
         reading = RowReading(opened.spec.name, needs, ids, rows, torch.full((len(ids),), UNKNOWN))
-        order, counts = self.ops.split(ids, self.num_servers)
+        order, counts = self.owners.split(ids)
         fetch: list[int] = []
         deliver: list[int] = []
         for server, places in enumerate(order.split(counts)):
@@ -105,10 +104,10 @@ class Readings:
         reading = self._open[effect.request]
         places = reading.asked[effect.server]
         reading.clocks[places] = effect.clock
-        if reading.rows is not None and self.num_servers == 1:
+        if reading.rows is not None and self.owners.num_servers == 1:
             reading.rows = parcel.together  # all of them, in the order of the ids
         elif reading.rows is not None:
-            self.ops.scatter(reading.rows, places, parcel.together)
+            self.owners.ops.scatter(reading.rows, places, parcel.together)
         return reading.ids[places]
 
     def finish(self, done: ReadDone) -> bool:
