@@ -24,19 +24,25 @@ RETRY_INTERVAL_S: Final = 0.02
 class Guard:
     """The launcher's end of the pipe."""
 
-    def __init__(self, run_dir: Path, *, temporary: bool) -> None:
-        """Start the guard; it clears `run_dir` at the end, and removes it when it is `temporary`."""
+    def __init__(self, run_dir: Path, *, temporary: bool, orphan: bool = False) -> None:
+        """Start the guard; it clears `run_dir` at the end, and removes it when it is `temporary`.
+
+        As an `orphan` it is nobody's child, for a process whose master kills its children with it. Then `pid` is not
+        the guard's.
+        """
         keep = "temporary" if temporary else "kept"
         # No inherited output: the guard must not hold open a pipe that somebody reads until the launcher ends.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(run_dir), keep],
+            [sys.executable, "-I", "-S", __file__, str(run_dir), keep, *(("orphan",) if orphan else ())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if orphan else subprocess.DEVNULL,  # its end is the guard's
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
         )
         self.pid = self._process.pid
+        if orphan:
+            self._process.wait()  # it has started the guard
 
     def watch(self, group: int) -> None:
         """Watch over a process group from now on."""
@@ -48,10 +54,8 @@ class Guard:
 
     def dismiss(self, timeout_s: float) -> None:
         """Let the guard do its last duty, and wait until it is gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
-            self._process.wait(timeout_s)
+            self._process.communicate(timeout=timeout_s)  # closes our end of the pipe first
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -108,4 +112,6 @@ def main(run_dir: Path, *, temporary: bool) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[3:] and os.fork():
+        os._exit(0)
     main(Path(sys.argv[1]), temporary=sys.argv[2] == "temporary")

@@ -92,7 +92,7 @@ class Shell:
 
     def _live(self, order: Order) -> None:
         """Watch over the process from its start to its end."""
-        guard = Guard(self._folder, temporary=True)
+        guard = Guard(self._folder, temporary=True, orphan=True)
         exit_code = EXIT_NOT_STARTED
         try:
             exit_code = self._watch(order, guard)
