@@ -42,8 +42,8 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
         session: one that was joined before, for the calls of this script to speak to: what `paceline.connect` returns
             that was given the address of a server of its own.
         servers: where servers are under another launcher than ours: "first:M" are M processes beside rank 0, "node:M"
-            are M beside the first rank of every node, "ranks:M" are the last M ranks. By default what PACELINE_SERVERS
-            says, else "first:1".
+            are M beside the first rank of every node, "ranks:M" are the last M ranks, "node:M+ranks:N" are both. By
+            default what PACELINE_SERVERS says, else "first:1".
 
     Raises:
         UsageError: another session is given while one is joined.
