@@ -5,17 +5,21 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from tests.serve.house import House, house
 
 import paceline
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.launch.holders import Holder
 from paceline.launch.keys import issue_keys, make_keys, revoke
-from paceline.serve.access import server_access
+from paceline.serve.access import Pass, server_access
+from paceline.serve.location import Location
+from paceline.serve.messages import Ask, TurnedAway, Visit, encode
+from paceline.transport.base import EMPTY, Connection
+from paceline.version import __version__
 
 TOKEN = bytes(range(32))
 
@@ -55,6 +59,33 @@ def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) 
         taken.listen()
         with told_in_time(DeadlineExceeded, rf"paceline://127\.0\.0\.1:{port}/a does not answer: waited .* s for the"):
             paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
+
+
+def talk(connection: Connection, header: bytes, body: memoryview) -> None:
+    with closing(connection):
+        connection.send(header, body, timeout_s=5.0)
+        connection.receive(timeout_s=5.0)
+
+
+def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> None:
+    transport = Pass(token=served.state / "token").access(Location.parse(served.address()), None).transport()
+    asking, question = encode(Visit("default")), encode(Ask(None, None, __version__))
+    nonsense = [
+        (b"", question, EMPTY),
+        (b"\xff" * 99, question, EMPTY),
+        (encode(Visit("nobody", b"hello")), b"?", EMPTY),
+        (asking, b"", EMPTY),
+        (asking, b"\x81" * 999, EMPTY),
+        (asking, encode(TurnedAway("you")), EMPTY),
+        (asking, question, memoryview(bytes(1000))),
+    ]
+    for identity, header, body in nonsense:
+        connection = transport.connect(f"tcp://127.0.0.1:{served.port}", identity, timeout_s=5.0)
+        with pytest.raises(ConnectionLost):
+            talk(connection, header, body)
+    with served.connect() as ps:
+        assert ps.rank == 0
+    assert served.told.lines == []
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class Reception:
     def _answer(self, connection: Connection, visit: Visit) -> None:
         """Answer one who asks for its place; whoever does not listen has none."""
         try:
-            asked = decode_said(connection.receive(timeout_s=_QUESTION_TIMEOUT_S).header)
+            asked = decode_said(connection.receive(timeout_s=_QUESTION_TIMEOUT_S, place=_nowhere).header)
             if isinstance(asked, Ask):
                 answer = self._place(visit.namespace, asked, connection.papers)
                 connection.send(encode(answer), timeout_s=_QUESTION_TIMEOUT_S)
@@ -80,6 +80,11 @@ class Reception:
             return self._namespaces.admit(namespace, ask, _holder_rank(papers))
         except PacelineError as error:
             return TurnedAway(str(error))
+
+
+def _nowhere(_header: bytes, size_bytes: int) -> None:
+    """Take no memory for one who brings more than a question."""
+    raise PeerError(f"a question at the reception came with {size_bytes} bytes beside it")
 
 
 def _holder_rank(papers: Papers) -> int | None:

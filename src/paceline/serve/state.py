@@ -174,6 +174,7 @@ class StateFolder:
     def __init__(self, path: Path) -> None:
         """Make the folder if it is missing; raises UsageError when another server works with it, or others may."""
         _make_own(path)
+        _make_own(path / NAMESPACES_NAME)
         self.path: Final = path
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
