@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.launch.launching import command, launch, write_script
+from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.errors import UsageError
 from paceline.launch.local import run_local
@@ -219,6 +219,31 @@ sys.exit(4)
 
     assert result.code == 4
     assert "worker 0 had not ended 0.2 s after it was told to, and was killed" in result.stderr
+
+
+def test_a_worker_that_would_finish_its_step_ends_at_once_with_a_run_that_failed(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+from pathlib import Path
+from paceline.launch.notice import CALLED_OFF_NAME, Notice
+gate = os.path.join(spec.run_dir, "gate")
+if place.rank == 0:
+    notice = Notice(Path(spec.run_dir) / CALLED_OFF_NAME)
+    notice.listen()
+    os.mkfifo(gate)
+    open(gate, "w").close()
+    while True: signal.sigtimedwait([], 0.05)
+while not os.path.exists(gate): pass
+open(gate).close()
+sys.exit(4)
+""",
+    )
+
+    result = launch(script, grace_s=TIMEOUT_S)
+
+    assert result.code == 4
+    assert "worker 1 ended with exit code 4; the run was stopped" in result.stderr
 
 
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
