@@ -35,7 +35,7 @@ app = App(
     name="paceline",
     help="The parameter server for PyTorch. Any command takes --traceback, to show where an error came from.",
     version=__version__,
-    help_format="plaintext",
+    help_format="markdown",  # which fills lines anew
     print_error=False,
     exit_on_error=False,
     result_action="return_int_as_exit_code_else_zero",
@@ -175,7 +175,7 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
 
 
 app.command("paceline.tuning.command:tune", name="tune", help="Search over the hyperparameters of a script.")
-app.command("paceline.launch.emit.command:launch", name="launch", help="Write a batch script, or a manifest.")
+app.command("paceline.launch.emit.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
 app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
 app.command("paceline.launch.keys_command:app", name="keys", help="Make and revoke keys for several machines.")
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
