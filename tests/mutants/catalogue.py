@@ -15,7 +15,7 @@ class Mutant:
     new: str
 
 
-WORKER, SERVER, LEDGER = "core/worker.py", "core/server.py", "core/ledger.py"
+WORKER, SERVER, LEDGER, TABLES = "core/worker.py", "core/server.py", "core/ledger.py", "core/tables.py"
 READERS, CLOSING, MEMBERSHIP = "core/readers.py", "core/closing.py", "core/membership.py"
 CLOCKS, OUTBOX, CONSISTENCY = "core/clocks.py", "core/outbox.py", "core/consistency.py"
 
@@ -186,14 +186,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every server decides who contributes",
         SERVER,
-        "while not self._follows and self._is_complete(table):",
-        "while self._is_complete(table):",
+        "while not self._follows and table.is_complete(self._clocks):",
+        "while table.is_complete(self._clocks):",
     ),
     Mutant(
         "a quorum although none was asked for",
-        SERVER,
-        "clock, backups = table.closing.clock, table.consistency.backups",
-        "clock, backups = table.closing.clock, 1",
+        TABLES,
+        "clock, backups = self.closing.clock, self.consistency.backups",
+        "clock, backups = self.closing.clock, 1",
     ),
     Mutant(
         "a push for a closed clock is held", SERVER, "elif push.clock < table.closing.clock:", "elif push.clock < 0:"

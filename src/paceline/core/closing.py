@@ -13,9 +13,10 @@ from paceline.core.messages import PushId
 
 Contributors = tuple[tuple[int, int], ...]
 
-# A tick counts for so many clocks ahead of the slowest worker: each may have to be closed by itself, and a worker
-# repeats a tick until it is answered in full.
+# The lead decides no more clocks than this before all other servers have followed.
 MAX_LEAD = 1 << 13
+# By one event no more clocks are closed than this, so that a worker whose clock leaps keeps nobody waiting.
+MAX_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -36,6 +37,11 @@ class Closing:
     def __post_init__(self) -> None:
         """Remember where the table began."""
         self._began = self.clock
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """Whether the other servers have to follow first."""
+        return len(self._decided) >= MAX_LEAD
 
     def hold(self, push_id: PushId, clock: int) -> None:
         """Keep a push until its clock closes."""

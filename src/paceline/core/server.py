@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
-from paceline.core.closing import MAX_LEAD, Closing, Contributors
+from paceline.core.closing import MAX_AT_ONCE, Closing, Contributors
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout
 from paceline.core.ledger import WINDOW
@@ -57,6 +57,7 @@ class ServerCore:
     lives: Lives = field(init=False)
     tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
     _clocks: Clocks = field(init=False)
+    _has_more: bool = False  # clocks are to be closed that an event has left
 
     def __post_init__(self) -> None:
         """Count on the expected workers from the start, so that no early one runs ahead of them."""
@@ -106,7 +107,7 @@ class ServerCore:
         """Return when `handle(Timeout(), now)` is due next, or None."""
         asks = [t.ask_lead_at for t in self.tables.values() if t.closes_clocks]
         candidates = [*(asks if self._follows else ()), *filter(None, [self.lives.next_deadline()])]
-        return min(candidates, default=None)
+        return 0.0 if self._has_more else min(candidates, default=None)
 
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
@@ -177,12 +178,13 @@ class ServerCore:
             if table is not None and table.closes_clocks:
                 table.closing.withdraw(sender.worker, sender.incarnation, clock)
         before = self._clocks.slowest
-        self._clocks.advance(sender.worker, min(event.clock, self._clocks.slowest + MAX_LEAD))
+        self._clocks.advance(sender.worker, event.clock)
         effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
         self._progress(before, effects)
 
     def _progress(self, before: int, effects: list[ServerEffect]) -> None:
         """Follow a change of the clocks: close what is complete, then release and deliver."""
+        self._has_more = False
         for name, table in self.tables.items():
             if table.closes_clocks:
                 self._close_complete(name, table, effects)
@@ -190,21 +192,18 @@ class ServerCore:
                 self._release(name, table, effects)
 
     def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
-        """On the lead: close every clock that enough workers have finished, and tell those who wait to know."""
-        while not self._follows and self._is_complete(table):
+        """On the lead: close clocks that enough workers have finished, some at a time, and tell those who wait."""
+        last = table.closing.clock + MAX_AT_ONCE
+        while not self._follows and table.is_complete(self._clocks):
             clock = table.closing.clock
+            if clock == last:
+                self._has_more = True
+                return
             finished = self._clocks.past(clock)
-            contributors = table.closing.decide([(worker, self._incarnation(worker)) for worker in finished])
+            contributors = table.closing.decide([(worker, self._living(worker).incarnation) for worker in finished])
             self._close(name, table, contributors, effects)
             for server in table.closing.followers_of(clock):
                 effects.append(Tell(server, Closed(self.settings.generation, name, clock, contributors)))
-
-    def _is_complete(self, table: ServedTable) -> bool:
-        """Say whether enough workers have finished the current clock of a table."""
-        clock, backups = table.closing.clock, table.consistency.backups
-        if not backups:
-            return len(self._clocks) > 0 and self._clocks.slowest > clock
-        return len(self._clocks.past(clock)) >= max(1, len(self._clocks) - backups)
 
     def _close(self, name: str, table: ServedTable, contributors: Contributors, effects: list[ServerEffect]) -> None:
         clock = table.closing.clock
@@ -229,12 +228,13 @@ class ServerCore:
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
-        if event.generation != self.settings.generation or table is None:
+        if event.generation != self.settings.generation or table is None or not table.closes_clocks:
             return
         contributors = table.closing.follow(event.server, event.clock)
         if contributors is not None:
             closed = Closed(event.generation, event.table, event.clock, contributors)
             effects.append(Tell(event.server, closed))
+        self._close_complete(event.table, table, effects)
 
     def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
@@ -353,6 +353,8 @@ class ServerCore:
         for name, table in self.tables.items():
             if self._follows and table.closes_clocks and table.ask_lead_at <= now:
                 self._ask_lead(name, table, now, effects)
+        if self._has_more:
+            self._progress(self._clocks.slowest, effects)
 
     def _give_up(self, worker: int, life: Life, change: str, reason: str, effects: list[ServerEffect]) -> None:
         """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it.
@@ -385,9 +387,6 @@ class ServerCore:
         if life is None:
             raise ProtocolBug(f"worker {worker} is served values but takes no part; lives: {self.lives}")
         return life
-
-    def _incarnation(self, worker: int) -> int:
-        return self._living(worker).incarnation
 
     def _unknown(self, table: str) -> str:
         names = ", ".join(sorted(self.tables)[:20]) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.core.clocks import Clocks
 from paceline.core.closing import Closing
 from paceline.core.consistency import Consistency
 from paceline.core.ledger import Ledger
@@ -32,6 +33,15 @@ class ServedTable:
     def closes_clocks(self) -> bool:
         """Say whether updates become visible clock by clock."""
         return self.consistency.visible == "on_clock"
+
+    def is_complete(self, clocks: Clocks) -> bool:
+        """Say whether enough workers have finished its current clock, and no server is too far behind to close it."""
+        clock, backups = self.closing.clock, self.consistency.backups
+        if self.closing.is_far_ahead:
+            return False
+        if not backups:
+            return len(clocks) > 0 and clocks.slowest > clock
+        return len(clocks.past(clock)) >= max(1, len(clocks) - backups)
 
     def fetched(self, pull: Pull, clock: int, ledger: Ledger) -> Fetched:
         """Return the answer to a pull, to go with the values as they are now."""
