@@ -92,6 +92,18 @@ def test_a_manifest_has_room_for_all_and_lets_nobody_in(capsys: pytest.CaptureFi
     )
 
 
+def test_the_command_of_a_manifest_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = kuberay(capsys, "-n", "3", "-m", "2", "--cpus", "2", "--gpus", "1", "train.py", "-n", "9")
+
+    options, script = cli.split_at_script(shlex.split(spec["entrypoint"])[1:])
+    command, bound, _ = cli.app.parse_args([*options, cli.END_OF_OPTIONS, *script], exit_on_error=False)
+
+    assert command is cli.run
+    assert bound.arguments["engine"] == "ray"
+    assert (bound.arguments["workers"], bound.arguments["servers"]) == (3, 2)
+    assert (str(bound.arguments["script"]), bound.arguments["args"]) == ("train.py", ("-n", "9"))
+
+
 def test_every_argument_arrives_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = slurm(capsys, "my train.py", *ODD)
     spec = kuberay(capsys, "my train.py", *ODD)
