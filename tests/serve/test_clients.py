@@ -205,11 +205,14 @@ def test_clients_are_no_group_that_calls_each_other(served: House) -> None:
             future.result(10.0)
 
 
-def test_code_that_the_server_was_not_told_of_is_not_run_there(tmp_path: Path) -> None:
+def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_path: Path) -> None:
     with house(tmp_path / "state") as served, served.connect() as ps:
         weights = open_weights(ps)
         with pytest.raises(Refused, match="own_functions"):
             weights.call("tests.node.own_functions:increment")
+        life = paceline.Lifecycle(memory_bytes=1 << 20, spill=str(tmp_path))
+        with pytest.raises(Refused, match="writes where its own user says and nowhere else"):
+            ps.table("users", rows=2, update=paceline.update.Add(), life=life)
 
 
 def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

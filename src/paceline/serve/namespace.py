@@ -32,7 +32,8 @@ T = TypeVar("T")
 LEASE_S: Final = 15.0
 JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
-_END_TIMEOUT_S: Final = 60.0
+SAVE_TIMEOUT_S: Final = 600.0  # for as much as a machine may hold
+_END_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class Namespace:
     def close(self) -> None:
         """Save what has changed, and end; blocks until it has."""
         try:
-            self._ask(self._save_changes, _END_TIMEOUT_S)
+            self._ask(self._save_changes, SAVE_TIMEOUT_S)
         except Ended:
             pass
         except PacelineError as error:
@@ -134,11 +135,11 @@ class Namespace:
         with self._changed:
             if self._node is not None:
                 self._node.stop()
-        self.wait_end()
+        self.wait_end(_END_TIMEOUT_S)
 
-    def wait_end(self) -> None:
-        """Block until its thread has ended."""
-        self._thread.join(_END_TIMEOUT_S)
+    def wait_end(self, timeout_s: float) -> None:
+        """Block until its thread has ended, for so long at most."""
+        self._thread.join(timeout_s)
 
     def _ask(self, call: Callable[[Holdings], T], timeout_s: float) -> T:
         """Have something done by the thread that serves, and return what comes of it."""
@@ -220,6 +221,7 @@ class Namespace:
         )
 
         def take_up(held: Holdings) -> None:
+            held.rows.may_spill = False
             if save is not None:
                 restore_tables(save, held)
             self._admission = Admission(self.name, generation, self._workers)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.transport.base import Transport
 
 MAX_NAMESPACES: Final = 64
+_END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
 
 
 @final
@@ -48,7 +49,7 @@ class Namespaces:
             try:
                 return namespace.admit(ask, holder_rank)
             except Ended:  # its last client has just left
-                namespace.wait_end()
+                namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
     def bring(self, name: str, guest: Guest) -> None:
@@ -96,6 +97,6 @@ class Namespaces:
                     "these, or have the folder of one that nobody needs removed"
                 )
             if known is not None:
-                known.wait_end()
+                known.wait_end(_END_TIMEOUT_S)
             self._open[name] = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
             return self._open[name]

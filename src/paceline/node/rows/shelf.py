@@ -65,11 +65,13 @@ class RowShelf:
         server: its rank.
         ops: what moves rows.
         allowed_paths: limits which rules may be imported by path; None allows all.
+        may_spill: whether workers may name a directory here, for rows that have no place in main memory.
     """
 
     server: int
     ops: RowOps
     allowed_paths: frozenset[str] | None = None
+    may_spill: bool = True
     tables: dict[str, ServedRows] = field(default_factory=dict[str, ServedRows])
 
     def __contains__(self, table: str) -> bool:
@@ -92,6 +94,11 @@ class RowShelf:
         consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
+            if spec.life.spill and not self.may_spill:
+                raise UsageError(
+                    f"table '{spec.name}' is to spill to {spec.life.spill}, but server {self.server} writes where its "
+                    "own user says and nowhere else: declare it without memory_bytes and spill."
+                )
             check_filters(spec.filters)
             require_room(spec.name, 0, len(self.tables), f"server {self.server}")
             rule = row_rule(spec.rule, self.allowed_paths)
