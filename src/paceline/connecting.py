@@ -21,8 +21,7 @@ from paceline.serve.calling import enter
 from paceline.serve.location import Location
 from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
-from paceline.session import Session
-from paceline.session import connect as join_here
+from paceline.session import Session, start
 from paceline.transport.base import Transport
 
 
@@ -75,7 +74,7 @@ def connect(
             raise UsageError(
                 "connect: token, keys, ca, certificate, key, rank and workers are for an address: give it."
             )
-        return join_here(transport=transport, place=place, servers=servers)
+        return start(transport=transport, place=place, servers=servers)
     if any(given is not None for given in for_launched):
         raise UsageError("connect: transport, place and servers are for launched jobs, and not for an address.")
     return _join_remote(Location.parse(address), Pass(token, keys, ca, certificate, key), rank, workers)

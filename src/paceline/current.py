@@ -11,7 +11,7 @@ from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
 from paceline.parallel.parallelize import Asked, keep_part
-from paceline.session import Session, connect
+from paceline.session import Session, start
 from paceline.tensors.table import NonFinite, Scale
 from paceline.training.choice import Policy, choose_strategy
 from paceline.training.optimizer import ParameterServer, Settings
@@ -57,7 +57,7 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
     """
     known = _current.get(None)
     if known is None or known.closed:
-        known = session or connect(servers=servers)
+        known = session or start(servers=servers)
         _current.set(known)
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")

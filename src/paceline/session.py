@@ -332,7 +332,7 @@ class Session:
                 optimizer.follow()
 
 
-def connect(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
+def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
     """Join the job that this process was started in, or embed one server when it was started alone.
 
     Blocks until all servers are there and have let this worker take part.
@@ -344,12 +344,6 @@ def connect(*, transport: Transport | None = None, place: Place | None = None, s
 
     Raises:
         PacelineError: no server can be reached in time, or they refuse this worker.
-
-    Example:
-        >>> import paceline
-        >>> with paceline.connect() as ps:
-        ...     ps.rank, ps.size
-        (0, 1)
     """
     place = place or find_place()
     stay = enter(servers) if place is None else None

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 RESERVED_S: Final = 10.0
 
 
+class Taken(Refused):
+    """Another client has the rank that was asked for; if it was killed just now, it has not for long."""
+
+
 @final
 class Admission:
     """Gives out ranks, each life of one with a number of its own; for the thread that serves.
@@ -85,7 +89,7 @@ class Admission:
         if self._workers is not None and rank >= self._workers:
             raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
         if rank in self._reserved or _is_here(held, rank):
-            raise Refused(
+            raise Taken(
                 f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
             )
         return rank
@@ -98,7 +102,7 @@ class Admission:
         if rank is None:
             rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
         if rank is None:
-            raise Refused(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
+            raise Taken(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
         return rank
 
     def _forget_reserved(self, held: Holdings) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, Refused
+from paceline.serve.admission import Taken
 from paceline.serve.location import check_name
 from paceline.serve.namespace import ANSWER_TIMEOUT_S, Ended, Hosting, Namespace
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from paceline.transport.base import Transport
 
 MAX_NAMESPACES: Final = 64
+# That a client was killed may be known a moment after it has come again.
+_TAKEN_PATIENCE_S: Final = 1.0
+_TAKEN_PAUSE_S: Final = 0.05
 _END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
 
 
@@ -32,7 +36,7 @@ class Namespaces:
         self._hosting = hosting
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
-        self._closed = False
+        self._ending = threading.Event()
 
     def admit(self, name: str, ask: Ask, holder_rank: int | None) -> Admitted:
         """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
@@ -43,11 +47,15 @@ class Namespaces:
             CheckpointError: what was saved of it cannot be used.
         """
         check_name(name)
-        give_up = time.monotonic() + ANSWER_TIMEOUT_S
+        give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
         while time.monotonic() < give_up:
             namespace = self._namespace(name, ask.workers)
             try:
                 return namespace.admit(ask, holder_rank)
+            except Taken:
+                if time.monotonic() >= patient_until:
+                    raise
+                self._ending.wait(_TAKEN_PAUSE_S)
             except Ended:  # its last client has just left
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
@@ -77,7 +85,7 @@ class Namespaces:
     def close(self) -> list[str]:
         """Save and end all; return what could not be saved."""
         with self._lock:
-            self._closed = True
+            self._ending.set()
             namespaces = list(self._open.values())
         for namespace in namespaces:
             namespace.close()
@@ -89,7 +97,7 @@ class Namespaces:
             if known is not None and not known.is_over:
                 return known
             names = {*self._state.names(), *self._open}
-            if self._closed:
+            if self._ending.is_set():
                 raise Refused("the server is ending")
             if name not in names and len(names) >= MAX_NAMESPACES:
                 raise Refused(
