@@ -35,6 +35,17 @@ def test_t29_the_ledger_forgets_what_is_settled_and_calls_its_copies_late() -> N
     assert len(ledger) == 2
 
 
+def test_no_word_of_the_sender_settles_what_is_only_held() -> None:
+    ledger = Ledger()
+    ledger.record("w", Applied(push_id(0, 0)))
+    ledger.record("w", Held(push_id(0, 1)))
+    ledger.settle(2)
+    assert (len(ledger), ledger.settled) == (1, 1)
+    ledger.record("w", Applied(push_id(0, 1)))
+    ledger.settle(2)
+    assert (len(ledger), ledger.settled) == (0, 2)
+
+
 def test_the_ledger_says_when_a_worker_has_too_much_under_way() -> None:
     ledger = Ledger(settled=10)
     assert not ledger.overflows(push(0, 9 + WINDOW, 0))

@@ -27,9 +27,8 @@ class Ledger:
 
     def settle(self, settled: int) -> None:
         """Forget what the sender has said that it knows; it cannot know the answer to what is only held."""
-        held = (seq for seq, (_, answer) in self._answers.items() if isinstance(answer, Held))
-        settled = min([settled, *held])
         if settled > self.settled:
+            settled = min([settled, *(seq for seq, (_, answer) in self._answers.items() if isinstance(answer, Held))])
             self.settled = settled
             self._answers = {seq: entry for seq, entry in self._answers.items() if seq >= settled}
 
