@@ -155,8 +155,8 @@ WRONG_TOKEN = """
 import os
 from pathlib import Path
 if os.environ["PACELINE_RANK"] == "1":
-    from paceline.launch import carriers
-    carriers.read_token = lambda run_dir: bytes(32)
+    from paceline.launch import tokens
+    tokens.read_token = lambda folder, name="token": bytes(32)
 """
 
 OTHER_VERSION = """
