@@ -59,9 +59,11 @@ def test_clients_that_are_counted_train_as_workers_of_a_job_do(served: House) ->
             ps.barrier()
 
     together(work, work)
+    served.wait_empty()
+    together(work, work)  # each begins as in a new job, and waits for the other
     assert found.keys() == {0, 1}
     value, velocity = torch.ones(3), torch.zeros(3)
-    for clock in range(3):
+    for clock in (0, 1, 2, 0, 1, 2):
         velocity = 0.5 * velocity + (2 * clock + 1)
         value = value - 0.5 * velocity
     assert torch.equal(found[0], value)
