@@ -1,4 +1,4 @@
-"""Jobs on a real Ray cluster of two nodes, which is started once; and what is refused before one is needed."""
+"""Jobs on a real Ray cluster of two nodes, which is started once for all of them."""
 
 from __future__ import annotations
 

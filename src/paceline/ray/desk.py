@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from paceline import __version__
 from paceline.errors import PeerError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.launch.cards import VERSION
 from paceline.launch.certificates import Authority
 from paceline.launch.holders import AUTHORITY_NAME, KEYS_NAME, Holder
 from paceline.launch.local import make_spec
@@ -59,10 +59,10 @@ class Desk:
 
     def order(self, launch: Launch, arrival: Arrival) -> Order:
         """Return the order for an actor that has arrived; raises PeerError when it is of no use."""
-        if arrival.version != __version__:
+        if arrival.version != VERSION:
             raise PeerError(
-                f"{launch.name} is on {arrival.host}, where paceline {arrival.version} is installed, but this is "
-                f"{__version__}: install the same on all nodes"
+                f"{launch.name} is on {arrival.host}, where paceline {arrival.version} is installed, and the launcher "
+                f"runs {VERSION}: install the same on all nodes"
             )
         if self.awaits_folder:
             self._folder = arrival.folder
@@ -79,7 +79,7 @@ class Desk:
             files={} if self._is_here else self._files(launch, arrival),
             folder=folder,
             is_followed=not self._is_here,
-            cwd=None if self._options.folder(self._run.script) else str(Path.cwd()),
+            cwd=str(Path.cwd()) if self._is_here and self._options.folder(self._run.script) is None else None,
             host=arrival.host if self.encrypted else LOOPBACK,
             traceback=self._run.traceback,
         )

@@ -103,8 +103,8 @@ class RayOptions:
     def folder(self, script: Path) -> Path | None:
         """Return the folder that every node gets a copy of, or None when the script is used where it is."""
         if self.working_dir is not None:
-            return self.working_dir.absolute()
-        return script.absolute().parent if self.address is not None else None
+            return self.working_dir.resolve()
+        return script.resolve().parent if self.address is not None else None
 
     def script_there(self, script: Path) -> Path:
         """Return where processes find the script: from their working directory, or from anywhere.
@@ -114,9 +114,9 @@ class RayOptions:
         folder = self.folder(script)
         if folder is None:
             return script.absolute()
-        if not folder.is_dir() or not script.absolute().is_relative_to(folder):
+        if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
-        return script.absolute().relative_to(folder)
+        return script.resolve().relative_to(folder)
 
 
 def _split(text: str, option: str, expected: str) -> tuple[str, str]:

@@ -19,8 +19,8 @@ from typing import Final, final
 
 import msgspec
 
-from paceline import __version__
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.launch.cards import VERSION
 from paceline.launch.child import Child, Launch, start_process
 from paceline.launch.environment import Place, child_environment, with_import_path
 from paceline.launch.guard import Guard
@@ -61,7 +61,7 @@ class Shell:
             keys = self._folder / KEYS_NAME
             keys.mkdir(mode=0o700)
             request = request_certificate(keys, Holder(role, rank))
-        return msgspec.msgpack.encode(Arrival(get_node_ip_address(), str(self._folder), __version__, request))
+        return msgspec.msgpack.encode(Arrival(get_node_ip_address(), str(self._folder), VERSION, request))
 
     def start(self, order: bytes) -> None:
         """Start the process; call it once."""

@@ -1,0 +1,109 @@
+"""What is refused of a run on Ray before Ray has anything to do, and how news of a process are collected."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.errors import PeerError, UsageError
+from paceline.launch.plan import LocalRun
+from paceline.ray.engine import check_dashboard, check_reachable, prepare
+from paceline.ray.options import RayOptions
+from paceline.ray.orders import News
+from paceline.ray.outbox import Outbox
+from paceline.ray.tail import CHUNK_BYTES, Tail
+
+RUN = LocalRun(script=Path("jobs/train.py"))
+
+
+def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[ray\]'"):
+        prepare(RayOptions())
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (RayOptions(address="ray://head:10001"), "expected auto or HOST:PORT"),
+        (RayOptions(worker_cpus=0), "--worker-cpus must be more than 0"),
+        (RayOptions(worker_gpus=-1), "--worker-gpus must be 0 or more"),
+        (RayOptions(start_timeout=0), "--start-timeout more than 0 s"),
+        (RayOptions(env=("COLOUR",)), "expected NAME=VALUE"),
+        (RayOptions(worker_resources=("TPU=many",)), "expected NAME=AMOUNT"),
+        (RayOptions(working_dir=Path("elsewhere")), "must be a folder with the script"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused(options: RayOptions, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        options.validate(RUN)
+
+
+@pytest.mark.parametrize("settings", [{"transport": "memory"}, {"pin": True}])
+def test_what_is_for_one_machine_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="one"):
+        RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
+
+
+def test_an_option_of_ray_needs_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.answer(["run", "--worker-gpus", "1", "--env", "A=1", __file__]) == cli.EXIT_USAGE
+
+    assert "--worker-gpus is for --engine ray, and the engine is local" in capsys.readouterr().err
+
+
+def test_a_dashboard_for_everybody_needs_authentication() -> None:
+    with pytest.raises(UsageError, match="RAY_AUTH_MODE=token"):
+        check_dashboard("0.0.0.0", authenticates=False)
+    check_dashboard("0.0.0.0", authenticates=True)
+    check_dashboard("localhost", authenticates=False)
+
+
+def test_a_cluster_that_does_not_answer_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(address)
+
+    with pytest.raises(PeerError, match=f"no Ray cluster answers at {address}"):
+        check_reachable(address)
+    with pytest.raises(UsageError, match="expected auto or HOST:PORT"):
+        check_reachable("head:port")
+
+
+def test_the_script_is_found_from_the_folder_that_every_node_gets() -> None:
+    assert RayOptions().script_there(RUN.script) == RUN.script.absolute()
+    assert RayOptions(address="auto").script_there(RUN.script) == Path("train.py")
+    assert RayOptions(working_dir=Path()).script_there(RUN.script) == RUN.script
+
+
+def test_news_come_in_order_and_the_exit_code_with_all_that_was_before() -> None:
+    outbox = Outbox()
+    outbox.relay("worker 0", 0, "one", to_stderr=False)
+    outbox.relay("worker 0", 0, "two", to_stderr=True)
+    outbox.put(trace=b"a\n")
+    outbox.put(trace=b"b\n", exit_code=3)
+
+    assert outbox.take(1.0) == News([(False, "one"), (True, "two")], "", b"a\nb\n", 3)
+
+
+def test_a_trace_is_told_in_whole_lines_to_its_end_though_its_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    path = tmp_path / "trace" / "server-0.jsonl"
+    line = b'{"kind": "applied"}\n' * (CHUNK_BYTES // 16)
+    path.write_bytes(line + b'{"torn')
+    (tmp_path / "server-0.address").write_text("tcp://127.0.0.1:7\n")
+    outbox, tail = Outbox(), Tail(tmp_path, "server", 0)
+
+    assert tail.report(outbox)
+    first = outbox.take(1.0)
+    path.unlink()
+    tail.finish(outbox)
+
+    assert first.address == "tcp://127.0.0.1:7"
+    assert first.trace.endswith(b"\n")
+    assert first.trace + outbox.take(1.0).trace == line
