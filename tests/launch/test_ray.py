@@ -189,7 +189,7 @@ def test_a_job_without_room_says_what_there_is(launcher: Launcher, tmp_path: Pat
     assert code == -1
     [line] = lines
     assert line.startswith(
-        "DeadlineExceeded: the Ray cluster had no room within 0.1 s for 1 server of 1 CPU and 9 workers of 1 CPU; "
+        "DeadlineExceeded: the Ray cluster had no room within 0.1 s for 9 workers of 1 CPU and 1 server of 1 CPU; "
         "it has 6 CPU, 3 second, and free are "
     )
 

@@ -27,11 +27,12 @@ class Places:
         self._options = options
         self._cluster = cluster
         self._console = console
+        # Workers first: they may need what few nodes have, and servers take what is left.
+        self._counts = {"worker": run.num_workers, "server": run.num_servers}
         self._needs: dict[str, dict[str, float]] = {
-            "server": {"CPU": options.server_cpus},
             "worker": options.worker_needs(),
+            "server": {"CPU": options.server_cpus},
         }
-        self._counts = {"server": run.num_servers, "worker": run.num_workers}
         self._groups: dict[str, Any] = {}
 
     def ask(self) -> None:
