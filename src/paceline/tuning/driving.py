@@ -146,7 +146,7 @@ class Driver:
             unfinished.replace(self._folder.best)
 
     def _end_all(self, signals: Signals) -> None:
-        """Tell what still runs to leave, and see to it that it does."""
+        """Tell what still runs to leave, and see to it that it does; what was through with its work has finished."""
         for run in self._running:
             run.stop()
         while self._running:
@@ -154,7 +154,12 @@ class Driver:
             if signal.SIGINT in signals.take():  # once more
                 for run in self._running:
                     run.kill()
-            self._running = [run for run in self._running if run.reap() is None]
+            for run in tuple(self._running):
+                code = run.reap()
+                if code == 0:
+                    self._conclude(run, code)
+                elif code is not None:
+                    self._running.remove(run)
 
 
 def _wait(signals: Signals) -> None:

@@ -36,7 +36,6 @@ class Folder:
     def __init__(self, path: Path, task: Task) -> None:
         self.path = path
         self.task = task
-        self._lock = (path / _LOCK).open("w")
 
     @classmethod
     def begin(cls, path: Path, task: Task) -> Self:
@@ -66,6 +65,7 @@ class Folder:
             raise UsageError(f"{path / _TASK} is damaged, or of another version: {error}") from error
 
     def __enter__(self) -> Self:
+        self._lock = (self.path / _LOCK).open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -133,6 +133,7 @@ class Study:
         trial = self._running.pop(number)
         for step, reported in list(enumerate(reports, start=1))[self._num_told(number) :]:
             trial.report(reported, step)
+            trial.should_prune()  # halving keeps there what others are compared to
         trial.set_user_attr(_MEASURED, measured)
         self._study.tell(trial, value)
 

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from paceline.tuning.drawing import draw_search
+from paceline.tuning.space import Search, read_search
+from paceline.tuning.study import Study, Trial
+
+LR = {"lr": {"low": 0.01, "high": 1.0, "log": True}}
+
+
+def made(**told: object) -> Search:
+    return read_search({"trials": 12, "parameters": LR, **told}, "here")
+
+
+def ask(study: Study) -> Trial:
+    trial = study.ask()
+    assert trial is not None
+    return trial
+
+
+def test_the_journal_keeps_everything_but_a_torn_last_line(tmp_path: Path) -> None:
+    journal, search = tmp_path / "journal.log", made(metric="accuracy", seed=4)
+    study = Study.open(search, journal)
+    for value in (0.5, 0.75, 0.6):
+        study.finish(ask(study).number, value, [0.1, value])
+    study.fail(ask(study).number, "no data")
+    study.prune(ask(study).number, "was behind")
+    cut = ask(study)
+    before = study.trials()
+    with journal.open("a") as file:
+        file.write('{"op_code": 5, "worker')
+
+    again = Study.open(search, journal)
+    assert [trial.state for trial in again.trials()] == ["finished"] * 3 + ["failed", "pruned", "interrupted"]
+    assert again.trials()[:5] == before[:5]
+    best = again.best()
+    assert best is not None
+    assert (best.number, best.value, best.reports) == (1, 0.75, (0.1, 0.75))
+    repeated = ask(again)
+    assert (repeated.number, repeated.parameters) == (6, cut.parameters)
+    assert ask(again).parameters not in [trial.parameters for trial in before]
+
+
+def test_a_grid_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    search = read_search({"method": "grid", "parameters": {"a": [1, 2], "b": ["x", "y"]}}, "here")
+    study = Study.open(search, tmp_path / "journal.log")
+    first, second, third = ask(study), ask(study), ask(study)
+    study.finish(second.number, 1.0)
+    again = Study.open(search, tmp_path / "journal.log")
+    assert [ask(again).parameters for _ in range(3)] == [first.parameters, third.parameters, {"a": 2, "b": "y"}]
+    assert again.ask() is None
+
+
+@pytest.mark.parametrize("parameters", [LR, {"lr": [0.1, 0.2, 0.3]}, {"n": {"low": 1, "high": 64, "log": True}}])
+def test_the_same_seed_suggests_the_same(parameters: Mapping[str, object]) -> None:
+    studies = [Study.open(made(seed=seed, parameters=parameters, method="random")) for seed in (1, 1, 2)]
+    asked = [[ask(study).parameters for _ in range(12)] for study in studies]
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_who_is_behind_the_median_is_stopped() -> None:
+    study = Study.open(made(pruning="median"))
+    for _ in range(5):
+        study.finish(ask(study).number, 1.0, [3.0, 2.0, 1.0])
+    good, bad = ask(study), ask(study)
+    assert not study.report(good.number, [2.0])
+    assert not study.report(good.number, [2.0, 1.5])
+    assert study.report(bad.number, [2.5, 2.5])
+    assert study.trials()[bad.number].reports == (2.5, 2.5)
+
+
+def test_what_counts_is_what_the_first_trial_has_reported() -> None:
+    study = Study.open(made())
+    assert study.measured is None
+    study.finish(ask(study).number, 1.0, measured=False)
+    assert study.measured is False
+    assert Study.open(made(metric="accuracy")).measured
+
+
+def test_all_of_it_can_be_drawn(tmp_path: Path) -> None:
+    parameters = {**LR, "batch": [16, 32]}
+    search, study = made(parameters=parameters), Study.open(made(parameters=parameters))
+    draw_search(search, study.trials(), study.best(), study.importances(), tmp_path / "none.png", "nothing")
+    assert study.importances() == {}
+    for turn in range(12):
+        trial = ask(study)
+        loss = float(trial.parameters["lr"])
+        match turn % 4:
+            case 0:
+                study.report(trial.number, [3.0, float("nan")])
+                study.prune(trial.number, "diverged")
+            case 1:
+                study.fail(trial.number, "no data")
+            case _:
+                study.finish(trial.number, loss, [3.0, loss])
+    importances = study.importances()
+    assert sum(importances.values()) == pytest.approx(1.0)
+    assert importances["lr"] > importances["batch"]
+    draw_search(search, study.trials(), study.best(), importances, tmp_path / "all.png", "all")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("none.png", "all.png"))
