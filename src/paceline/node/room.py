@@ -15,13 +15,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def require_room(table: str, size_bytes: int, num_tables: int, where: str) -> None:
-    """Raise UsageError if a table of this size cannot be held beside what is there.
-
-    >>> require_room("w", 1 << 60, 0, "server 0")
-    Traceback (most recent call last):
-    ...
-    paceline.errors.UsageError: server 0 cannot hold table 'w': ...
-    """
+    """Raise UsageError if a table of this size cannot be held beside what is there."""
     if num_tables >= MAX_TABLES:
         raise UsageError(f"{where} cannot hold table '{table}': it has {num_tables} tables, at most {MAX_TABLES}")
     if size_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):

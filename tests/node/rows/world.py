@@ -22,7 +22,7 @@ from paceline.node.waiting import WorkerOptions
 from paceline.node.wire import Hello, encode
 from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace
-from paceline.transport.base import EMPTY, Frame
+from paceline.transport.base import EMPTY, NO_PAPERS, Frame, Papers
 
 NEVER_S = 1e6
 
@@ -46,6 +46,7 @@ class End:
     identity: bytes
     out: Wire
     peer: str = "peer"
+    papers: Papers = NO_PAPERS
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float = 0.0) -> None:
         if self.out.is_cut:
