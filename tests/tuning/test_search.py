@@ -45,26 +45,26 @@ def test_a_trial_that_hangs_has_failed(tmp_path: Path) -> None:
     assert "had not ended after 0.3 s" in tuned.trials[0].reason
 
 
+SPREAD = {"x": {"low": 1.0, "high": 100.0, "log": True}, "k": {"low": 1, "high": 9}}
+
+
 @pytest.mark.parametrize("method", ["random", "tpe"])
-def test_a_trial_that_is_behind_is_told_to_stop(method: str, tmp_path: Path) -> None:
-    search = {
-        "method": method, "trials": 6, "pruning": "halving", "seed": 1, "run": {"workers": 3},
-        "parameters": {"x": {"low": 1.0, "high": 100.0, "log": True}, "k": {"low": 1, "high": 9}},
-    }  # fmt: skip
+def test_who_is_behind_is_left_behind(method: str, tmp_path: Path) -> None:
+    search = {"method": method, "trials": 4, "pruning": "halving", "run": {"workers": 3}, "parameters": SPREAD}
     tuned = pretend(begin(search, tmp_path, ("--reports=30",)))
-    states = [trial.state for trial in tuned.trials]
-    assert set(states) <= {"finished", "pruned"}
-    assert states[0] == "finished"  # nobody to be behind
+    assert tuned.trials[0].state == "finished"  # nobody to be behind
+    assert {trial.state for trial in tuned.trials} <= {"finished", "pruned"}
     assert all(isinstance(trial.parameters["k"], int) for trial in tuned.trials)
     assert read_config(tuned.folder / "best.toml").options == {"workers": 3}
 
-    late = begin({**search, "trials": 2, "parameters": {"do": ["late"], "x": [1.0, 2.0]}}, tmp_path / "late")
-    with late:  # one that is far ahead, and one that goes on until it is told to stop
+
+def test_a_trial_that_goes_on_is_told_to_stop(tmp_path: Path) -> None:
+    late = begin({"trials": 2, "method": "random", "pruning": "halving", "parameters": {"do": ["late"]}}, tmp_path)
+    with late:
         study = Study.open(late.task.search, late.journal)
         first = study.ask()
         assert first is not None
         study.finish(first.number, 1e-6, [1e-6] * 30)
-    (tmp_path / "late").mkdir(exist_ok=True)
     told = pretend(Folder.reopen(late.path)).trials[1]
     assert told.state == "pruned"
     assert "was behind others after report" in told.reason
