@@ -3,9 +3,11 @@
 No class of ours is pickled on the way, and no tensor is in them: values and updates go from process to process.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+
+EXIT_NOT_STARTED: Final = 126  # as a shell says it
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.launch.child import NUM_LAST_LINES, Launch
 from paceline.launch.notice import CALLED_OFF_NAME
-from paceline.ray.orders import Arrival, News
+from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, News
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -37,14 +37,16 @@ class Remote:
         desk: Desk,
         console: Console,
         kill: Callable[[ActorHandle[Shell]], None],
+        deadline_s: float,
     ) -> None:
-        """Ask the actor where it is."""
+        """Ask the actor where it is; it has until `deadline_s` (monotonic) to say it."""
         self.launch = launch
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._actor = actor
         self._desk = desk
         self._console = console
         self._kill = kill
+        self._deadline_s = deadline_s
         self._exit_code: int | None = None
         self._arrived = False
         self.question: Any = actor.arrive.remote(launch.role, launch.rank, desk.encrypted)
@@ -81,15 +83,22 @@ class Remote:
         if self._arrived:
             self._hear(msgspec.msgpack.decode(answer, type=News))
         else:
-            self._arrived = True
             order = self._desk.order(self.launch, msgspec.msgpack.decode(answer, type=Arrival))
             self._actor.start.remote(msgspec.msgpack.encode(order))
+            self._arrived = True
         self.question = self._actor.news.options(concurrency_group="news").remote()
 
+    def is_late(self, now_s: float) -> bool:
+        """Tell whether the actor should long have said where it is (`now_s`: monotonic)."""
+        return not self._arrived and self._exit_code is None and now_s >= self._deadline_s
+
     def lose(self, cause: str) -> None:
-        """Take it that the actor is gone; one that cannot be reached must not live on."""
-        self._say(f"Ray: {cause}", to_stderr=True)
-        self._exit_code = LOST
+        """Take it that the actor is gone; one that cannot be reached must not live on.
+
+        That a first life does not begin is a mistake that would come again, and counts as one.
+        """
+        self._say(cause, to_stderr=True)
+        self._exit_code = LOST if self._arrived or self.launch.incarnation else EXIT_NOT_STARTED
         self.kill()
 
     def _hear(self, news: News) -> None:

@@ -27,14 +27,13 @@ from paceline.launch.guard import Guard
 from paceline.launch.holders import KEYS_NAME, Holder, Role
 from paceline.launch.pipes import Pump
 from paceline.launch.spec import ClusterSpec, write_private
-from paceline.ray.orders import Arrival, Order
+from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, Order
 from paceline.ray.outbox import Outbox
 from paceline.ray.tail import Tail
 
 TURN_S: Final = 0.1
 NEWS_TIMEOUT_S: Final = 1.0
 GUARD_TIMEOUT_S: Final = 5.0
-EXIT_NOT_STARTED: Final = 126  # as a shell says it
 
 
 @final

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from paceline.errors import PeerError
+from paceline.errors import PacelineError
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.pipes import CHUNK_BYTES
 from paceline.ray.desk import Desk
@@ -71,7 +72,8 @@ class RayStage:
         """Have an actor started in its place."""
         assert self._desk is not None
         actor = self._actors.options(**self._places.settings(launch), max_restarts=0).remote()
-        member = Remote(launch, actor, self._desk, self._console, self._ray.kill)
+        deadline_s = time.monotonic() + self._options.start_timeout
+        member = Remote(launch, actor, self._desk, self._console, self._ray.kill, deadline_s)
         self._members.append(member)
         return member
 
@@ -85,6 +87,9 @@ class RayStage:
             answered, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
             for question in answered:
                 self._take(awaited[question])
+        for member in self._members:
+            if member.is_late(time.monotonic()):
+                member.lose(f"Ray has not started it within {self._options.start_timeout:g} s")
         if select.select([self._wakeup_fd], [], [], 0)[0]:
             os.read(self._wakeup_fd, CHUNK_BYTES)
 
@@ -124,8 +129,8 @@ class RayStage:
         try:
             member.take(self._ray.get(member.question))
         except self._ray.exceptions.RayError as error:
-            member.lose(_cause(error))
-        except PeerError as error:
+            member.lose(f"Ray: {_cause(error)}")
+        except PacelineError as error:
             member.lose(str(error))
 
 
