@@ -324,6 +324,20 @@ def test_who_waits_for_too_much_is_told(victim: Target) -> None:
     assert all(isinstance(message, Failed) and "waits for 1024 others" in message.reason for message in heard)
 
 
+def test_a_push_has_one_name_whatever_table_it_is_for() -> None:
+    with target() as victim, rogue_in(victim.servers, 1) as rogue:
+        for name in ("one", "other"):
+            rogue.say(DeclareRows(1, row_table(name, consistency="bsp")))
+        for name in ("one", "other", "one"):
+            rogue.say(RowPushFrame(rogue.push(table=name), 1.0, (), ALL_IDS), PARCEL)
+        rogue.say(Clock(rogue.sender, 1))
+        victim.honest.say(Clock(Sender(1, 0, 0), 1))
+        victim.honest.hear(Ticked)
+        name = rogue.push().id
+        assert rogue.hear() == [Done(1), Done(1), Held(name), Held(name), Held(name), Ticked(1), Applied(name)]
+        assert victim.picture()["rows"] == {"one": 2, "other": 0}
+
+
 def test_rows_that_are_given_up_twice_are_given_up(victim: Target) -> None:
     def attack(rogue: Rogue) -> None:
         rogue.say(DeclareRows(7, row_table("followed", consistency="essp:1")))

@@ -221,7 +221,7 @@ class ServerNode:
 
     def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
         push = frame.push
-        if self._rows.has(push.table, push.id):  # a copy of a push that is held: the core knows what to say
+        if self._rows.has(push.id):  # a copy of a push that is held: the core knows what to say
             self._handle(push)
             return
         problem = self._rows.accept(frame, body)

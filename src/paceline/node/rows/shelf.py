@@ -137,9 +137,9 @@ class RowShelf:
         served.waiting[frame.push.id] = contribution
         return ""
 
-    def has(self, table: str, push_id: PushId) -> bool:
-        """Say whether what this push brought waits here."""
-        return table in self.tables and push_id in self.tables[table].waiting
+    def has(self, push_id: PushId) -> bool:
+        """Say whether what a push of this name brought waits here, for whichever table."""
+        return any(push_id in served.waiting for served in self.tables.values())
 
     def apply(self, table: str, push_ids: Sequence[PushId], clock: int) -> str:
         """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
