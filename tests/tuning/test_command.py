@@ -11,25 +11,31 @@ import pytest
 from paceline.cli import answer
 from paceline.launch.config import RunConfig, read_config
 from paceline.tuning import api
+from paceline.tuning.api import describe_task
+from paceline.tuning.folder import Folder
+from paceline.tuning.study import Study
 
 SCRIPT = Path(__file__).with_name("scripts") / "line.py"
 TWO = {"method": "grid", "metric": "loss", "pruning": "halving", "parameters": {"x": [1.0, 2.0]}}
 
 
-def test_real_runs_are_followed_and_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    described = tmp_path / "two.json"
-    described.write_text(json.dumps({**TWO, "run": {"transport": "memory"}}))
-    out = tmp_path / "out"
-    assert answer(["tune", "--out", str(out), str(described), "-n", "2", str(SCRIPT)]) == 0
+def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of two trials the better one has finished before."""
+    told = tmp_path / "two.json"
+    told.write_text(json.dumps({**TWO, "run": {"transport": "memory"}}))
+    task = describe_task(told, SCRIPT, (), {"workers": 2})
+    with Folder.begin(tmp_path / "out", task) as folder:
+        study = Study.open(task.search, folder.journal)
+        first = study.ask()
+        assert first is not None
+        study.finish(first.number, 0.5, [1.0, 0.5])
+    assert answer(["tune", "--resume", str(folder.path)]) == 0
     shown = capfd.readouterr()
-    first, second = shown.err.splitlines()
-    assert first.startswith("trial 0 of 2  |  x 1  |  loss 0.5, the best so far")
-    assert "pruned: was behind others after report" in second
+    assert shown.err.startswith("trial 1 of 2  |  x 2  |  pruned: was behind others after report ")
     assert "2 trials: 1 finished, 1 pruned" in shown.out
-    assert f"paceline run --config {out / 'best.toml'} {SCRIPT}" in shown.out
-    assert read_config(out / "best.toml") == RunConfig({"transport": "memory", "workers": 2}, ("--x=1.0",))
-    assert answer(["tune", "--resume", str(out)]) == 0  # there is nothing left to do
-    assert "2 trials: 1 finished, 1 pruned" in capfd.readouterr().out
+    assert f"paceline run --config {folder.best} {SCRIPT}" in shown.out
+    assert read_config(folder.best) == RunConfig({"transport": "memory", "workers": 2}, ("--x=1.0",))
+    assert answer(["tune", "--resume", str(folder.path)]) == 0  # there is nothing left to do
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ class Driver:
             self._display.close(self._study)
 
     def _keep_going(self, guard: Guard, signals: Signals) -> None:
+        self._keep_best()
         self._begin(guard)
         while self._running:
             self._display.show(self._study, self._running)
