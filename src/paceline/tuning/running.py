@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 # -P: what lies in the folder that this was called from is not imported instead of what belongs to Python.
 PROGRAM: Final = (sys.executable, "-P", "-m", "paceline", "run")
-# From being told to end until being killed: a run has twice its grace for workers and servers, 5 s each by default.
-STOP_TIMEOUT_S: Final = 30.0
+DEFAULT_GRACE_S: Final = 5.0  # of a run
+# From being told to end until being killed: beyond the grace that a run has for its workers, and for its servers.
+STOP_TIMEOUT_S: Final = 20.0
 DIVERGED: Final = "what it reports is no finite number any more"
 
 
@@ -75,6 +76,7 @@ class Running:
 
     Attributes:
         slot: which part of the machine's cores it has.
+        grace_s: of the run, for workers and for servers.
         pruned: why it was told to stop, if it was behind others.
         late_after_s: after how long it was told to stop, if it took too long.
     """
@@ -86,6 +88,7 @@ class Running:
     values: Values
     tail: Tail
     guard: Guard
+    grace_s: float = DEFAULT_GRACE_S
     began_s: float = field(default_factory=time.monotonic)
     pruned: str = ""
     late_after_s: float | None = None
@@ -99,8 +102,8 @@ class Running:
         task, own = folder.task, folder.trial(trial.number)
         own.mkdir(parents=True)
         config = own / "run.toml"
-        args = configure(task.search.run, task.args, trial.parameters)
-        config.write_text(args.to_toml(f"Trial {trial.number} of {task.name}."), encoding="utf-8")
+        told = configure(task.search.run, task.args, trial.parameters)
+        config.write_text(told.to_toml(f"Trial {trial.number} of {task.name}."), encoding="utf-8")
         run_dir = own / "run"
         with (own / "output.txt").open("wb") as output:
             process = subprocess.Popen(
@@ -114,7 +117,8 @@ class Running:
         guard.watch(process.pid)
         pin(process.pid, cores)
         values = Values(task.search.metric, task.search.every)
-        return Running(trial, slot, own, process, values, Tail(run_dir / "trace"), guard)
+        grace_s = float(told.options.get("grace-s", DEFAULT_GRACE_S))
+        return Running(trial, slot, own, process, values, Tail(run_dir / "trace"), guard, grace_s)
 
     @property
     def elapsed_s(self) -> float:
@@ -143,7 +147,7 @@ class Running:
     def stop(self) -> None:
         """Tell the run to end: workers finish their step. It is killed if that takes too long."""
         if not self.was_told:
-            self._kill_at_s = time.monotonic() + STOP_TIMEOUT_S
+            self._kill_at_s = time.monotonic() + STOP_TIMEOUT_S + 2 * self.grace_s
             os.kill(self.process.pid, signal.SIGTERM)  # nobody else has its number: it was not waited for
 
     def kill(self) -> None:
