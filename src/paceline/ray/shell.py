@@ -5,7 +5,6 @@ however that ends: the kernel and the guard see to it, as they do for a launcher
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.launch.cards import VERSION
 from paceline.launch.child import Child, Launch, start_process
 from paceline.launch.environment import Place, child_environment, with_import_path
-from paceline.launch.guard import Guard
+from paceline.launch.guard import Guard, clear
 from paceline.launch.holders import KEYS_NAME, Holder, Role
 from paceline.launch.pipes import Pump
 from paceline.launch.spec import ClusterSpec, write_private
@@ -41,8 +40,9 @@ class Shell:
     """One process of the job; an actor's methods, which take and return numbers, words and bytes."""
 
     def __init__(self) -> None:
-        """Make a folder that only this user can enter."""
+        """Make a folder that only this user can enter, and that goes with this actor."""
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._guard = Guard(self._folder, temporary=True, orphan=True)
         self._job_folder = self._folder
         self._orders: SimpleQueue[Callable[[Child], None]] = SimpleQueue()
         self._outbox = Outbox()
@@ -91,25 +91,24 @@ class Shell:
 
     def _live(self, order: Order) -> None:
         """Watch over the process from its start to its end."""
-        guard = Guard(self._folder, temporary=True, orphan=True)
         exit_code = EXIT_NOT_STARTED
         try:
-            exit_code = self._watch(order, guard)
+            exit_code = self._watch(order)
         except OSError as error:
             self._outbox.relay(order.name, 0, f"paceline: cannot start {order.name}: {error}", to_stderr=True)
         finally:
-            guard.dismiss(GUARD_TIMEOUT_S)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._guard.dismiss(GUARD_TIMEOUT_S)
+            clear(self._folder, temporary=True)
             self._outbox.put(exit_code=exit_code)
 
-    def _watch(self, order: Order, guard: Guard) -> int:
+    def _watch(self, order: Order) -> int:
         if order.cwd is not None:
             os.chdir(order.cwd)
         folder = self._job_folder
         for name, content in order.files.items():
             write_into(folder, name, content)
         tail = Tail(folder, order.role, order.rank) if order.is_followed else None
-        child = Child(plan(order, folder), self._outbox, guard, start_unmasked)
+        child = Child(plan(order, folder), self._outbox, self._guard, start_unmasked)
         pump = Pump(self._waking)
         for pipe in child.pipes:
             pump.add(pipe)
