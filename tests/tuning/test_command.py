@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.cli import answer
+from paceline.errors import UsageError
 from paceline.launch.config import RunConfig, read_config
 from paceline.tuning import api
-from paceline.tuning.api import describe_task
+from paceline.tuning.api import Tuned, describe_task
+from paceline.tuning.driving import Terms
 from paceline.tuning.folder import Folder
 from paceline.tuning.study import Study
 
@@ -33,6 +36,8 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
     shown = capfd.readouterr()
     assert shown.err.startswith("trial 1 of 2  |  x 2  |  pruned: was behind others after report ")
     assert "2 trials: 1 finished, 1 pruned" in shown.out
+    assert "stopped by SIGTERM" in (said := (folder.trial(1) / "output.txt").read_text())
+    assert "had not ended" not in said  # each worker has left by itself, in a report
     assert f"paceline run --config {folder.best} {SCRIPT}" in shown.out
     assert read_config(folder.best) == RunConfig({"transport": "memory", "workers": 2}, ("--x=1.0",))
     assert answer(["tune", "--resume", str(folder.path)]) == 0  # there is nothing left to do
@@ -79,3 +84,21 @@ def test_it_says_which_extra_is_missing(
     monkeypatch.setattr(api, "find_spec", find)
     assert answer(["tune", "s.json", str(SCRIPT)]) == 2
     assert "pip install 'paceline[tune]'" in capsys.readouterr().err
+
+
+def test_a_program_can_search_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pursued: list[tuple[Folder, Terms]] = []
+
+    def pursue(folder: Folder, terms: Terms, *, progress: bool) -> Tuned:
+        pursued.append((folder, terms))
+        return Tuned(None, (), folder.path)
+
+    monkeypatch.setattr(api, "pursue", pursue)
+    monkeypatch.chdir(tmp_path)
+    assert paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, jobs=2).folder == tmp_path / "runs" / "tune-search"
+    paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, out="runs/tune-search", resume=True)
+    with pytest.raises(UsageError, match="holds another search, script or arguments"):
+        paceline.tune(TWO, SCRIPT, ["--epochs=4"], workers=3, out="runs/tune-search", resume=True)
+    (first, terms), (second, _) = pursued
+    assert first.task == second.task
+    assert (first.task.args, first.task.search.run, terms.jobs) == (("--epochs=3",), {"workers": 3}, 2)
