@@ -17,6 +17,9 @@ import pytest
 from tests.launch.launching import wait_gone
 from tests.launch.test_launchers import TRAIN
 
+# Ray takes its time where others work, too.
+pytestmark = pytest.mark.timeout(300)
+
 DRIVER = Path(__file__).with_name("ray_driver.py")
 GONE_WITHIN_S = 10.0
 ON_SECOND = {"worker_resources": {"second": 1}}
