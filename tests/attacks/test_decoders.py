@@ -16,10 +16,15 @@ from tests.attacks.malformed import seeds
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import hello
 
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import CheckpointError, PacelineError, PeerError, UsageError
+from paceline.launch.meeting import Invitation
+from paceline.launch.presence import card
 from paceline.launch.spec import ClusterSpec
 from paceline.node.wire import decode, encode
 from paceline.observe.runs import decode_lines
+from paceline.serve.manifest import Manifest
+from paceline.serve.messages import Visit, decode_said, decode_visit
+from paceline.serve.messages import encode as encode_words
 from paceline.tensors.table import decode_table, encode_table
 from paceline.transport import Limits, TcpTransport, TlsSettings
 from paceline.transport.bodies import InlineBodies
@@ -100,6 +105,22 @@ def test_tables(data: bytes) -> None:
 def test_cluster_specs(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "spec.json").write_bytes(data)
     is_read_or_refused(lambda: ClusterSpec.read(tmp_path / "spec.json"), UsageError)
+
+
+@given(any_bytes(b'{"run_dir":"/tmp/run","machine":{"name":"a","boot":"b"},"version":"1"}'))
+@IN_A_FOLDER
+def test_what_processes_of_a_job_tell_each_other_in_files(tmp_path: Path, data: bytes) -> None:
+    is_read_or_refused(lambda: Invitation.read(data, "the store"), UsageError)
+    (tmp_path / "worker-3.life").write_bytes(data)
+    is_read_or_refused(lambda: card(tmp_path, "worker", 3), UsageError)
+
+
+@given(any_bytes(encode_words(Visit("mnist")), Manifest("mnist", 3, ()).encode()))
+@settings(deadline=None)
+def test_what_clients_of_a_server_of_its_own_say_and_what_it_has_saved(data: bytes) -> None:
+    is_read_or_refused(lambda: decode_visit(data), PeerError)
+    is_read_or_refused(lambda: decode_said(data), PeerError)
+    is_read_or_refused(lambda: Manifest.decode(data, Path("manifest.json")), CheckpointError)
 
 
 @given(any_bytes(b'{"kind":"applied","t":1.0,"server":0,"table":"w","workers":[0],"clock":1}\n'))

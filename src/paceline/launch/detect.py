@@ -220,7 +220,7 @@ class _TensorFlow(msgspec.Struct):
 def _tensorflow(text: str) -> Detected:
     try:
         told = msgspec.json.decode(text, type=_TensorFlow)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise UsageError(f"TF_CONFIG is not the description of a cluster and a task: {error}") from error
     kind, index = told.task.type, told.task.index
     members = {name: len(told.cluster.get(name, ())) for name in ("chief", "master", "worker", "ps")}

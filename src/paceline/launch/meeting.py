@@ -37,6 +37,16 @@ class Invitation(msgspec.Struct, frozen=True):
     machine: Machine
     version: str = ""
 
+    @staticmethod
+    def read(content: bytes, where: str) -> "Invitation":
+        """Read what was told at a place; raises UsageError when it is no invitation."""
+        try:
+            return msgspec.json.decode(content, type=Invitation)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(
+                f"what {where} says is no invitation to a job ({error}): does another version of paceline run there?"
+            ) from error
+
 
 class Board(Protocol):
     """Where one process of a job tells the others where they meet."""
@@ -87,7 +97,7 @@ class StoreBoard:
         store = self._connect(timeout_s)
         try:
             store.wait([self._key], timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-            return msgspec.json.decode(store.get(self._key), type=Invitation)
+            return Invitation.read(store.get(self._key), f"the store of the launcher at {self._where}")
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"rank 0 has not told {socket.gethostname()} within {timeout_s:g} s where the job meets, in the store "
@@ -181,7 +191,7 @@ def _read(path: Path) -> Invitation | None:
     with open(descriptor, "rb") as file:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise UsageError(f"{path} belongs to another user: it is not from this job. Remove it")
-        return msgspec.json.decode(file.read(), type=Invitation) if is_held(descriptor) else None
+        return Invitation.read(file.read(), str(path)) if is_held(descriptor) else None
 
 
 def _sweep(folder: Path) -> None:

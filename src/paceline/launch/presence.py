@@ -82,8 +82,14 @@ def absent(run_dir: Path, role: Role, count: int) -> list[int]:
 
 
 def card(run_dir: Path, role: Role, index: int) -> Card:
-    """Return what one who has come tells of itself."""
-    return msgspec.json.decode((run_dir / _name(role, index)).read_bytes(), type=Card)
+    """Return what one who has come tells of itself; raises UsageError when that cannot be read."""
+    path = run_dir / _name(role, index)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Card)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} does not say where {role} {index} runs ({error}): does it run another version of paceline?"
+        ) from error
 
 
 def wait_end(run_dir: Path, role: Role, index: int) -> None:

@@ -174,6 +174,8 @@ class ServerNode:
         elif isinstance(message, PushFrame):
             self._on_push(message, body)
         elif isinstance(message, PullFrame):
+            if message.pull.table in self._rows:
+                raise PeerError(f"a worker pulls '{message.pull.table}', a table of rows, as if it had a shape")
             self._loans.give_back(connection, message.pull.table, "read", message.taken)
             self._handle(message.pull)
         elif isinstance(message, RowPushFrame):
@@ -290,11 +292,11 @@ class ServerNode:
     def _apply(self, effect: Apply) -> None:
         if effect.table in self._rows:
             problem = self._rows.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
-            if problem:
-                now, rank = time.monotonic(), self.settings.server
-                self.trace.record(records.Refusal(now, rank, effect.ids[0].worker, effect.table, problem))
         else:
-            self._shelf.apply(effect.table, effect.ids)
+            problem = self._shelf.apply(effect.table, effect.ids)
+        if problem:
+            now, rank = time.monotonic(), self.settings.server
+            self.trace.record(records.Refusal(now, rank, effect.ids[0].worker, effect.table, problem))
         for push_id in effect.ids:
             self._desk.dealer.settle((push_id.worker, push_id.incarnation))
         self._record_applied(effect)

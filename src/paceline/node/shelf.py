@@ -110,8 +110,8 @@ class Shelf:
         """Say whether the tensor of this push waits here."""
         return push_id in self._waiting
 
-    def apply(self, table: str, ids: Sequence[PushId]) -> None:
-        """Update a table with these pushes in this order, as one update.
+    def apply(self, table: str, ids: Sequence[PushId]) -> str:
+        """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
 
         What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up), the
         table takes no more pushes, and says why; others go on.
@@ -124,6 +124,7 @@ class Shelf:
             self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
         for _, body in pushes:
             self.release(body)
+        return self.broken.get(table, "")
 
     def discard(self, push_id: PushId) -> None:
         """Forget the tensor of a push."""

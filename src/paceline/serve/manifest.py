@@ -46,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read the content of a file; raises CheckpointError when it is no manifest of this format."""
         try:
             found = msgspec.json.decode(content, type=Manifest)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest: {error}") from error
         if found.format != FORMAT:
             raise CheckpointError(f"{path} has the format {found.format!r}, expected {FORMAT!r}")

@@ -63,7 +63,7 @@ def decode_visit(identity: bytes) -> Visit:
     """Read what a client says of itself; raises PeerError when it means nothing here."""
     try:
         return _VISIT.decode(identity)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"the client does not say for which namespace it comes: {error}") from error
 
 
@@ -71,5 +71,5 @@ def decode_said(header: bytes) -> Said:
     """Read what was said at the reception; raises PeerError when it is nothing of that."""
     try:
         return _SAID.decode(header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"malformed words at the reception (do both sides run the same version?): {error}") from error

@@ -152,7 +152,12 @@ class StreamListener:
         thread = threading.Thread(target=self._receive_guest, args=(guest,), name=f"paceline-greet {name}", daemon=True)
         with self._changed:
             self._guests[guest] = thread
-        thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # this machine gives no more threads
+                del self._guests[guest]
+                guest.channel.close()
+                self._complain(error, f"{name} was turned away: {error}")
 
     def _receive_guest(self, guest: _Guest) -> None:
         """Shake hands; a guest who fails is told nothing."""

@@ -155,7 +155,7 @@ def _tune(sock: socket.socket) -> None:
 def _parse(address: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
     """Split an address; raises UsageError unless it is a host and a port."""
     host, separator, port = strip_scheme(address, "tcp").rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
+    if not separator or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 0xFFFF:
         raise UsageError(f"{address!r} is not a TCP address, expected host:port such as 127.0.0.1:40123")
     try:
         ip = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
