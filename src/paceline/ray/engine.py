@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import PeerError, UsageError
@@ -55,10 +56,9 @@ class Cluster:
 def load_ray() -> ModuleType:
     """Import Ray; raises UsageError when it is not installed."""
     try:
-        import ray
+        return import_module("ray")  # by name: types are checked without it, too
     except ImportError:
         raise UsageError("--engine ray needs Ray, which is not installed: pip install 'paceline[ray]'") from None
-    return ray
 
 
 def prepare(options: RayOptions) -> ModuleType:

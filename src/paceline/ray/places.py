@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from paceline.errors import DeadlineExceeded, UsageError
-from paceline.ray.engine import Cluster
+from paceline.ray.engine import Cluster, load_ray
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from paceline.launch.child import Launch
     from paceline.launch.console import Console
     from paceline.launch.plan import LocalRun
@@ -33,6 +35,7 @@ class Places:
             "worker": options.worker_needs(),
             "server": {"CPU": options.server_cpus},
         }
+        self._ray_util: ModuleType = load_ray().util
         self._groups: dict[str, Any] = {}
 
     def ask(self) -> None:
@@ -40,12 +43,12 @@ class Places:
         self._start_s = self._told_s = time.monotonic()
         if self._cluster.is_own:
             self._check_enough()
-        from ray.util.placement_group import placement_group
-
         spreads = {"server": self._options.place_servers, "worker": self._options.place_workers}
         for role, count in self._counts.items():
             strategy = spreads[role].upper().replace("-", "_")
-            self._groups[role] = placement_group([dict(self._needs[role]) for _ in range(count)], strategy)
+            self._groups[role] = self._ray_util.placement_group(
+                [dict(self._needs[role]) for _ in range(count)], strategy
+            )
 
     def there(self) -> bool:
         """Tell whether all have room; does not block. Raises DeadlineExceeded when it takes too long."""
@@ -64,32 +67,27 @@ class Places:
 
     def nodes(self) -> dict[tuple[str, int], str]:
         """Return the node of each process, by role and rank."""
-        from ray.util.placement_group import placement_group_table
-
         return {
             (role, int(rank)): node
             for role, group in self._groups.items()
-            for rank, node in placement_group_table(group)["bundles_to_node_id"].items()
+            for rank, node in self._ray_util.placement_group_table(group)["bundles_to_node_id"].items()
         }
 
     def settings(self, launch: Launch) -> dict[str, Any]:
         """Return how Ray is to start the actor of a process: in its place, with all that was kept for it."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+        strategies = self._ray_util.scheduling_strategies
         named = dict(self._needs[launch.role])
         return {
             "num_cpus": named.pop("CPU"),
             "num_gpus": named.pop("GPU", 0),
             "resources": named or None,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[launch.role], launch.rank),
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._groups[launch.role], launch.rank),
         }
 
     def give_back(self) -> None:
         """Give the room back; what still runs there is killed."""
-        from ray.util.placement_group import remove_placement_group
-
         for group in self._groups.values():
-            remove_placement_group(group)
+            self._ray_util.remove_placement_group(group)
         self._groups.clear()
 
     def _check_enough(self) -> None:

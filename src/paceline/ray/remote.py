@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import msgspec
 
@@ -14,13 +14,33 @@ from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, News
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from paceline.launch.console import Console
     from paceline.ray.desk import Desk
-    from paceline.ray.shell import Shell
 
 LOST: Final = -signal.SIGKILL  # how a process ends whose actor is gone
+
+
+class Method(Protocol):
+    """A method of an actor, to be called from elsewhere."""
+
+    def remote(self, *arguments: object) -> object:
+        """Call it; return what stands for its answer."""
+        ...
+
+    def options(self, *, concurrency_group: str) -> Method:
+        """Return the same method, to be carried out by the threads of this name."""
+        ...
+
+
+class Actor(Protocol):
+    """What Ray makes of a `Shell`: all that it can do, from elsewhere."""
+
+    arrive: Method
+    start: Method
+    news: Method
+    tell: Method
+    signal: Method
+    put: Method
 
 
 @final
@@ -33,10 +53,10 @@ class Remote:
     def __init__(
         self,
         launch: Launch,
-        actor: ActorHandle[Shell],
+        actor: Actor,
         desk: Desk,
         console: Console,
-        kill: Callable[[ActorHandle[Shell]], None],
+        kill: Callable[[Actor], None],
         deadline_s: float,
     ) -> None:
         """Ask the actor where it is; it has until `deadline_s` (monotonic) to say it."""

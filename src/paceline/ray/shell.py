@@ -26,6 +26,7 @@ from paceline.launch.guard import Guard, clear
 from paceline.launch.holders import KEYS_NAME, Holder, Role
 from paceline.launch.pipes import Pump
 from paceline.launch.spec import ClusterSpec, write_private
+from paceline.ray.engine import load_ray
 from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, Order
 from paceline.ray.outbox import Outbox
 from paceline.ray.tail import Tail
@@ -51,8 +52,6 @@ class Shell:
 
     def arrive(self, role: Role, rank: int, encrypted: bool) -> bytes:
         """Say where this is; make a key and ask for a certificate where the job needs one."""
-        from ray.util import get_node_ip_address
-
         request = b""
         if encrypted:
             from paceline.launch.certificates import request as request_certificate
@@ -60,7 +59,9 @@ class Shell:
             keys = self._folder / KEYS_NAME
             keys.mkdir(mode=0o700)
             request = request_certificate(keys, Holder(role, rank))
-        return msgspec.msgpack.encode(Arrival(get_node_ip_address(), str(self._folder), VERSION, request))
+        return msgspec.msgpack.encode(
+            Arrival(load_ray().util.get_node_ip_address(), str(self._folder), VERSION, request)
+        )
 
     def start(self, order: bytes) -> None:
         """Start the process; call it once."""
