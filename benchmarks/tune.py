@@ -81,7 +81,7 @@ def pursue(digits: Digits, search: Search, goal: float, max_steps: float) -> Fou
         for num_steps, loss in digits.train(trial.parameters):
             steps += num_steps
             losses.append(loss)
-            if len(losses) < NUM_EPOCHS and study.report(trial.number, losses):
+            if study.report(trial.number, losses):
                 study.prune(trial.number, "was behind")
                 break
         else:

@@ -34,7 +34,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         study.finish(first.number, 0.5, [1.0, 0.5])
     assert answer(["tune", "--resume", str(folder.path)]) == 0
     shown = capfd.readouterr()
-    assert shown.err.startswith("trial 1 of 2  |  x 2  |  pruned: was behind others after report ")
+    assert shown.err.startswith("[2/2] trial 1  |  x 2  |  pruned: was behind others after report ")
     assert "2 trials: 1 finished, 1 pruned" in shown.out
     assert "stopped by SIGTERM" in (said := (folder.trial(1) / "output.txt").read_text())
     assert "had not ended" not in said  # each worker has left by itself, in a report

@@ -80,7 +80,7 @@ def tune(
 
 
 def _tell(tuned: Tuned, folder: Folder) -> None:
-    states = [trial.state for trial in tuned.trials]
+    states = [trial.state for trial in tuned.trials if trial.state != "interrupted"]  # those came again
     known = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     print(f"{len(states)} trials: {', '.join(known)}")
     if tuned.best is None:

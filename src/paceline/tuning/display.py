@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.launch.config import Choice
     from paceline.tuning.driving import Display
     from paceline.tuning.running import Running
-    from paceline.tuning.space import Search
+    from paceline.tuning.space import Metric, Search
     from paceline.tuning.study import State, Study, Trial
 
 REFRESH_INTERVAL_S: Final = 0.25
@@ -64,26 +64,31 @@ class _Lines:
         trial = study.trials()[run.trial.number]
         best = study.best()
         is_best = best is not None and best.number == trial.number
-        print(plain_line(trial, self._search, run.elapsed_s, is_best=is_best), file=self._stream, flush=True)
+        done = f"[{num_ended(study)}/{self._search.num_trials}]"
+        line = plain_line(trial, self._search.metric, run.elapsed_s, is_best=is_best)
+        print(f"{done} {line}", file=self._stream, flush=True)
 
     def close(self, study: Study) -> None:
         """Leave the lines as they are."""
 
 
-def plain_line(trial: Trial, search: Search, elapsed_s: float, *, is_best: bool) -> str:
+def num_ended(study: Study) -> int:
+    """Return how many trials are done, however they have ended, but for those that come again."""
+    return sum(trial.state not in ("running", "interrupted") for trial in study.trials())
+
+
+def plain_line(trial: Trial, metric: Metric, elapsed_s: float, *, is_best: bool) -> str:
     """Say in one line what a trial has come to.
 
-    >>> from paceline.tuning.space import read_search
     >>> from paceline.tuning.study import Trial
-    >>> search = read_search({"trials": 9, "parameters": {"lr": [0.1, 0.2]}}, "here")
-    >>> plain_line(Trial(3, {"lr": 0.1}, "finished", 0.25), search, 4.2, is_best=True)
-    'trial 3 of 9  |  lr 0.1  |  loss 0.25, the best so far  |  4 s'
+    >>> plain_line(Trial(3, {"lr": 0.1}, "finished", 0.25), "loss", 4.2, is_best=True)
+    'trial 3  |  lr 0.1  |  loss 0.25, the best so far  |  4 s'
     """
     if trial.value is not None:
-        outcome = f"{search.metric} {trial.value:.4g}{', the best so far' if is_best else ''}"
+        outcome = f"{metric} {trial.value:.4g}{', the best so far' if is_best else ''}"
     else:
         outcome = f"{trial.state}: {trial.reason}"
-    parts = (f"trial {trial.number} of {search.num_trials}", describe(trial.parameters), outcome, f"{elapsed_s:.0f} s")
+    parts = (f"trial {trial.number}", describe(trial.parameters), outcome, f"{elapsed_s:.0f} s")
     return "  |  ".join(parts)
 
 
@@ -138,8 +143,7 @@ def search_table(study: Study, search: Search, running: Sequence[Running], room:
     from rich.table import Table
 
     trials, best = study.trials(), study.best()
-    num_ended = sum(trial.state not in ("running", "interrupted") for trial in trials)
-    title = f"{num_ended} of {search.num_trials} trials, {elapsed_s:.0f} s"
+    title = f"{num_ended(study)} of {search.num_trials} trials, {elapsed_s:.0f} s"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("trial", *search.parameters, "report", search.metric):
         table.add_column(heading, justify="right", header_style="dim", no_wrap=True)

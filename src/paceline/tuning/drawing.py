@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from paceline.observe.plots import BASELINE_COLOUR, DPI, FAINT, INK, POLICY_COLOURS, new_figure, quiet
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 
 WIDTH_IN: Final = 13.0
 HEIGHT_IN: Final = 8.5
+_MARGIN: Final = 0.12  # of what an axis spans, left free at both ends
 FINISHED, PRUNED, BEST = POLICY_COLOURS[0], FAINT, POLICY_COLOURS[1]
 # Of the values that are drawn, how many may be cut off: one that has diverged would flatten all others.
 _FAR: Final = 0.9
+# From which ratio between the worst and the best on, differences among the good ones need a scale of ratios.
+_WIDE: Final = 5.0
+_LINE_LENGTH: Final = 150
 
 
 def draw_search(
@@ -38,12 +43,13 @@ def draw_search(
     curves, bars = bottom.subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(curves, search, trials, best)
     _draw_importances(bars, importances)
-    found = (
-        "none came to its end"
-        if best is None
-        else f"best {search.metric} {best.value:.4g}, {describe(best.parameters)}"
-    )
-    figure.suptitle(f"{name}: {len(trials)} trials, {found}", x=0.012, ha="left", fontsize=14, weight="bold", color=INK)
+    found = "none came to its end" if best is None else f"best {search.metric} {best.value:.4g}"
+    num_trials = sum(trial.state != "interrupted" for trial in trials)
+    title = f"{name}: {num_trials} trials, {found}"
+    figure.suptitle(title, x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
+    if best is not None:
+        told = wrap(f"trial {best.number}: {describe(best.parameters)}", _LINE_LENGTH)
+        figure.supxlabel("\n".join(told), x=0.012, ha="left", fontsize=10, color=FAINT)
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
 
@@ -129,7 +135,7 @@ def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
         )  # fmt: skip
     axes.set_xlim(0, 1.15 * max(importances.values()) or 1)
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.set_xlabel("importance (PED-ANOVA, finished trials)", color=INK)
+    axes.set_xlabel("importance (PED-ANOVA)", color=INK)
 
 
 def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
@@ -142,8 +148,20 @@ def _leave_out_what_is_far(axes: Axes, search: Search, values: Sequence[float]) 
         return
     ordered = sorted(values, reverse=not search.minimizes)
     good, most = ordered[0], ordered[math.ceil(_FAR * (len(ordered) - 1))]
-    margin = 0.12 * abs(most - good)
-    if not margin:
-        return
     low, high = sorted((good, most))
-    axes.set_ylim(low - margin, high + margin)
+    if low > 0 and high / low > _WIDE:
+        _scale_by_ratio(axes)
+        margin = (high / low) ** _MARGIN
+        axes.set_ylim(low / margin, high * margin)
+    elif low < high:
+        margin = _MARGIN * (high - low)
+        axes.set_ylim(low - margin, high + margin)
+
+
+def _scale_by_ratio(axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -30,6 +30,7 @@ State = Literal["running", "finished", "pruned", "failed", "interrupted"]
 
 MEDIAN_STARTUP: Final = 5  # trials that are finished before one is stopped
 HALVING_FACTOR: Final = 3
+FEWEST_TO_EXPLAIN: Final = 4  # trials, without which nothing is said of what made the difference
 _STUDY: Final = "search"
 _REASON: Final = "reason"
 _MEASURED: Final = "measured"
@@ -120,11 +121,16 @@ class Study:
         return Trial(trial.number, parameters, "running")
 
     def report(self, number: int, values: Sequence[float]) -> bool:
-        """Note all values of a running trial up to now; return whether it is so far behind that it is to be stopped."""
+        """Note all values of a running trial up to now; return whether it is so far behind that it is to be stopped.
+
+        One that has reported as often as any that has finished is as good as through, and is not stopped.
+        """
         trial = self._running[number]
+        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        end = max((one.last_step or 0 for one in finished), default=0)
         for step, value in list(enumerate(values, start=1))[self._num_told(number) :]:
             trial.report(value, step)
-            if trial.should_prune():
+            if trial.should_prune() and not 0 < end <= step:
                 return True
         return False
 
@@ -167,14 +173,26 @@ class Study:
         return bool(finished[0].user_attrs[_MEASURED]) if finished else None
 
     def importances(self) -> dict[str, float]:
-        """Return how much of the differences between good and average trials each parameter explains, 0 to 1."""
-        from optuna.importance import get_param_importances
+        """Return how much of the difference between the best trials and all of them each parameter explains, 0 to 1.
 
-        finished = [trial for trial in self.trials() if trial.value is not None]
-        varied = [name for name in self._parameters if len({trial.parameters[name] for trial in finished}) > 1]
-        if len(finished) < 2 or len({trial.value for trial in finished}) < 2 or not varied:
+        Trials that were stopped count behind those that have finished: what matters is only who is among the best.
+        """
+        import optuna
+
+        known = [one for one in self._study.get_trials(deepcopy=False) if _state(one) in ("finished", "pruned")]
+        varied = [name for name in self._parameters if len({one.params[name] for one in known}) > 1]
+        if len(known) < FEWEST_TO_EXPLAIN or not varied:
             return {}
-        return dict(get_param_importances(self._study, params=varied))
+        ranked = optuna.create_study()
+        for rank, one in enumerate(sorted(known, key=self._order)):
+            ranked.add_trial(optuna.trial.create_trial(value=rank, params=one.params, distributions=one.distributions))
+        return dict(optuna.importance.get_param_importances(ranked, params=varied))
+
+    def _order(self, frozen: FrozenTrial) -> tuple[bool, float]:
+        """Sort those that have finished by their values, and those that were stopped behind them, latest first."""
+        sign = 1 if self._search.minimizes else -1
+        is_finished = _state(frozen) == "finished"
+        return not is_finished, sign * (frozen.value or 0.0) if is_finished else -(frozen.last_step or 0)
 
     # ----------------------------------------------------------------------------------------------------------------
 
