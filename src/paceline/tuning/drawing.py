@@ -48,7 +48,7 @@ def draw_search(
     title = f"{name}: {num_trials} trials, {found}"
     figure.suptitle(title, x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
     if best is not None:
-        told = wrap(f"trial {best.number}: {describe(best.parameters)}", _LINE_LENGTH)
+        told = wrap(f"the best, trial {best.number}: {describe(best.parameters)}", _LINE_LENGTH)
         figure.supxlabel("\n".join(told), x=0.012, ha="left", fontsize=10, color=FAINT)
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
@@ -106,7 +106,7 @@ def _draw_curves(axes: Axes, search: Search, trials: Sequence[Trial], best: Tria
         trials, key=lambda one: (best is not None and one.number == best.number, one.value is not None)
     ):
         reports = [value for value in trial.reports if math.isfinite(value)]
-        if not reports:
+        if not reports or trial.state not in ("finished", "pruned"):
             continue
         steps = range(1, len(reports) + 1)
         is_best = best is not None and trial.number == best.number
