@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,12 @@ def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
     (folder.path / "search.json").write_text("{}")
     with pytest.raises(UsageError, match="is damaged, or of another version"):
         Folder.reopen(folder.path)
+
+
+def test_it_is_called_from_the_main_thread(tmp_path: Path) -> None:
+    folder = begin(ENDINGS, tmp_path)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="from the main thread"):
+        pool.submit(pretend, folder).result()
 
 
 def _trials(folder: Folder) -> list[Trial]:

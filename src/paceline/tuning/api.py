@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -131,6 +132,8 @@ def pursue(folder: Folder, terms: Terms, *, progress: bool) -> Tuned:
         raise UsageError(f"--jobs must be at least 1, got {terms.jobs}")
     if terms.trial_timeout_s is not None and not terms.trial_timeout_s > 0:
         raise UsageError(f"--trial-timeout-s must be more than 0, got {terms.trial_timeout_s:g}")
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("a search must be called from the main thread: it answers Ctrl-C and SIGTERM")
     with folder:
         search = folder.task.search
         study = Study.open(search, folder.journal)
