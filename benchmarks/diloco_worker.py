@@ -20,7 +20,7 @@ import paceline
 from paceline.current import bind
 from paceline.launch.carriers import make_transport
 from paceline.launch.environment import find_place
-from paceline.launch.holders import Holder
+from paceline.launch.keys.holders import Holder
 from paceline.launch.spec import wait_spec
 from paceline.session import Session
 from paceline.training.strategy import Strategy

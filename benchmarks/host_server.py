@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import make_transport
-from paceline.launch.holders import Holder
+from paceline.launch.keys.holders import Holder
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode

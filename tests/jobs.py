@@ -19,7 +19,7 @@ from tests.leaks import nothing_left_behind
 from paceline.current import bind
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.environment import Place
-from paceline.launch.holders import Holder
+from paceline.launch.keys.holders import Holder
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.node.server import ServerNode

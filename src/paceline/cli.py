@@ -177,7 +177,7 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
 app.command("paceline.tuning.command:tune", name="tune", help="Search over the hyperparameters of a script.")
 app.command("paceline.launch.emit.command:launch", name="launch", help="Write what Slurm or Kubernetes takes.")
 app.command("paceline.compare.command:compare", name="compare", help="Run a script under several strategies.")
-app.command("paceline.launch.keys_command:app", name="keys", help="Make and revoke keys for several machines.")
+app.command("paceline.launch.keys.command:app", name="keys", help="Make and revoke keys for several machines.")
 app.command("paceline.demo.command:demo", name="demo", help="Train on handwritten digits and write a report.")
 app.command("paceline.simulate.command:simulate", name="simulate", help="Rehearse a policy on virtual time.")
 app.command("paceline.serve.command:serve", name="serve", help="Serve jobs that come and go, and keep their state.")

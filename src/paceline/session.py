@@ -24,10 +24,10 @@ from paceline.data.slicing import Slicing
 from paceline.errors import UsageError
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import ended_well, when_script_ends
-from paceline.launch.entrance import Stay, enter
+from paceline.launch.entering.entrance import Stay, enter
+from paceline.launch.entering.gathering import START_TIMEOUT_S
 from paceline.launch.environment import Place, allows_plain_collectives, find_place
-from paceline.launch.gathering import START_TIMEOUT_S
-from paceline.launch.holders import Holder
+from paceline.launch.keys.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.declaration import Declaration

@@ -17,8 +17,8 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import hello
 
 from paceline.errors import CheckpointError, PacelineError, PeerError, UsageError
-from paceline.launch.meeting import Invitation
-from paceline.launch.presence import card
+from paceline.launch.entering.meeting import Invitation
+from paceline.launch.entering.presence import card
 from paceline.launch.spec import ClusterSpec
 from paceline.node.wire import decode, encode
 from paceline.observe.runs import decode_lines

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.launch.child import Launch
 from paceline.launch.environment import child_environment, nursery_environment
-from paceline.launch.nursery import Nursery
+from paceline.launch.forking.nursery import Nursery
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY_WITHIN_S = 60.0

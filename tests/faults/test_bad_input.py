@@ -155,7 +155,7 @@ WRONG_TOKEN = """
 import os
 from pathlib import Path
 if os.environ["PACELINE_RANK"] == "1":
-    from paceline.launch import tokens
+    from paceline.launch.keys import tokens
     tokens.read_token = lambda folder, name="token": bytes(32)
 """
 

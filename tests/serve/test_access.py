@@ -13,8 +13,8 @@ from tests.serve.house import House, house
 
 import paceline
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.launch.holders import Holder
-from paceline.launch.keys import issue_keys, make_keys, revoke
+from paceline.launch.keys.holders import Holder
+from paceline.launch.keys.keyring import issue_keys, make_keys, revoke
 from paceline.serve.access import Pass, server_access
 from paceline.serve.location import Location
 from paceline.serve.messages import Ask, TurnedAway, Visit, encode

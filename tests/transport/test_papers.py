@@ -15,7 +15,7 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import open_raw, raw_server, read_to_end
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
-from paceline.launch.certificates import Authority, Holder, tls_settings
+from paceline.launch.keys.certificates import Authority, Holder, tls_settings
 from paceline.transport import Listener, TcpTransport
 from paceline.transport.base import NO_PAPERS, Papers
 from paceline.transport.papers import read_papers
@@ -227,7 +227,7 @@ def test_a_certificate_from_the_future_is_told_from_a_clock_that_is_wrong(
     """Both by the side whose certificate it is and by the other one."""
     authority = Authority.make(CREDENTIALS.job)
     authority.issue(tmp_path, SERVER)
-    monkeypatch.setattr("paceline.launch.certificates._CLOCKS_DIFFER", timedelta(days=-1))
+    monkeypatch.setattr("paceline.launch.keys.certificates._CLOCKS_DIFFER", timedelta(days=-1))
     authority.issue(tmp_path, WORKER)
     with (
         closing(carrier(tmp_path, SERVER, told).listen("127.0.0.1:0")) as server,

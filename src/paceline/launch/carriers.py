@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.launch.holders import KEYS_NAME, Holder, tls_settings
+from paceline.launch.keys.holders import KEYS_NAME, Holder, tls_settings
+from paceline.launch.keys.tokens import TokenFiles
 from paceline.launch.spec import ClusterSpec
-from paceline.launch.tokens import TokenFiles
 from paceline.transport.base import Transport
 
 

@@ -15,9 +15,9 @@ from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
+from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
 from paceline.launch.notice import CALLED_OFF_NAME
-from paceline.launch.nursery import Nursery
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals

@@ -19,10 +19,10 @@ from paceline.launch.addresses import CLUSTER_NAME
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.cores import cores_here, server_threads
 from paceline.launch.environment import wants_traceback
-from paceline.launch.holders import Holder
+from paceline.launch.keys.holders import Holder
+from paceline.launch.keys.revocation import revoked_path, watching_revoked
 from paceline.launch.machines import LOOPBACK
 from paceline.launch.notice import ignore_telling
-from paceline.launch.revocation import revoked_path, watching_revoked
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path

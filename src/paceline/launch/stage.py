@@ -5,8 +5,8 @@ from typing import final
 
 from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.console import Console
+from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard
-from paceline.launch.nursery import Nursery
 from paceline.launch.pipes import Pipe, Pump
 from paceline.launch.supervise import Member
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, final
 
 from paceline.errors import PeerError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
-from paceline.launch.cards import VERSION
-from paceline.launch.certificates import Authority
-from paceline.launch.holders import AUTHORITY_NAME, KEYS_NAME, Holder
+from paceline.launch.entering.cards import VERSION
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import AUTHORITY_NAME, KEYS_NAME, Holder
 from paceline.launch.local import make_spec
 from paceline.launch.machines import LOOPBACK
 from paceline.launch.notice import CALLED_OFF_NAME

@@ -19,11 +19,11 @@ from typing import Final, final
 import msgspec
 
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
-from paceline.launch.cards import VERSION
 from paceline.launch.child import Child, Launch, start_process
+from paceline.launch.entering.cards import VERSION
 from paceline.launch.environment import Place, child_environment, with_import_path
 from paceline.launch.guard import Guard, clear
-from paceline.launch.holders import KEYS_NAME, Holder, Role
+from paceline.launch.keys.holders import KEYS_NAME, Holder, Role
 from paceline.launch.pipes import Pump
 from paceline.launch.spec import ClusterSpec, write_private
 from paceline.ray.engine import load_ray
@@ -54,7 +54,7 @@ class Shell:
         """Say where this is; make a key and ask for a certificate where the job needs one."""
         request = b""
         if encrypted:
-            from paceline.launch.certificates import request as request_certificate
+            from paceline.launch.keys.certificates import request as request_certificate
 
             keys = self._folder / KEYS_NAME
             keys.mkdir(mode=0o700)

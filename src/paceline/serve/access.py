@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from paceline.errors import UsageError
 from paceline.launch.carriers import tell_user
-from paceline.launch.holders import Holder, tls_settings
+from paceline.launch.keys.holders import Holder, tls_settings
+from paceline.launch.keys.tokens import TokenFiles
 from paceline.launch.machines import is_loopback
 from paceline.launch.spec import TOKEN_NAME, write_token
-from paceline.launch.tokens import TokenFiles
 from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
 from paceline.transport.tcp import TcpTransport
 from paceline.transport.tls import TlsSettings

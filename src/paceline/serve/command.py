@@ -15,9 +15,9 @@ from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.launch.carriers import tell_user
-from paceline.launch.holders import REVOKED_NAME
+from paceline.launch.keys.holders import REVOKED_NAME
+from paceline.launch.keys.revocation import watching_revoked
 from paceline.launch.machines import look_up
-from paceline.launch.revocation import watching_revoked
 from paceline.launch.spec import TOKEN_NAME
 from paceline.serve.access import server_access
 from paceline.serve.location import SCHEME, door, parse_door

@@ -1,0 +1,1 @@
+"""Entering a job that another launcher started: torchrun, srun, mpirun and the like."""

@@ -1,0 +1,142 @@
+"""How a job gathers: first its processes come, and once its servers listen too, it is complete."""
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, final
+
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.launch.entering.cards import Card, whereabouts
+from paceline.launch.entering.detect import Role
+from paceline.launch.entering.presence import absent, card
+from paceline.launch.folders import names_in
+from paceline.launch.machines import Machine
+from paceline.launch.spec import TOKEN_NAME, ClusterSpec
+
+START_TIMEOUT_S: Final = 60.0
+POLL_INTERVAL_S: Final = 0.005
+POLL_INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server
+
+
+@final
+class Roll:
+    """Who of a job has come by itself: all workers, and those servers that nobody starts beside a worker."""
+
+    def __init__(self, run_dir: Path, num_workers: int, num_servers: int) -> None:
+        self._run_dir = run_dir
+        self._awaited: tuple[tuple[Role, int], ...] = (("worker", num_workers), ("server", num_servers))
+        self._cards: dict[str, Card] = {}
+
+    def call(self) -> list[str]:
+        """Return who has not come yet; raises UsageError when somebody runs another paceline."""
+        missing: list[str] = []
+        for role, count in self._awaited:
+            gone = absent(self._run_dir, role, count)
+            missing += [f"{role} {index}" for index in gone]
+            for index in sorted(set(range(count)).difference(gone)):
+                if f"{role} {index}" not in self._cards:
+                    self._greet(f"{role} {index}", card(self._run_dir, role, index))
+        return missing
+
+    @property
+    def workers(self) -> list[Machine]:
+        """Where each worker is; once all have come."""
+        return [self._cards[f"worker {index}"].machine for index in range(self._awaited[0][1])]
+
+    @property
+    def servers(self) -> list[Machine]:
+        """Where each of those servers is; once all have come."""
+        return [self._cards[f"server {index}"].machine for index in range(self._awaited[1][1])]
+
+    @property
+    def machines(self) -> list[Machine]:
+        """The machines on which somebody is, each once."""
+        return list(dict.fromkeys(card.machine for card in self._cards.values()))
+
+    def __str__(self) -> str:
+        """Say who is where."""
+        return whereabouts(self._cards)
+
+    def _greet(self, who: str, told: Card) -> None:
+        refusal = told.refusal(who)
+        if refusal is not None:
+            raise UsageError(refusal)
+        self._cards[who] = told
+
+
+def wait_all(roll: Roll, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Block until all have come.
+
+    Raises:
+        DeadlineExceeded: some have not in time; the message names them, and where the others are.
+        UsageError: somebody runs another paceline.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while missing := roll.call():
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(
+                f"{', '.join(missing)} did not come to {socket.gethostname()} within {timeout_s:g} s (there: "
+                f"{str(roll) or 'nobody'}). Look at what the missing ones wrote, whether they call paceline.init(), "
+                "and whether they see the same folder"
+            )
+        time.sleep(POLL_INTERVAL_SHARED_S)
+
+
+def wait_settled(run_dir: Path, timeout_s: float = START_TIMEOUT_S) -> ClusterSpec:
+    """Block until the process that sets the job up has said how the others reach each other.
+
+    Raises:
+        DeadlineExceeded: it has not in time.
+        PeerError: it is gone, and has cleared the folder of the job.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while SPEC_NAME not in _names(run_dir):
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(
+                f"the process that sets the job up has not said within {timeout_s:g} s how the others reach each "
+                f"other, in {run_dir / SPEC_NAME} as {socket.gethostname()} sees it: look at what it wrote"
+            )
+        time.sleep(POLL_INTERVAL_SHARED_S)
+    return ClusterSpec.read(run_dir / SPEC_NAME)
+
+
+def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Block until the job is complete, calling `each_turn` all the while.
+
+    Raises:
+        DeadlineExceeded: it is not in time; the message names those who are missing.
+        PeerError: the process that has set it up is gone, and has cleared the folder of the job.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while CLUSTER_NAME not in _names(Path(spec.run_dir)):
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(
+                f"not all of {spec.num_workers} workers and {spec.num_servers} servers came within {timeout_s:g} s: "
+                f"{missing(spec)} did not. Look at what they wrote, and whether they call paceline.init()"
+            )
+        each_turn()
+        time.sleep(POLL_INTERVAL_SHARED_S if spec.encrypted else POLL_INTERVAL_S)
+
+
+def declare_complete(spec: ClusterSpec, roll: Roll) -> None:
+    """Tell all that wait, if it is so. For the process that has set the job up."""
+    if not roll.call():
+        AddressBook(spec).poll()
+
+
+def missing(spec: ClusterSpec) -> str:
+    """Name the processes of a job that have not come yet."""
+    workers = [f"worker {index}" for index in absent(Path(spec.run_dir), "worker", spec.num_workers)]
+    servers = [f"server {index}" for index in AddressBook(spec).missing()]
+    return ", ".join(workers + servers) or "the process that sets the job up"
+
+
+def _names(run_dir: Path) -> set[str]:
+    names = names_in(run_dir)
+    if TOKEN_NAME not in names:  # the first to be there and the first to go, also from a folder that is kept
+        raise PeerError(
+            f"the folder of the job, {run_dir}, is cleared: the process that made it has ended. Look at what it wrote"
+        )
+    return names

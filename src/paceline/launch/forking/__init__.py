@@ -1,0 +1,1 @@
+"""Starting the processes of a job by forking one that has imported torch."""

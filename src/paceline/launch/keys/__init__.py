@@ -1,0 +1,1 @@
+"""Who belongs to a job: certificates, tokens, and folders that hold them."""

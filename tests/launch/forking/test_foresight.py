@@ -1,0 +1,34 @@
+"""What is imported ahead for a script is what it names."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.forking.foresight import may_make_optimizers
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("import os, torch\nimport paceline\nfrom torch.nn import functional", False),
+        ("update = paceline.update.Add()", False),
+        ("update = paceline.update.Adagrad(lr=0.1)", True),
+        ("paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1))", True),
+        ("from trainer import train", True),
+        ("from . import trainer", True),
+        ("def f():\n    import lightning.pytorch", True),
+        ("this is no Python", True),
+    ],
+)
+def test_a_script_that_may_make_optimizers_is_known(text: str, makes: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+
+    assert may_make_optimizers(script) is makes
+
+
+def test_what_cannot_be_read_may_make_anything(tmp_path: Path) -> None:
+    (tmp_path / "bytes.py").write_bytes(b"\xff")
+
+    assert may_make_optimizers(tmp_path / "bytes.py")
+    assert may_make_optimizers(tmp_path / "none.py")

@@ -1,0 +1,48 @@
+"""A launcher on a Ray cluster of its own, of two nodes on this machine; it runs one job after the other.
+
+Each line of the standard input is a job, the arguments of `paceline.ray.run` as JSON; `END code` ends its output.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from paceline.ray.engine import OBJECT_STORE_BYTES, OWN_CLUSTER
+
+# Ray looks at these when it is imported.
+os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN="0" * 64)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
+
+
+def main() -> None:
+    from ray.cluster_utils import Cluster
+
+    import ray
+
+    node = {"num_cpus": 3, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node, resources={"second": 3})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        print("END 0", flush=True)
+        for line in sys.stdin:
+            print(f"END {answer(json.loads(line))}", flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def answer(job: dict[str, object]) -> int:
+    from paceline.errors import PacelineError
+    from paceline.ray import run
+
+    try:
+        return run(**job)
+    except PacelineError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return -1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Jobs on a real Ray cluster of two nodes, which is started once for all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.launch.launching import wait_gone
+from tests.launch.test_launchers import TRAIN
+
+# Ray takes its time where others work, too.
+pytestmark = pytest.mark.timeout(300)
+
+DRIVER = Path(__file__).with_name("driver.py")
+GONE_WITHIN_S = 10.0
+ON_SECOND = {"worker_resources": {"second": 1}}
+
+# Worker 1 is killed with its actor in the middle of a clock. Its next life finds what the first has pushed, and then
+# has the job lose a server, by the same way.
+KILL_ACTORS = """
+import os, signal
+import psutil
+import paceline
+from paceline.launch.environment import find_place
+life = find_place().incarnation
+with paceline.connect() as ps:
+    table = ps.table("w", shape=(1,), update=paceline.update.Add(), consistency="asynchronous")
+    if ps.rank == 0:
+        signal.pause()
+    table.push([1.0])
+    ps.clock()
+    print(f"worker {ps.rank} in life {life} has {table.pull().item():g}", flush=True)
+    if life == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    [launcher] = [process for process in psutil.Process().parents() if "ray/driver.py" in str(process.cmdline())]
+    family = launcher.children(recursive=True)
+    [server] = [process for process in family if "paceline.launch.server" in str(process.as_dict(["cmdline"]))]
+    server.parent().kill()
+    signal.pause()
+"""
+
+KILL_SELF_THEN_FAIL = """
+import os, signal, sys
+from paceline.launch.environment import find_place
+if find_place().incarnation == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+print(os.environ["COLOUR"], sys.argv[1:], os.getcwd(), flush=True)
+sys.exit("no data")
+"""
+
+WAIT = """
+import signal, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+print("ready", flush=True)
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(7)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The process that runs jobs."""
+
+    process: subprocess.Popen[str]
+
+    def start(self, **job: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def read_until(self, word: str) -> list[str]:
+        """Read its output up to the line with this word, and return it."""
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        for line in self.process.stdout:
+            lines.append(line.rstrip("\n"))
+            if word in line:
+                return lines
+        raise AssertionError(f"the launcher ended before it said {word!r}: {lines}")
+
+    def run(self, script: Path, text: str, **job: Any) -> tuple[int, list[str]]:
+        """Run a script to its end; return the exit code and what was said."""
+        self.start(script=str(write(script, text)), **{"quiet": True, **job})
+        return self.result()
+
+    def job(self) -> set[int]:
+        """The processes of the job that runs, and what they have started."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        ours = [child for child in family if "paceline" in str(child.as_dict(["cmdline"]))]
+        return {other.pid for child in ours for other in (child, *child.children(recursive=True))}
+
+    def result(self) -> tuple[int, list[str]]:
+        *lines, end = self.read_until("END ")
+        return int(end.split()[1]), lines
+
+
+def write(script: Path, text: str) -> Path:
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    with subprocess.Popen(
+        [sys.executable, str(DRIVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        family = psutil.Process(process.pid)
+        try:
+            Launcher(process).read_until("END 0")
+            yield Launcher(process)
+        finally:
+            started = family.children(recursive=True) if process.poll() is None else []
+            process.kill()
+            for child in started:
+                child.kill()
+
+
+def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+
+    code, lines = launcher.run(script, TRAIN, quiet=False, run_dir=str(run_dir), **ON_SECOND)
+
+    assert code == 0, lines
+    assert "paceline: Ray has placed the processes on 2 nodes; they talk over TCP, encrypted" in lines
+    line = [sys.executable, "-m", "paceline", "run", "--quiet", str(script)]
+    local = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(line for line in lines if " has " in line and "]" in line) == sorted(local.stdout.splitlines())
+    assert {path.name for path in (run_dir / "trace").iterdir()} == {
+        "server-0.jsonl",
+        "worker-0.jsonl",
+        "worker-1.jsonl",
+    }
+    steps = [json.loads(line) for line in (run_dir / "trace" / "worker-1.jsonl").read_text().splitlines()]
+    assert [step["clock"] for step in steps if step["kind"] == "step"] == [0, 1, 2, 3]
+    assert not (run_dir / "token").exists()
+
+
+def test_a_killed_actor_is_followed_by_another_life_and_a_servers_ends_the_job(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    code, lines = launcher.run(tmp_path / "kill.py", KILL_ACTORS, on_crash="restart", run_dir=str(tmp_path / "run"))
+
+    assert code == 1, lines
+    assert "[worker 1] worker 1 in life 1 has 2" in lines
+    assert "paceline: worker 1 was killed by SIGKILL; started again as incarnation 1" in lines
+    assert lines[-1] == "paceline: server 0 was killed by SIGKILL before the run was over"
+
+
+def test_a_script_gets_what_was_asked_for_and_its_end_is_that_of_the_run(launcher: Launcher, tmp_path: Path) -> None:
+    code, lines = launcher.run(
+        tmp_path / "fail.py",
+        KILL_SELF_THEN_FAIL,
+        args=["--lr", "0.1"],
+        workers=1,
+        env={"COLOUR": "green"},
+        on_crash="restart",
+        **ON_SECOND,
+        place_servers="pack",
+    )
+
+    assert code == 1
+    assert f"[worker 0] green ['--lr', '0.1'] {Path.cwd()}" in lines
+    assert lines[-3:] == [
+        "    no data",
+        "paceline: worker 0 was killed by SIGKILL; started again as incarnation 1",
+        "paceline: worker 0 ended with exit code 1; the run was stopped",
+    ]
+
+
+def test_a_job_without_room_says_what_there_is(launcher: Launcher, tmp_path: Path) -> None:
+    code, lines = launcher.run(tmp_path / "none.py", "", workers=9, start_timeout_s=0.1)
+
+    assert code == -1
+    [line] = lines
+    assert line.startswith(
+        "DeadlineExceeded: the Ray cluster had no room within 0.1 s for 9 workers of 1 CPU and 1 server of 1 CPU; "
+        "it has 6 CPU, 3 second, and free are "
+    )
+
+
+def test_ctrl_c_reaches_the_script_and_leaves_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.start(script=str(write(tmp_path / "wait.py", WAIT)), workers=1, quiet=True)
+    launcher.read_until("ready")
+    left = launcher.job()
+    launcher.process.send_signal(signal.SIGINT)
+
+    code, lines = launcher.result()
+
+    assert code == 130
+    assert "[worker 0] interrupted" in lines
+    assert wait_gone(left, GONE_WITHIN_S) == set()
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.start(script=str(write(tmp_path / "wait.py", WAIT)), workers=1, quiet=True)
+    launcher.read_until("ready")
+    left = launcher.job()
+
+    launcher.process.kill()
+
+    assert wait_gone(left, GONE_WITHIN_S) == set()
