@@ -44,9 +44,14 @@ def test_a_run_goes_on_without_its_guard(tmp_path: Path) -> None:
 
 
 def test_clearing_a_kept_directory_takes_secrets_sockets_and_addresses(tmp_path: Path) -> None:
-    for name in ("token", "server-0.address", "server-0.sock", "cluster.json"):
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "of-the-script").mkdir()
+    ours = ("token", "token.previous", "keys/worker-0.key", "keys/any.pem", "keys/revoked", "called.off")
+    kept = {"cluster.json", "tokenizer.json", "tokens.bin", "mesh.off"}
+    for name in (*ours, "server-0.address", "server-0.sock", "worker-0.life", *kept):
         (tmp_path / name).touch()
 
     clear(tmp_path, temporary=False)
 
-    assert [path.name for path in tmp_path.iterdir()] == ["cluster.json"]
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert left == kept | {"keys", "keys/of-the-script"}, "what a script keeps in its run directory is its own"

@@ -16,7 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-LEFTOVERS: Final = ("token*", "keys/*", "*.address", "*.sock", "*.store", "*.life", "*.off")
+# Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
+SECRETS: Final = ("token", "token.previous", "keys/*.pem", "keys/*.key", "keys/revoked")
+LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "called.off")
 NUM_ATTEMPTS: Final = 50
 RETRY_INTERVAL_S: Final = 0.02
 
@@ -69,13 +71,14 @@ class Guard:
 
 
 def clear(run_dir: Path, *, temporary: bool) -> None:
-    """Remove what must not outlive the run: everything, or only its secret, its sockets and its addresses."""
+    """Remove what must not outlive the run: everything, or only its secrets, its sockets and its addresses."""
     if temporary:
         shutil.rmtree(run_dir, ignore_errors=True)
         return
     for pattern in LEFTOVERS:
         for path in run_dir.glob(pattern):
-            path.unlink(missing_ok=True)
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
 
 
 def kill_group(group: int) -> None:
