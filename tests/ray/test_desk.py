@@ -80,6 +80,23 @@ def test_on_several_nodes_each_has_a_certificate_that_says_who_it_is(tmp_path: P
     assert (spec.transport, spec.encrypted) == ("tcp", True)
 
 
+def test_a_job_may_have_more_servers_than_workers(tmp_path: Path) -> None:
+    run = LocalRun(script=Path("train.py"), num_workers=1, num_servers=3)
+    launches = plan_launches(run, DEFAULT_PROGRAMS, tmp_path, {})
+    nodes = {(launch.role, launch.rank): "a" for launch in launches}
+    (tmp_path / "run").mkdir()
+    desk = Desk(run, OPTIONS, tmp_path / "run", nodes, "a")
+
+    orders = [desk.order(launch, Arrival("10.0.0.1", str(tmp_path), VERSION, b"")) for launch in launches]
+
+    assert [(order.name, order.local_rank) for order in orders] == [
+        ("server 0", 0),
+        ("server 1", 0),
+        ("server 2", 0),
+        ("worker 0", 0),
+    ]
+
+
 def test_an_actor_of_another_version_is_refused(tmp_path: Path) -> None:
     [launch, *_] = plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})
 

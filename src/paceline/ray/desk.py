@@ -99,15 +99,16 @@ class Desk:
         return {} if self._is_here or not path.exists() else {name: path.read_bytes()}
 
     def _local_rank(self, launch: Launch) -> int:
-        """Count the workers of lower rank on the same node."""
-        node = self._nodes["worker", launch.rank] if launch.role == "worker" else ""
-        return sum(self._nodes["worker", rank] == node for rank in range(launch.rank))
+        """Count the workers of lower rank on the same node; a server has no use for that."""
+        if launch.role == "server":
+            return 0
+        here = self._nodes["worker", launch.rank]
+        return sum(self._nodes["worker", rank] == here for rank in range(launch.rank))
 
     def _files(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
         names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, CALLED_OFF_NAME)
-        return {name: content for known in names for name, content in self.news(known).items()} | self._keys(
-            launch, arrival
-        )
+        known = {name: content for each in names for name, content in self.news(each).items()}
+        return known | self._keys(launch, arrival)
 
     def _keys(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
         """Sign for the key that the actor has made; the authority's own key never leaves this process."""
