@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -280,19 +280,18 @@ class Session:
             return
         self.closed = True
         atexit.unregister(self.close)
-        self._settle_parameters(politely=politely)
-        self.meter.note_end(self.node.clock)
-        try:
+        with ExitStack() as freeing:  # from the last to the first, whatever fails on the way
+            if self.server is not None:
+                freeing.callback(self.server.close, politely=politely)
+            freeing.callback(self.notice.close)
+            freeing.callback(self.meter.trace.close)
+            freeing.callback(self.exchange.close, politely=False)
+            freeing.callback(self.node.close)
+            self._settle_parameters(politely=politely)
+            self.meter.note_end(self.node.clock)
             if politely:
                 self.exchange.close(politely=True)
                 self.node.leave()
-        finally:
-            self.node.close()
-            self.exchange.close(politely=False)
-            self.meter.trace.close()
-            self.notice.close()
-            if self.server is not None:
-                self.server.close(politely=politely)
 
     def _settle_parameters(self, *, politely: bool) -> None:
         """Let parameters have the values that are still under way, and memory of their own."""
@@ -350,30 +349,31 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
     place = place if stay is None else stay.place
     if place is None:
         return _embed()
-    spec = wait_spec(place.spec_path, START_TIMEOUT_S)
-    return join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)), stay)
+    with ExitStack() as undo:
+        if stay is not None:
+            undo.callback(stay.close, politely=False)
+        spec = wait_spec(place.spec_path, START_TIMEOUT_S)
+        session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
+        undo.pop_all()
+    session.server = stay
+    return session
 
 
-def join(
-    spec: ClusterSpec, place: Place, transport: Transport, stay: Stay | None = None, notice: Notice | None = None
-) -> Session:
+def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice | None = None) -> Session:
     """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
     node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
-    try:
-        node.join()
-    except BaseException:
-        node.close()
-        if stay is not None:
-            stay.close(politely=False)
-        raise
     rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
-    meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
-    consistency = Consistency.parse(spec.consistency) if spec.consistency else None
-    exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
-    among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
-    session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among, stay)
+    with ExitStack() as undo:
+        undo.callback(node.close)
+        node.join()
+        meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
+        consistency = Consistency.parse(spec.consistency) if spec.consistency else None
+        exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
+        among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
+        session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
+        undo.pop_all()
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
     session.notice.listen()
     atexit.register(session.close)
@@ -384,9 +384,13 @@ def join(
 def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
-    server = Embedded.start(transport)
-    node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
-    node.join()
+    with ExitStack() as undo:
+        server = Embedded.start(transport)
+        undo.callback(server.close, politely=False)
+        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
+        undo.callback(node.close)
+        node.join()
+        undo.pop_all()
     alone = Exchange(Company(0, 1, node, None))
     session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
     session.notice.listen()
