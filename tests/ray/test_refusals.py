@@ -32,10 +32,15 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
     [
         (RayOptions(address="ray://head:10001"), "expected auto or HOST:PORT"),
         (RayOptions(worker_cpus=0), "--worker-cpus must be more than 0"),
+        (RayOptions(server_cpus=float("inf")), "--server-cpus must be more than 0, got inf"),
         (RayOptions(worker_gpus=-1), "--worker-gpus must be 0 or more"),
+        (RayOptions(worker_gpus=float("nan")), "--worker-gpus must be 0 or more"),
         (RayOptions(start_timeout=0), "--start-timeout more than 0 s"),
         (RayOptions(env=("COLOUR",)), "expected NAME=VALUE"),
-        (RayOptions(worker_resources=("TPU=many",)), "expected NAME=AMOUNT"),
+        *(
+            (RayOptions(worker_resources=(text,)), f"--worker-resource is '{text}', expected NAME=AMOUNT")
+            for text in ("TPU", "TPU=many", "TPU=nan", "TPU=-1")
+        ),
         (RayOptions(working_dir=Path("elsewhere")), "must be a folder with the script"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -71,8 +76,14 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
 
     with pytest.raises(PeerError, match=f"no Ray cluster answers at {address}"):
         check_reachable(address)
-    with pytest.raises(UsageError, match="expected auto or HOST:PORT"):
-        check_reachable("head:port")
+    with pytest.raises(PeerError, match=r"no Ray cluster answers at head\.\.:6379"):
+        check_reachable("head..:6379")
+
+
+@pytest.mark.parametrize("address", ["head", "head:port", "head:70000", ":6379"])
+def test_what_is_no_address_of_a_cluster_is_told_before_ray_is_asked(address: str) -> None:
+    with pytest.raises(UsageError, match=f"neither auto nor HOST:PORT: '{address}' is not HOST:PORT"):
+        check_reachable(address)
 
 
 def test_the_script_is_found_from_the_folder_that_every_node_gets() -> None:

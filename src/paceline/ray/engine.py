@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import secrets
 import socket
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Final
 from paceline.errors import PeerError, UsageError
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import ray_authenticates, set_missing
+from paceline.launch.machines import is_loopback
+from paceline.serve.location import parse_door
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -64,14 +65,15 @@ def load_ray() -> ModuleType:
 def prepare(options: RayOptions) -> ModuleType:
     """Import Ray, told in time how a cluster of our own is to be, and see whether another can be reached.
 
-    Raises UsageError when Ray is not installed, or must not be started so, and PeerError when nobody answers.
+    Raises UsageError when Ray is not installed, must not be started so, or is to be at what is no address, and
+    PeerError when nobody answers.
     """
     if options.address is None and "ray" not in sys.modules:  # it looks at these variables when it is imported
         set_missing({**OWN_CLUSTER, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     ray = load_ray()
     if options.address is None:
         check_dashboard(options.dashboard_host, authenticates=ray_authenticates())
-    elif ":" in options.address:
+    elif options.address != "auto":
         check_reachable(options.address)
     return ray
 
@@ -127,7 +129,7 @@ def _own_settings(run: LocalRun, options: RayOptions) -> dict[str, object]:
 
 def check_dashboard(host: str | None, *, authenticates: bool) -> None:
     """Refuse a dashboard that other machines reach and anybody may use: it runs whatever code it is sent."""
-    if host is not None and not authenticates and not is_loopback(host):
+    if host is not None and not authenticates and not is_loopback(host.strip("[]")):
         raise UsageError(
             f"--dashboard-host {host} lets everybody who reaches it run code here, because Ray's authentication is "
             "off: let it listen on 127.0.0.1, or set RAY_AUTH_MODE=token"
@@ -137,7 +139,7 @@ def check_dashboard(host: str | None, *, authenticates: bool) -> None:
 def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
     url: str = ray.get_runtime_context().worker.node.address_info.get("webui_url") or ""
     host = url.rpartition(":")[0]
-    if host and not ray_authenticates() and not is_loopback(host):
+    if host and not ray_authenticates() and not is_loopback(host.strip("[]")):
         console.say(
             f"warning: the dashboard of this Ray cluster listens at {url} and asks nobody who they are: who reaches it "
             "can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
@@ -145,24 +147,20 @@ def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raise PeerError when nobody listens there: Ray itself would try for a long time."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise UsageError(f"--address is {address!r}, expected auto or HOST:PORT")
+    """See whether anybody listens there, because Ray itself would try for a long time.
+
+    Raises UsageError when this is no HOST:PORT, and PeerError when nobody listens.
+    """
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
-    except OSError as error:
+        host, port = parse_door(address)
+    except UsageError as error:
+        raise UsageError(f"--address is neither auto nor HOST:PORT: {error}") from None
+    try:
+        socket.create_connection((host, port), REACH_TIMEOUT_S).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be the name of a host
         raise PeerError(
             f"no Ray cluster answers at {address}: {error}; `ray start --head` prints its address"
         ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether nobody but this machine reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _node_id(ray: ModuleType) -> str:

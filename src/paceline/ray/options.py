@@ -1,5 +1,6 @@
 """What is asked of Ray."""
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -71,9 +72,9 @@ class RayOptions:
                 "cluster; from elsewhere send it there, with `ray job submit` for example"
             )
         for what, amount in (("worker-cpus", self.worker_cpus), ("server-cpus", self.server_cpus)):
-            if not amount > 0:
+            if not 0 < amount < math.inf:
                 raise UsageError(f"--{what} must be more than 0, got {amount:g}: Ray places by what is taken")
-        if self.worker_gpus < 0 or not self.start_timeout > 0:
+        if not 0 <= self.worker_gpus < math.inf or not self.start_timeout > 0:
             raise UsageError(
                 "--worker-gpus must be 0 or more, and --start-timeout more than 0 s; "
                 f"got {self.worker_gpus:g} and {self.start_timeout:g}"
@@ -94,11 +95,7 @@ class RayOptions:
     def worker_needs(self) -> dict[str, float]:
         """Return what a worker takes of its node; raises UsageError."""
         gpus = {"GPU": self.worker_gpus} if self.worker_gpus else {}
-        try:
-            named = [_split(text, "--worker-resource", "NAME=AMOUNT") for text in self.worker_resources]
-            return {"CPU": self.worker_cpus, **gpus, **{name: float(amount) for name, amount in named}}
-        except ValueError:
-            raise UsageError(f"--worker-resource is {self.worker_resources}, expected NAME=AMOUNT each") from None
+        return {"CPU": self.worker_cpus, **gpus, **dict(map(_read_amount, self.worker_resources))}
 
     def folder(self, script: Path) -> Path | None:
         """Return the folder that every node gets a copy of, or None when the script is used where it is."""
@@ -117,6 +114,17 @@ class RayOptions:
         if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
         return script.resolve().relative_to(folder)
+
+
+def _read_amount(text: str) -> tuple[str, float]:
+    name, amount = _split(text, "--worker-resource", "NAME=AMOUNT")
+    try:
+        found = float(amount)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise UsageError(f"--worker-resource is {text!r}, expected NAME=AMOUNT with an amount of more than 0")
+    return name, found
 
 
 def _split(text: str, option: str, expected: str) -> tuple[str, str]:
