@@ -217,6 +217,25 @@ def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_pat
             ps.table("users", rows=2, update=paceline.update.Add(), life=life)
 
 
+def test_what_is_not_saved_in_time_when_the_server_ends_is_told(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.namespace.SAVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("paceline.serve.namespace._END_TIMEOUT_S", 0.1)
+    busy = threading.Event()
+    with served.connect("job") as ps:
+        train(ps, 1)
+        [namespace] = served.namespaces._open.values()
+        assert namespace._node is not None
+        namespace._node.do(lambda _: busy.wait(60.0) and None)
+        namespace.close()
+        ps.close(politely=False)
+    assert served.told.lines == [namespace.unsaved]
+    assert namespace.unsaved == (
+        "namespace 'job' could not be saved, the save before it counts: namespace 'job' was busy for 0.1 s"
+    )
+    busy.set()
+    namespace.wait_end(60.0)
+
+
 def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = threading.Event()
     full.set()

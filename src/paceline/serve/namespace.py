@@ -125,13 +125,15 @@ class Namespace:
         return self._over
 
     def close(self) -> None:
-        """Save what has changed, and end; blocks until it has."""
+        """Save what has changed, and end; blocks until it has. What could not be saved is told, and in `unsaved`."""
         try:
             self._ask(self._save_changes, SAVE_TIMEOUT_S)
         except Ended:
             pass
-        except PacelineError as error:
-            self.unsaved = self.unsaved or str(error)
+        except CheckpointError as error:  # it could not be taken up, which was told then
+            self.unsaved = str(error)
+        except DeadlineExceeded as error:
+            self._note_unsaved(error)
         with self._changed:
             if self._node is not None:
                 self._node.stop()
@@ -260,11 +262,14 @@ class Namespace:
         try:
             self._folder.write(lambda folder: save_tables(held, self.name, folder))
         except (OSError, PacelineError) as error:
-            self.unsaved = f"namespace '{self.name}' could not be saved, the save before it counts: {error}"
-            self._hosting.tell(self.unsaved)
+            self._note_unsaved(error)
         else:
             self.unsaved = ""
             self._marks = Marks.of(held)
+
+    def _note_unsaved(self, error: Exception) -> None:
+        self.unsaved = f"namespace '{self.name}' could not be saved, the save before it counts: {error}"
+        self._hosting.tell(self.unsaved)
 
 
 def _num_threads(consistency: Consistency) -> int:
