@@ -58,7 +58,7 @@ def serve(
     or_previous
         Where the newest save of a namespace is damaged, go on from the one before it.
     """
-    if save_every <= 0:
+    if not save_every > 0:
         raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")
     host, port = parse_door(listen)
     with ExitStack() as undo:
