@@ -61,6 +61,15 @@ def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) 
             paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
 
 
+def test_a_server_that_ends_while_it_is_asked_is_told_with_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with house(tmp_path / "state") as served:
+        monkeypatch.setattr("paceline.serve.reception.decode_said", lambda _: None)  # it hangs up on every question
+        with told_in_time(ConnectionLost, rf"{served.address('a')} has not said whether it lets this client in: "):
+            served.connect("a")
+
+
 def talk(connection: Connection, header: bytes, body: memoryview) -> None:
     with closing(connection):
         connection.send(header, body, timeout_s=5.0)

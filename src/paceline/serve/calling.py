@@ -96,13 +96,17 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
 
 
 def _ask(connection: Connection, location: Location, ask: Ask) -> Admitted:
-    connection.send(encode(ask), timeout_s=CONNECT_TIMEOUT_S)
     try:
+        connection.send(encode(ask), timeout_s=CONNECT_TIMEOUT_S)
         answer = decode_said(connection.receive(timeout_s=ADMISSION_TIMEOUT_S).header)
     except DeadlineExceeded as error:
         raise DeadlineExceeded(
             f"{location} has not let this client in within {ADMISSION_TIMEOUT_S:g} s: is it busy with reading or "
             "writing what it keeps?"
+        ) from error
+    except PeerError as error:
+        raise type(error)(
+            f"{location} has not said whether it lets this client in: {error}. Look at what `paceline serve` wrote"
         ) from error
     if isinstance(answer, Admitted):
         return answer
