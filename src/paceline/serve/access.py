@@ -121,7 +121,7 @@ def find_holder(keys: Path, rank: int | None) -> Holder:
     """Return for whom the certificate in a folder is that a client is to use: for this worker, else any, else the only.
 
     Raises:
-        UsageError: there are several, and no rank says which.
+        UsageError: there are several, and no rank says which, or the only one is nobody's.
     """
     if rank is not None:
         return Holder("worker", rank)
@@ -130,4 +130,4 @@ def find_holder(keys: Path, rank: int | None) -> Holder:
         return Holder("any")
     if len(names) > 1:
         raise UsageError(f"{keys} has certificates of {', '.join(names)}: which worker is this? Give rank=...")
-    return Holder("worker", int(names[0].removeprefix("worker-")))
+    return Holder.parse(names[0])

@@ -66,8 +66,7 @@ class Admission:
         incarnation = self._incarnations.get(rank, -1) + 1
         self._incarnations[rank] = incarnation
         self._reserved[rank] = self._now() + RESERVED_S
-        there = {*held.core.members, *self._reserved}
-        size = self._workers or max(max(there) + 1, len(there))
+        size = self._workers or max([*held.core.members, *self._reserved]) + 1
         return Admitted(rank, incarnation, self._generation, size)
 
     def is_idle(self, held: Holdings) -> bool:
