@@ -81,6 +81,23 @@ def test_what_was_counted_is_told_when_nobody_comes_any_more() -> None:
     assert "did not prove that it belongs to this job" in told[0]
 
 
+def test_who_can_tell_nobody_keeps_the_door_all_the_same() -> None:
+    def broken(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    transport = TcpTransport(CREDENTIALS, notice=broken)
+    with closing(transport.listen("127.0.0.1:0")) as listener:
+        for _ in range(MAX_LINES + 1):
+            with open_raw(listener.address) as stranger:
+                stranger.sendall(hello(b"worker 3") + bytes(32))
+                read_to_end(stranger)
+        with (
+            closing(transport.connect(listener.address, b"worker 3", timeout_s=5)),
+            closing(listener.accept(timeout_s=5)) as server,
+        ):
+            assert server.identity == b"worker 3"
+
+
 def with_nobody(listener: object) -> None:
     """Wait a moment for a client that does not come."""
     try:

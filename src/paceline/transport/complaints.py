@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -25,7 +26,8 @@ class _Span:
 class Complaints:
     """Tells `notice` of at most 10 complaints a second and cause; of the rest, how many there were.
 
-    Causes are few and ours: never something that a stranger has chosen. Safe to use from several threads.
+    Causes are few and ours: never something that a stranger has chosen. A notice that cannot be written (nobody reads
+    stderr any more) is dropped: the door is kept all the same. Safe to use from several threads.
     """
 
     def __init__(self, notice: Notice | None, now: Callable[[], float] = time.monotonic) -> None:
@@ -75,4 +77,5 @@ class Complaints:
 
     def _tell(self, text: str) -> None:
         if self._notice is not None:
-            self._notice(text)
+            with suppress(OSError):
+                self._notice(text)

@@ -152,12 +152,13 @@ class StreamListener:
         thread = threading.Thread(target=self._receive_guest, args=(guest,), name=f"paceline-greet {name}", daemon=True)
         with self._changed:
             self._guests[guest] = thread
-            try:
-                thread.start()
-            except RuntimeError as error:  # this machine gives no more threads
+        try:
+            thread.start()
+        except RuntimeError as error:  # this machine gives no more threads
+            with self._changed:
                 del self._guests[guest]
-                guest.channel.close()
-                self._complain(error, f"{name} was turned away: {error}")
+            guest.channel.close()
+            self._complain(error, f"{name} was turned away: {error}")
 
     def _receive_guest(self, guest: _Guest) -> None:
         """Shake hands; a guest who fails is told nothing."""
