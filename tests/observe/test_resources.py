@@ -1,3 +1,5 @@
+import os
+import resource
 import socket
 import sys
 from contextlib import closing
@@ -40,6 +42,21 @@ def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:
         one.sendall(bytes(100))
         assert len(other.recv(100)) == 100
         assert used().sent_bytes == before.sent_bytes
+
+
+def test_who_can_open_nothing_more_looks_another_time() -> None:
+    odometer = Odometer()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    probe = os.dup(0)
+    os.close(probe)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (probe, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        odometer.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert used(odometer).peak_bytes > 0
 
 
 def test_the_peak_of_memory_stays_after_the_memory_is_gone() -> None:

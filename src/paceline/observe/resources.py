@@ -50,12 +50,11 @@ class Odometer:
 
     def look(self) -> None:
         """See what the connections have carried so far; on Linux, elsewhere the kernel does not tell."""
-        if sys.platform == "linux":
-            for descriptor in os.listdir(_PROCESS / "fd"):
-                with suppress(OSError):  # closed by now, or a socket of another kind
-                    name = os.readlink(_PROCESS / "fd" / descriptor)
-                    if name.startswith("socket:"):
-                        self._seen[name] = _carried(socket.socket(fileno=os.dup(int(descriptor))))
+        for descriptor in _descriptors():
+            with suppress(OSError):  # closed by now, or a socket of another kind
+                name = os.readlink(_PROCESS / "fd" / descriptor)
+                if name.startswith("socket:"):
+                    self._seen[name] = _carried(socket.socket(fileno=os.dup(int(descriptor))))
 
     def usage(self) -> Usage | None:
         """Return what this process has used so far; None elsewhere than on Linux."""
@@ -64,6 +63,14 @@ class Odometer:
             return None
         sent, received, sending = zip((0, 0, 0), *self._seen.values(), strict=True)
         return Usage(_peak_bytes(), sum(sent), sum(received), max(sending) / 1e6)
+
+
+def _descriptors() -> list[str]:
+    """Return what this process has open; nothing when so much is that not even this can be looked up."""
+    try:
+        return os.listdir(_PROCESS / "fd") if sys.platform == "linux" else []
+    except OSError:
+        return []
 
 
 def _peak_bytes() -> int:
