@@ -107,12 +107,13 @@ class ServerNode:
         self._inbox.open()
         try:
             while True:
-                item = self._toil.wait(lambda: self._inbox.get(self._patience_s()))
+                patience_s = self._patience_s()
+                item = self._toil.wait(partial(self._inbox.get, patience_s))
                 if isinstance(item, Stop):
                     return
-                if item is None:
+                if item is None or patience_s == 0:  # what is due does not wait until nothing comes any more
                     self._handle(Timeout())
-                elif isinstance(item, Incoming):
+                if isinstance(item, Incoming):
                     self._take_in(item)
                 elif isinstance(item, Died):
                     self._handle(item)
@@ -121,14 +122,10 @@ class ServerNode:
                 elif isinstance(item, Task):
                     item.call(Holdings(self._core, self._shelf, self._rows))
         finally:
-            self._toil.record(self.trace, self._peers.sent_bytes)
-            self._peers.close()
-            self._inbox.close()
-            self._loans.clear()
-            self._shelf.clear()
-            self._rows.clear()
-            self._landing.clear()
-            self.trace.close()
+            try:
+                self._toil.record(self.trace, self._peers.sent_bytes)  # first: connections tell it what they carried
+            finally:
+                self._close()
 
     def stop(self) -> None:
         """End `run`, from any thread."""
@@ -145,6 +142,13 @@ class ServerNode:
     def report_death(self, worker: int, incarnation: int, reason: str) -> None:
         """Say that a worker's process is known to be dead, from any thread."""
         self._inbox.put(Died(worker, incarnation, reason))
+
+    def _close(self) -> None:
+        self._peers.close()
+        self._inbox.close()
+        for content in (self._loans, self._shelf, self._rows, self._landing):
+            content.clear()
+        self.trace.close()
 
     def _patience_s(self) -> float | None:
         deadline = self._core.next_deadline()
@@ -383,14 +387,8 @@ class ServerNode:
         self.trace.record(records.Applied(time.monotonic(), self.settings.server, effect.table, workers, clock))
 
     def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
-        self.trace.record(
-            records.Handled(
-                time.monotonic(),
-                f"server {self.settings.server}",
-                _as_data(event),
-                [_as_data(effect) for effect in effects],
-            )
-        )
+        who, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
+        self.trace.record(records.Handled(time.monotonic(), who, _as_data(event), done))
 
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
