@@ -82,6 +82,9 @@ class Credentials:
         return (self.token,)
 
 
+ANY: Final = "any"  # in the place of a holder, any process of a job; in that of a job, every job
+
+
 @dataclass(frozen=True, slots=True)
 class Papers:
     """What a peer's certificate says: whom it is for ("worker-3", "any"), and its serial number in hexadecimal.
@@ -94,7 +97,7 @@ class Papers:
 
     def permit(self, role: str, rank: int) -> bool:
         """Say whether a peer with these papers may call itself so; where there are none, anybody may."""
-        return self.holder in ("", "any", f"{role}-{rank}")
+        return self.holder in ("", ANY, f"{role}-{rank}")
 
     def are_among(self, names: Collection[str]) -> bool:
         """Say whether the holder or the serial number is one of these names."""

@@ -7,11 +7,10 @@ from typing import Final
 from urllib.parse import unquote
 
 from paceline.errors import AuthenticationFailed, UsageError
-from paceline.transport.base import Papers
+from paceline.transport.base import ANY, Papers
 
-# Names of certificates, for any process of a job or for one of them; and the job that stands for every one.
+# How the names in certificates begin that are ours: paceline://mnist-7/worker/3, or paceline://mnist-7/any.
 SCHEME: Final = "paceline://"
-ANY: Final = "any"
 
 _NAME: Final = re.compile(r"paceline://([^/]*)/(?:any|(server|worker)/(0|[1-9]\d{0,8}))")
 _SERIAL: Final = re.compile(r"[0-9a-fA-F]+")

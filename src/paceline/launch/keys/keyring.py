@@ -21,7 +21,8 @@ from paceline.launch.keys.certificates import AUTHORITY_KEY_NAME, DEFAULT_DAYS, 
 from paceline.launch.keys.holders import AUTHORITY_NAME, REVOKED_NAME, Holder
 from paceline.launch.keys.tokens import PREVIOUS_NAME
 from paceline.launch.spec import TOKEN_BYTES, TOKEN_NAME, read_token, write_private, write_token
-from paceline.transport.papers import ANY, is_serial, normal_serial, read_revoked
+from paceline.transport.base import ANY
+from paceline.transport.papers import is_serial, normal_serial, read_revoked
 
 ISSUED_NAME: Final = "issued"
 SOON: Final = timedelta(days=7)
