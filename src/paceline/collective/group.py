@@ -100,7 +100,7 @@ class Group:
         """Connect to all other workers; blocks until each has come here too.
 
         Raises:
-            UsageError: they would connect between machines, and may not.
+            UsageError: they would connect between machines, and may not; or nobody has started them as one job.
             PeerError: a worker has left the job or has died, or was in the group in an earlier life.
             DeadlineExceeded: not all have come in time.
         """
