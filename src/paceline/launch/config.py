@@ -68,10 +68,13 @@ def read_mapping(path: Path) -> dict[str, object]:
         raise UsageError(
             f"{path}: reading YAML needs PyYAML, not installed here: pip install 'paceline[tune]', or write it as TOML"
         ) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a day that no month has
         raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    if not isinstance(found, dict):
         raise UsageError(f"{path}: expected names with values, got {type(found).__name__}")
+    for name in found:
+        if not isinstance(name, str):
+            raise UsageError(f"{path}: expected names with values, got the name {name!r}: put it in quotes")
     return found
 
 
