@@ -33,6 +33,7 @@ def test_what_is_asked_of_jobs_on_several_machines() -> None:
         True,
     )
     assert (asked_host({}), start_timeout_s(60.0, {}), allows_plain_collectives({})) == (None, 60.0, False)
+    assert start_timeout_s(60.0, {"PACELINE_START_TIMEOUT_S": ""}) == 60.0, "empty is not set, as of the others"
     assert not allows_plain_collectives({"PACELINE_PLAIN_COLLECTIVES": "0"})
     with pytest.raises(UsageError, match="PACELINE_START_TIMEOUT_S must be a whole number"):
         start_timeout_s(60.0, {"PACELINE_START_TIMEOUT_S": "soon"})

@@ -59,12 +59,12 @@ def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
     spec_path = variables.get(SPEC)
     if spec_path is None:
         return None
-    rank = _number(variables, RANK, default=None)
+    rank = whole_number(variables, RANK)
     return Place(
         spec_path=Path(spec_path),
         rank=rank,
-        local_rank=_number(variables, LOCAL_RANK, default=rank),
-        incarnation=_number(variables, INCARNATION, default=0),
+        local_rank=whole_number(variables, LOCAL_RANK, default=rank),
+        incarnation=whole_number(variables, INCARNATION, default=0),
     )
 
 
@@ -90,7 +90,7 @@ def asked_host(variables: Mapping[str, str] = os.environ) -> str | None:
 
 def start_timeout_s(default: float, variables: Mapping[str, str] = os.environ) -> float:
     """Return how long processes that another launcher starts wait for each other."""
-    return float(_number(variables, START_TIMEOUT, default=None)) if START_TIMEOUT in variables else default
+    return float(whole_number(variables, START_TIMEOUT)) if variables.get(START_TIMEOUT) else default
 
 
 def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:
@@ -109,7 +109,7 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
 
 def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     """Return the process id of the launcher that started this process, or None when there is none."""
-    return _number(variables, LAUNCHER, default=None) if LAUNCHER in variables else None
+    return whole_number(variables, LAUNCHER) if LAUNCHER in variables else None
 
 
 def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
@@ -180,7 +180,8 @@ def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:
     return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
 
 
-def _number(variables: Mapping[str, str], name: str, *, default: int | None) -> int:
+def whole_number(variables: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    """Return the number in a variable, which has to be there unless there is a default; raises UsageError."""
     text = variables.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise UsageError(f"the environment variable {name} must be a whole number >= 0, got {text!r}")

@@ -86,6 +86,7 @@ def tensorflow(kind: str, index: int) -> Variables:
             OPEN_MPI,
             {"launcher": "Open MPI", "rank": 1, "size": 4, "local_rank": 1, "num_nodes": 1, "job": "1393360897"},
         ),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "", "OMPI_MCA_ess_base_jobid": "77"}, {"job": "77"}),
         (MPICH, {"launcher": "MPICH", "rank": 1, "size": 2, "local_rank": 1, "master": ("here", 29500)}),
         (
             SLURM,

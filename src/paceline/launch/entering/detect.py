@@ -8,6 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.launch.environment import whole_number
 from paceline.launch.machines import is_loopback
 
 Role = Literal["worker", "server", "scheduler"]
@@ -94,30 +95,29 @@ def _torchrun(variables: Variables) -> Detected:
     return Detected(
         launcher="torchrun",
         job=f"{variables['TORCHELASTIC_RUN_ID']} {variables['MASTER_ADDR']} {variables['MASTER_PORT']}",
-        rank=_number(variables, "RANK"),
-        size=_number(variables, "WORLD_SIZE"),
-        local_rank=_number(variables, "LOCAL_RANK"),
-        local_size=_number(variables, "LOCAL_WORLD_SIZE"),
-        node_rank=_number(variables, "GROUP_RANK"),
-        num_nodes=_number(variables, "GROUP_WORLD_SIZE", 1),
-        restart=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-        master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
+        rank=whole_number(variables, "RANK"),
+        size=whole_number(variables, "WORLD_SIZE"),
+        local_rank=whole_number(variables, "LOCAL_RANK"),
+        local_size=whole_number(variables, "LOCAL_WORLD_SIZE"),
+        node_rank=whole_number(variables, "GROUP_RANK"),
+        num_nodes=whole_number(variables, "GROUP_WORLD_SIZE", default=1),
+        restart=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", default=0),
+        master=(variables["MASTER_ADDR"], whole_number(variables, "MASTER_PORT")),
         serves_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 def _open_mpi(variables: Variables) -> Detected:
     _require(variables, "Open MPI", OPEN_MPI)
-    size, local_size = _number(variables, OPEN_MPI[1]), _number(variables, OPEN_MPI[3])
-    job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid")
-    if job is None:
-        _require(variables, "Open MPI", ("PMIX_NAMESPACE",))
+    size, local_size = whole_number(variables, OPEN_MPI[1]), whole_number(variables, OPEN_MPI[3])
+    name = next(filter(variables.get, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")), "PMIX_NAMESPACE")
+    _require(variables, "Open MPI", (name,))
     return Detected(
         launcher="Open MPI",
-        job=str(job),
-        rank=_number(variables, OPEN_MPI[0]),
+        job=variables[name],
+        rank=whole_number(variables, OPEN_MPI[0]),
         size=size,
-        local_rank=_number(variables, OPEN_MPI[2]),
+        local_rank=whole_number(variables, OPEN_MPI[2]),
         local_size=local_size,
         node_rank=0 if local_size == size else None,
         counts_nodes=local_size == size,
@@ -127,17 +127,17 @@ def _open_mpi(variables: Variables) -> Detected:
 def _mpich(variables: Variables) -> Detected:
     # It gives its job no name: the user has to.
     _require(variables, "MPICH", MPICH)
-    size, local_size = _number(variables, "PMI_SIZE"), _number(variables, "MPI_LOCALNRANKS")
+    size, local_size = whole_number(variables, "PMI_SIZE"), whole_number(variables, "MPI_LOCALNRANKS")
     return Detected(
         launcher="MPICH",
         job=f"{variables['MASTER_ADDR']} {variables['MASTER_PORT']}",
-        rank=_number(variables, "PMI_RANK"),
+        rank=whole_number(variables, "PMI_RANK"),
         size=size,
-        local_rank=_number(variables, "MPI_LOCALRANKID"),
+        local_rank=whole_number(variables, "MPI_LOCALRANKID"),
         local_size=local_size,
         node_rank=0 if local_size == size else None,
         counts_nodes=local_size == size,
-        master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
+        master=(variables["MASTER_ADDR"], whole_number(variables, "MASTER_PORT")),
     )
 
 
@@ -149,37 +149,37 @@ def _in_slurm_step(variables: Variables) -> bool:
 
 def _slurm(variables: Variables) -> Detected:
     _require(variables, "Slurm", SLURM)
-    size = _number(variables, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS")
+    size = whole_number(variables, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in variables else "SLURM_NTASKS")
     nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in variables else "SLURM_NNODES"
-    num_nodes = _number(variables, nodes, 1)
+    num_nodes = whole_number(variables, nodes, default=1)
     return Detected(
         launcher="Slurm",
         job=f"{variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']}",
-        rank=_number(variables, "SLURM_PROCID"),
+        rank=whole_number(variables, "SLURM_PROCID"),
         size=size,
-        local_rank=_number(variables, "SLURM_LOCALID"),
+        local_rank=whole_number(variables, "SLURM_LOCALID"),
         local_size=size if num_nodes == 1 else None,
-        node_rank=_number(variables, "SLURM_NODEID"),
+        node_rank=whole_number(variables, "SLURM_NODEID"),
         num_nodes=num_nodes,
-        restart=_number(variables, "SLURM_RESTART_COUNT", 0),
+        restart=whole_number(variables, "SLURM_RESTART_COUNT", default=0),
     )
 
 
 def _torch(variables: Variables) -> Detected:
     _require(variables, "torch.distributed", TORCH)
-    size = _number(variables, "WORLD_SIZE")
-    local_size = _number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
+    size = whole_number(variables, "WORLD_SIZE")
+    local_size = whole_number(variables, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else None
     on_one = is_loopback(variables["MASTER_ADDR"]) or local_size == size
     return Detected(
         launcher="torch.distributed",
         job=f"{variables['MASTER_ADDR']} {variables['MASTER_PORT']}",
-        rank=_number(variables, "RANK"),
+        rank=whole_number(variables, "RANK"),
         size=size,
-        local_rank=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None,
+        local_rank=whole_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None,
         local_size=local_size,
         node_rank=0 if on_one else None,
         counts_nodes=on_one,
-        master=(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT")),
+        master=(variables["MASTER_ADDR"], whole_number(variables, "MASTER_PORT")),
     )
 
 
@@ -190,20 +190,20 @@ def _dmlc(variables: Variables) -> Detected:
             pass
         case other:
             raise UsageError(f"DMLC_ROLE is {other!r}, expected worker, server or scheduler")
-    if _number(variables, "DMLC_NUM_SERVER") == 0:
+    if whole_number(variables, "DMLC_NUM_SERVER") == 0:
         raise UsageError("DMLC_NUM_SERVER is 0, expected at least 1: the servers hold the parameters")
     name = "DMLC_WORKER_ID" if role == "worker" else "DMLC_SERVER_ID"
     on_one = is_loopback(variables["DMLC_PS_ROOT_URI"])
     return Detected(
         launcher="DMLC",
         job=f"{variables['DMLC_PS_ROOT_URI']} {variables['DMLC_PS_ROOT_PORT']}",
-        rank=_number(variables, name) if name in variables else None,
-        size=_number(variables, "DMLC_NUM_WORKER"),
+        rank=whole_number(variables, name) if name in variables else None,
+        size=whole_number(variables, "DMLC_NUM_WORKER"),
         node_rank=0 if on_one else None,
         counts_nodes=on_one,
-        master=(variables["DMLC_PS_ROOT_URI"], _number(variables, "DMLC_PS_ROOT_PORT")),
+        master=(variables["DMLC_PS_ROOT_URI"], whole_number(variables, "DMLC_PS_ROOT_PORT")),
         role=role,
-        num_servers=_number(variables, "DMLC_NUM_SERVER"),
+        num_servers=whole_number(variables, "DMLC_NUM_SERVER"),
     )
 
 
@@ -274,16 +274,9 @@ def _names_of(launcher: str) -> str:
 
 
 def _require(variables: Variables, launcher: str, names: tuple[str, ...]) -> None:
-    missing = [name for name in names if name not in variables]
+    missing = [name for name in names if not variables.get(name)]
     if missing:
         raise UsageError(
             f"the environment is that of a job of {launcher}, but lacks {', '.join(missing)} (it takes "
             f"{', '.join(names)}). Set what is missing, or unset the others to run alone"
         )
-
-
-def _number(variables: Variables, name: str, default: int | None = None) -> int:
-    text = variables.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise UsageError(f"the environment variable {name} must be a whole number >= 0, got {text!r}")
-    return int(text)
