@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.leaks import nothing_left_behind
 
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.launch.entering.arrival import Arrival, arrive
@@ -150,6 +151,16 @@ def test_a_machine_that_is_gone_keeps_nobody_waiting_though_its_locks_stay(tmp_p
     presence.end()
     assert wait_end_elsewhere(tmp_path, "worker", 0)
     assert wait_end_elsewhere(tmp_path / "cleared", "worker", 0)
+
+
+def test_who_cannot_say_that_it_has_come_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with nothing_left_behind(), pytest.raises(OSError, match="No space left"):
+        Presence.begin(tmp_path, "worker", 0, 1)
+    assert names_in(tmp_path) == set()
 
 
 def test_a_process_shows_that_it_lives_whatever_its_clock_says(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, final
 
@@ -42,18 +43,20 @@ class Presence:
         Raises UsageError when another process is.
         """
         unfinished = run_dir / f".{role}.{socket.gethostname()}.{os.getpid()}"
-        descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see the file, who would take us for dead
-            os.write(descriptor, msgspec.json.encode(Card.own()))
-            os.fsync(descriptor)  # for other machines too, though the file stays open
-            for one in range(count) if index is None else (index,):
-                path = run_dir / _name(role, one)
-                if _link(unfinished, path):
-                    return Presence(path, descriptor, one)
-        finally:
-            unfinished.unlink()
-        os.close(descriptor)
+        with ExitStack() as undo:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see the file, who would take us for dead
+                os.write(descriptor, msgspec.json.encode(Card.own()))
+                os.fsync(descriptor)  # for other machines too, though the file stays open
+                for one in range(count) if index is None else (index,):
+                    path = run_dir / _name(role, one)
+                    if _link(unfinished, path):
+                        undo.pop_all()
+                        return Presence(path, descriptor, one)
+            finally:
+                unfinished.unlink()
         who = f"all {count} {role}s are" if index is None else f"{role} {index} is"
         raise UsageError(
             f"{who} there already: another process has taken this place, or this one joined before and has left. Start "
