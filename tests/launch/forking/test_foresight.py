@@ -30,5 +30,8 @@ def test_a_script_that_may_make_optimizers_is_known(text: str, makes: bool, tmp_
 def test_what_cannot_be_read_may_make_anything(tmp_path: Path) -> None:
     (tmp_path / "bytes.py").write_bytes(b"\xff")
 
+    (tmp_path / "deep.py").write_text("-" * 100_000 + "1")
+
     assert may_make_optimizers(tmp_path / "bytes.py")
+    assert may_make_optimizers(tmp_path / "deep.py")
     assert may_make_optimizers(tmp_path / "none.py")

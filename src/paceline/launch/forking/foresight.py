@@ -15,7 +15,7 @@ def may_make_optimizers(script: Path) -> bool:
     try:
         text = script.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (OSError, ValueError, SyntaxError):
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: too deep for the parser
         return True
     return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
 
