@@ -7,6 +7,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.launch.keys.holders import KEYS_NAME, Holder, tls_settings
 from paceline.launch.keys.tokens import TokenFiles
+from paceline.launch.machines import LOOPBACK
 from paceline.launch.spec import ClusterSpec
 from paceline.transport.base import Transport
 
@@ -35,7 +36,7 @@ def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], No
     raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
 
 
-def listen_address(spec: ClusterSpec, server: int, host: str = "127.0.0.1") -> str:
+def listen_address(spec: ClusterSpec, server: int, host: str = LOOPBACK) -> str:
     """Return where a server of this job listens: a free port of `host`, or a socket in the job's folder."""
     place = f"[{host}]" if ":" in host else host
     return f"tcp://{place}:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/server-{server}.sock"

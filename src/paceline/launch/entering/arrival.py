@@ -58,7 +58,9 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> Arrival:
     servers = asked_for(detected, asked)
     board = open_board(detected, asked_folder() or cache_folder())
     undo.callback(board.close)
-    invitation, guard = _found(seat, detected, board, undo) if seat.founds else (_follow(detected, board), None)
+    invitation, guard = (
+        _found(seat, detected, board, undo) if seat.founds else (_follow(detected, board, timeout_s), None)
+    )
     run_dir = Path(invitation.run_dir)
     presence = _take_part(run_dir, seat, undo)
     refusal = Card(invitation.machine, invitation.version).refusal("the first process of the job")
@@ -98,9 +100,9 @@ def _found(seat: Seat, detected: Detected, board: Board, undo: ExitStack) -> tup
     return invitation, guard
 
 
-def _follow(detected: Detected, board: Board) -> Invitation:
+def _follow(detected: Detected, board: Board, timeout_s: float) -> Invitation:
     """Hear where the process that sets the job up has made its folder."""
-    invitation = board.wait_invitation(start_timeout_s(START_TIMEOUT_S))
+    invitation = board.wait_invitation(timeout_s)
     here, run_dir = this_machine(), Path(invitation.run_dir)
     if here != invitation.machine:
         if not detected.may_span:

@@ -99,9 +99,8 @@ def _work(arrival: Arrival, presence: Presence, undo: ExitStack) -> Stay:
 
 
 def _serve(arrival: Arrival, presence: Presence) -> None:
-    from paceline.launch.entering.attendant import (
-        attend,  # here: the nursery imports us, and then runs servers as programs
-    )
+    # Here: the nursery imports us, and then runs servers as programs.
+    from paceline.launch.entering.attendant import attend
 
     attend(arrival.spec, presence.index, listening_host(arrival.spec, arrival.founder))
 
