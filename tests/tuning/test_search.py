@@ -6,13 +6,16 @@ import fcntl
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.tuning.searching import begin, pretend, pretended_task
 
+import paceline
 from paceline.errors import UsageError
 from paceline.launch.config import read_config
 from paceline.tuning.folder import Folder
@@ -125,9 +128,10 @@ def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
 
 
 def test_it_is_called_from_the_main_thread(tmp_path: Path) -> None:
-    folder = begin(ENDINGS, tmp_path)
+    (script := tmp_path / "no.py").touch()
     with ThreadPoolExecutor(1) as pool, pytest.raises(UsageError, match="from the main thread"):
-        pool.submit(pretend, folder).result()
+        pool.submit(paceline.tune, ENDINGS, script, out=tmp_path / "out").result()
+    assert not (tmp_path / "out").exists()
 
 
 def _trials(folder: Folder) -> list[Trial]:
@@ -136,7 +140,11 @@ def _trials(folder: Folder) -> list[Trial]:
 
 
 def _wait_until_all_are_gone(alive: Path) -> None:
-    deadline_s = time.monotonic() + 30.0
+    deadline_s, pause = time.monotonic() + 30.0, threading.Event()
     with alive.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # each trial holds a share of this lock
-    assert time.monotonic() < deadline_s
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # each trial holds a share of this lock
+                return
+            assert time.monotonic() < deadline_s, "a trial has outlived its search"
+            pause.wait(0.02)

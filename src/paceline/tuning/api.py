@@ -76,7 +76,8 @@ def tune(
         progress: show trials on stderr.
 
     Raises:
-        UsageError: the search makes no sense, the script is not there, or the folder holds something else.
+        UsageError: the search makes no sense, the script is not there, the folder holds something else, or this is not
+            the main thread; nothing has begun then.
 
     Example:
         >>> import paceline
@@ -86,9 +87,9 @@ def tune(
         ({'lr': 0.3}, 0.97)
     """
     check_needed()
+    terms = Terms(jobs, trial_timeout_s)
     task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
     path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
-    terms = Terms(jobs, trial_timeout_s)
     if resume and any(path.glob("search.json")):
         folder = Folder.reopen(path)
         if folder.task != task:
@@ -98,7 +99,9 @@ def tune(
 
 
 def check_needed() -> None:
-    """Raise UsageError when what a search needs beyond Paceline itself is not installed."""
+    """Raise UsageError when a search cannot be run: from here, or without what it needs beyond Paceline itself."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("a search must be called from the main thread: it answers Ctrl-C and SIGTERM")
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"a search needs {' and '.join(missing)}, not installed here: pip install 'paceline[tune]'.")
@@ -128,12 +131,6 @@ def describe_task(
 
 def pursue(folder: Folder, terms: Terms, *, progress: bool) -> Tuned:
     """Begin a search, or go on with it, to its end; draw its picture."""
-    if terms.jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {terms.jobs}")
-    if terms.trial_timeout_s is not None and not terms.trial_timeout_s > 0:
-        raise UsageError(f"--trial-timeout-s must be more than 0, got {terms.trial_timeout_s:g}")
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError("a search must be called from the main thread: it answers Ctrl-C and SIGTERM")
     with folder:
         search = folder.task.search
         study = Study.open(search, folder.journal)

@@ -12,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
+from paceline.errors import UsageError
 from paceline.launch.cores import cores_here, share_of
 from paceline.launch.guard import Guard
 from paceline.launch.signals import Signals
@@ -46,11 +47,21 @@ class Display(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How trials are run: how many at once, for how long at most, and by which program."""
+    """How trials are run: how many at once, for how long at most, and by which program.
+
+    Raises UsageError for numbers that no trial could be run by.
+    """
 
     jobs: int = 1
     trial_timeout_s: float | None = None
     program: Sequence[str] = PROGRAM
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, got {self.jobs}")
+        if self.trial_timeout_s is not None and not self.trial_timeout_s > 0:
+            raise UsageError(f"--trial-timeout-s must be more than 0, got {self.trial_timeout_s:g}")
 
 
 @final
