@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ PROGRAM: Final = (sys.executable, "-P", "-m", "paceline", "run")
 DEFAULT_GRACE_S: Final = 5.0  # of a run
 # From being told to end until being killed: beyond the grace that a run has for its workers, and for its servers.
 STOP_TIMEOUT_S: Final = 20.0
+_PLACE: Final = re.compile(r"\{([A-Za-z][\w.-]*)\}")  # of a parameter, in an argument
 DIVERGED: Final = "what it reports is no finite number any more"
 
 
@@ -48,16 +50,14 @@ def configure(run: Mapping[str, Choice], args: Sequence[str], parameters: Mappin
         if name.startswith(OF_THE_RUN)
     }
     of_script = {name: value for name, value in parameters.items() if not name.startswith(OF_THE_RUN)}
-    placed = {name for name in of_script if any(_place(name) in arg for arg in args)}
-    filled = list(args)
-    for name in placed:
-        filled = [arg.replace(_place(name), as_text(of_script[name])) for arg in filled]
+    placed = {name for arg in args for name in _PLACE.findall(arg)}
+    filled = [_PLACE.sub(lambda found: _text(of_script, found[1], found[0]), arg) for arg in args]
     rest = {name: value for name, value in of_script.items() if name not in placed}
     return RunConfig({**run, **varied}, (*filled, *flags(rest)))
 
 
-def _place(name: str) -> str:
-    return f"{{{name}}}"
+def _text(parameters: Mapping[str, Choice], name: str, otherwise: str) -> str:
+    return as_text(parameters[name]) if name in parameters else otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,7 @@ class Running:
         config = own / "run.toml"
         told = configure(task.search.run, task.args, trial.parameters)
         config.write_text(told.to_toml(f"Trial {trial.number} of {task.name}."), encoding="utf-8")
+        grace_s = float(told.options.get("grace-s", DEFAULT_GRACE_S))
         run_dir = own / "run"
         with (own / "output.txt").open("wb") as output:
             process = subprocess.Popen(
@@ -114,10 +115,14 @@ class Running:
                 cwd=task.working_folder,
                 start_new_session=True,
             )
-        guard.watch(process.pid)
-        pin(process.pid, cores)
+        try:
+            guard.watch(process.pid)
+            pin(process.pid, cores)
+        except BaseException:  # nobody else would end it
+            kill_group(process.pid)
+            process.wait()
+            raise
         values = Values(task.search.metric, task.search.every)
-        grace_s = float(told.options.get("grace-s", DEFAULT_GRACE_S))
         return Running(trial, slot, own, process, values, Tail(run_dir / "trace"), guard, grace_s)
 
     @property
