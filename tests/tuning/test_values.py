@@ -23,6 +23,16 @@ def test_training_losses_are_means_over_workers_and_reports() -> None:
     assert (values.has_measured, values.so_far(measured=True), values.final(measured=True)) == (False, [], None)
 
 
+def test_who_reports_for_the_first_time_is_in_every_mean() -> None:
+    values = Values("loss", every=1)
+    for clock, loss in enumerate((4.0, 2.0)):
+        values.add(step(0, clock, loss))
+    assert values.so_far(measured=False) == [4.0, 2.0]
+    values.add(step(1, 0, 8.0))
+    assert values.so_far(measured=False) == [6.0]
+    assert values.so_far(measured=False, ended=True) == [6.0, 2.0]
+
+
 def test_what_no_step_has_counts_as_well() -> None:
     values = Values("loss", every=1)
     values.add(Reported(0.0, 0, 0, 3.0))

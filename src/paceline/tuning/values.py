@@ -23,18 +23,24 @@ class Series:
 
     def __init__(self) -> None:
         self._by_worker: dict[int, list[float]] = {}
+        # The means of the first rounds; looked at many times a second, so each is made once.
+        self._means: list[float] = []
 
     def add(self, worker: int, number: float | None) -> None:
         """Take the next number of a worker; None is one that is not finite."""
-        self._by_worker.setdefault(worker, []).append(_NO_NUMBER if number is None else number)
+        if worker not in self._by_worker:
+            self._by_worker[worker] = []
+            self._means.clear()  # it was in none of them
+        self._by_worker[worker].append(_NO_NUMBER if number is None else number)
 
     def means(self, *, to_the_end: bool) -> list[float]:
         """Return the mean of each round: those that every worker has had which reports at all, or, at the end, all."""
         lengths = [len(numbers) for numbers in self._by_worker.values()] or [0]
-        return [
-            fmean(numbers[turn] for numbers in self._by_worker.values() if turn < len(numbers))
-            for turn in range(max(lengths) if to_the_end else min(lengths))
-        ]
+        self._means += [self._mean(turn) for turn in range(len(self._means), min(lengths))]
+        return self._means + [self._mean(turn) for turn in range(min(lengths), max(lengths) if to_the_end else 0)]
+
+    def _mean(self, turn: int) -> float:
+        return fmean(numbers[turn] for numbers in self._by_worker.values() if turn < len(numbers))
 
 
 @final
