@@ -61,13 +61,17 @@ def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) 
             paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
 
 
-def test_a_server_that_ends_while_it_is_asked_is_told_with_the_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_at_the_reception_is_told_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
     with house(tmp_path / "state") as served:
-        monkeypatch.setattr("paceline.serve.reception.decode_said", lambda _: None)  # it hangs up on every question
+        monkeypatch.setattr("paceline.serve.reception.decode_said", fail)
         with told_in_time(ConnectionLost, rf"{served.address('a')} has not said whether it lets this client in: "):
             served.connect("a")
+    assert "RuntimeError: a fault of ours" in capsys.readouterr().err
 
 
 def talk(connection: Connection, header: bytes, body: memoryview) -> None:

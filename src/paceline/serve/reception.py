@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
@@ -61,7 +62,7 @@ class Reception:
         if visit.hello:
             self._namespaces.bring(visit.namespace, Guest(connection, visit))
         else:
-            visits.submit(self._answer, connection, visit)
+            visits.submit(self._answer, connection, visit).add_done_callback(_show_fault)
 
     def _answer(self, connection: Connection, visit: Visit) -> None:
         """Answer one who asks for its place; whoever does not listen has none."""
@@ -80,6 +81,13 @@ class Reception:
             return self._namespaces.admit(namespace, ask, _holder_rank(papers))
         except PacelineError as error:
             return TurnedAway(str(error))
+
+
+def _show_fault(answered: Future[None]) -> None:
+    """Write where an error of ours came from, which nobody waits for."""
+    error = answered.exception()
+    if error is not None:
+        traceback.print_exception(error)
 
 
 def _nowhere(_header: bytes, size_bytes: int) -> None:
