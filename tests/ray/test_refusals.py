@@ -50,9 +50,15 @@ def test_what_cannot_be_is_refused(options: RayOptions, complaint: str) -> None:
         options.validate(RUN)
 
 
-@pytest.mark.parametrize("settings", [{"transport": "memory"}, {"pin": True}])
-def test_what_is_for_one_machine_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="one"):
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"transport": "memory"}, "memory is one process, and Ray starts many"),
+        ({"pin": True}, "--pin is for one machine"),
+    ],
+)
+def test_what_is_for_one_machine_is_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
         RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
 
 
