@@ -141,7 +141,9 @@ def test_a_folder_is_that_of_one_server_and_of_one_user(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="others than you can write in"):
         StateFolder(tmp_path / "state")
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot keep state in"):
+    with pytest.raises(
+        UsageError, match=r"cannot use the folder .*/file: File exists; name another folder for the state"
+    ):
         StateFolder(tmp_path / "file")
 
 

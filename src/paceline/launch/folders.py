@@ -3,8 +3,11 @@
 import os
 import stat
 from pathlib import Path
+from typing import Final
 
 from paceline.errors import UsageError
+
+ANOTHER_FOLDER: Final = "name another folder, PACELINE_RUN_DIR=..."  # for what processes of a job meet in
 
 
 def names_in(folder: Path) -> set[str]:
@@ -31,12 +34,12 @@ def check_folder(run_dir: Path) -> None:
         )
 
 
-def make_private(folder: Path) -> None:
-    """Make the folder if it is missing; raises UsageError where others than this user can write."""
+def make_private(folder: Path, advice: str) -> None:
+    """Make the folder if it is missing; raises UsageError, with advice, where others than this user can write."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise UsageError(f"cannot use {folder}: {error.strerror}; name another folder, PACELINE_RUN_DIR=...") from error
+        raise UsageError(f"cannot use the folder {folder}: {error.strerror}; {advice}") from error
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise UsageError(f"others than you can write in {folder}: name another folder, PACELINE_RUN_DIR=...")
+        raise UsageError(f"others than you can write in {folder}: chmod 700 it; or {advice}")

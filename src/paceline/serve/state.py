@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Final, final
 from urllib.parse import unquote
 
 from paceline.errors import CheckpointError, UsageError
+from paceline.launch.folders import make_private
 from paceline.serve.files import digest_of, put, sync
 from paceline.serve.manifest import Manifest
 
@@ -173,8 +173,8 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         """Make the folder if it is missing; raises UsageError when another server works with it, or others may."""
-        _make_own(path)
-        _make_own(path / NAMESPACES_NAME)
+        for folder in (path, path / NAMESPACES_NAME):
+            make_private(folder, "name another folder for the state")
         self.path: Final = path
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -199,17 +199,6 @@ class StateFolder:
     def folder(self, name: str) -> NamespaceFolder:
         """Return the folder of a namespace, which may not be there yet."""
         return NamespaceFolder(self.path / NAMESPACES_NAME / folder_name(name))
-
-
-def _make_own(folder: Path) -> None:
-    """Make a folder that only this user can change; raises UsageError when it is not so."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        raise UsageError(f"cannot keep state in {folder}: {error.strerror}; name another folder") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise UsageError(f"others than you can write in {folder}: chmod 700 it, or name another folder for the state")
 
 
 def _compare(file: Path, expected: str) -> None:

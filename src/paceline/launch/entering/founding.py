@@ -12,7 +12,7 @@ from paceline.launch.entering.gathering import START_TIMEOUT_S
 from paceline.launch.entering.meeting import Invitation
 from paceline.launch.entering.placement import Seat
 from paceline.launch.environment import asked_folder, asked_host, cache_folder, start_timeout_s
-from paceline.launch.folders import make_private
+from paceline.launch.folders import ANOTHER_FOLDER, make_private
 from paceline.launch.guard import Guard
 from paceline.launch.keys.holders import KEYS_NAME, Holder
 from paceline.launch.local import TRACE_NAME
@@ -40,7 +40,7 @@ def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
     asked = asked_folder()
     place = asked or (cache_folder() if shared else None)
     if place is not None:
-        make_private(place)
+        make_private(place, ANOTHER_FOLDER)
     run_dir = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))  # short: sockets in it have 107 bytes for a path
     guard = Guard(run_dir, temporary=asked is None)
     write_token(run_dir)

@@ -18,7 +18,7 @@ import msgspec
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.launch.entering.detect import Detected
 from paceline.launch.entering.presence import is_held
-from paceline.launch.folders import make_private, names_in
+from paceline.launch.folders import ANOTHER_FOLDER, make_private, names_in
 from paceline.launch.machines import Machine
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class FolderBoard:
 
     def invite(self, invitation: Invitation) -> None:
         """Tell it in place of what an earlier run may have told here; see `Board.invite`."""
-        make_private(self._path.parent)
+        make_private(self._path.parent, ANOTHER_FOLDER)
         with _alone(self._path.parent):
             if _read(self._path) is not None:
                 raise UsageError(
