@@ -46,7 +46,7 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
             default what PACELINE_SERVERS says, else "first:1".
 
     Raises:
-        UsageError: another session is given while one is joined.
+        UsageError: another session is given while one is joined, or one that is closed, or with it where servers are.
         PacelineError: the job cannot be joined.
 
     Example:
@@ -55,6 +55,9 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
         >>> paceline.rank(), paceline.size(), paceline.local_rank()
         (0, 1, 0)
     """
+    if session is not None and (session.closed or servers is not None):
+        problem = "it is closed: connect again" if session.closed else "it has its server: leave out servers=..."
+        raise UsageError(f"init was given a session, as worker {session.rank}, and {problem}.")
     known = _current.get(None)
     if known is None or known.closed:
         known = session or start(servers=servers)

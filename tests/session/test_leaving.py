@@ -6,6 +6,7 @@ import pytest
 from tests.leaks import nothing_left_behind
 
 import paceline
+from paceline.errors import UsageError
 from paceline.node.worker import WorkerNode
 
 
@@ -40,3 +41,10 @@ def test_who_is_not_let_in_keeps_no_server(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(WorkerNode, "join", fail)
     with nothing_left_behind(), pytest.raises(Unreachable):
         paceline.connect()
+
+
+def test_a_script_speaks_to_no_session_that_is_over_and_tells_none_where_its_servers_are() -> None:
+    with paceline.connect() as session, pytest.raises(UsageError, match="as worker 0, and it has its server: leave"):
+        paceline.init(session, servers="first:1")
+    with pytest.raises(UsageError, match="as worker 0, and it is closed: connect again"):
+        paceline.init(session)
