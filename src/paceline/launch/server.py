@@ -16,7 +16,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
 from paceline.errors import PacelineError
 from paceline.launch.addresses import CLUSTER_NAME
-from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.carriers import listen_address, make_transport, tell_user
 from paceline.launch.cores import cores_here, server_threads
 from paceline.launch.environment import wants_traceback
 from paceline.launch.keys.holders import Holder
@@ -102,7 +102,7 @@ def main() -> None:
     except PacelineError as error:
         if wants_traceback():
             raise
-        print(f"paceline: {error}", file=sys.stderr)
+        tell_user(str(error))
         sys.exit(_EXIT_FAILURE)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,6 +13,7 @@ from typing import Final
 
 from paceline.errors import PacelineError, PeerError
 from paceline.launch.addresses import SPEC_NAME
+from paceline.launch.carriers import tell_user
 from paceline.launch.entering.gathering import wait_complete
 from paceline.launch.entering.parting import wait_worker_ended
 from paceline.launch.notice import ignore_telling
@@ -37,7 +38,7 @@ def _follow_workers(spec: ClusterSpec, rank: int, node: ServerNode) -> None:
     try:
         wait_complete(spec, lambda: None, spec.join_timeout_s)
     except PeerError as error:
-        print(f"paceline: server {rank}: {error}", file=sys.stderr, flush=True)
+        tell_user(f"server {rank}: {error}")
         os._exit(EXIT_FAILURE)
     workers = range(spec.num_workers)
     watches = [threading.Thread(target=_watch, args=(spec, node, worker), daemon=True) for worker in workers]
@@ -68,7 +69,7 @@ def main() -> None:
     try:
         attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        tell_user(str(error))
         sys.exit(EXIT_FAILURE)
     sys.stdout.flush()
     sys.stderr.flush()

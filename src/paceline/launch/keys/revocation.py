@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.errors import UsageError
+from paceline.launch.carriers import tell_user
 from paceline.launch.keys.holders import KEYS_NAME, REVOKED_NAME
 from paceline.launch.spec import ClusterSpec
 from paceline.transport.latest import Latest
@@ -51,7 +51,7 @@ def _watch(path: Path, expel: Callable[[frozenset[str]], None], over: threading.
         except UsageError as error:  # meanwhile handshakes are refused, and who is in stays in
             if str(error) != problem:
                 problem = str(error)
-                print(f"paceline: {problem}", file=sys.stderr, flush=True)
+                tell_user(problem)
             continue
         if names != known:
             known = names
