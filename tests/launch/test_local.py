@@ -16,7 +16,8 @@ from paceline.launch.policy import Policy
 PAUSE = "print('ready'); signal.pause()\n"
 
 
-def test_output_carries_the_name_of_who_wrote_it(tmp_path: Path) -> None:
+def test_output_carries_the_name_of_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # whoever runs the tests may have chosen
     script = write_script(tmp_path, "print('out', sys.argv[1:]); print('err', place.rank, file=sys.stderr)")
 
     result = launch(script, args=["--lr", "0.1", "--help"], num_workers=3, num_servers=2, quiet=False)
