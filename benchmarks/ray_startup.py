@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -54,10 +55,15 @@ def seconds_until(command: list[str], word: str, times: int) -> float:
     start, took_s, found = time.perf_counter(), 0.0, 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            found += word in line
-            took_s = took_s or (time.perf_counter() - start if found == times else 0.0)
-        process.wait(TIMEOUT_S)
+        overdue = threading.Timer(TIMEOUT_S, process.kill)
+        overdue.start()
+        try:
+            for line in process.stdout:
+                found += word in line
+                took_s = took_s or (time.perf_counter() - start if found == times else 0.0)
+            process.wait()
+        finally:
+            overdue.cancel()
     if found < times:
         raise SystemExit(f"{word!r} came up {found} times instead of {times}: {command}")
     return took_s
