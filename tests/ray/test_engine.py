@@ -27,7 +27,7 @@ ON_SECOND = {"worker_resources": {"second": 1}}
 # Worker 1 is killed with its actor in the middle of a clock. Its next life finds what the first has pushed, and then
 # has the job lose a server, by the same way.
 KILL_ACTORS = """
-import os, signal
+import os, signal, sys
 import psutil
 import paceline
 from paceline.launch.environment import find_place
@@ -39,6 +39,7 @@ with paceline.connect() as ps:
     table.push([1.0])
     ps.clock()
     print(f"worker {ps.rank} in life {life} has {table.pull().item():g}", flush=True)
+    print(os.environ["COLOUR"], sys.argv[1:], os.getcwd(), flush=True)
     if life == 0:
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
@@ -157,14 +158,17 @@ def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tm
 def test_a_killed_actor_is_followed_by_another_life_and_a_servers_ends_the_job(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    code, lines = launcher.run(tmp_path / "kill.py", KILL_ACTORS, on_crash="restart", run_dir=str(tmp_path / "run"))
+    asked = {"args": ["--lr", "0.1"], "env": {"COLOUR": "green"}, "on_crash": "restart"}
+    code, lines = launcher.run(tmp_path / "kill.py", KILL_ACTORS, run_dir=str(tmp_path / "run"), **asked)
 
     assert code == 1, lines
+    assert f"[worker 1] green ['--lr', '0.1'] {Path.cwd()}" in lines
     assert "[worker 1] worker 1 in life 1 has 2" in lines
     assert "paceline: worker 1 was killed by SIGKILL; started again as incarnation 1" in lines
     assert lines[-1] == "paceline: server 0 was killed by SIGKILL before the run was over"
 
 
+@pytest.mark.campaign
 def test_a_script_gets_what_was_asked_for_and_its_end_is_that_of_the_run(launcher: Launcher, tmp_path: Path) -> None:
     code, lines = launcher.run(
         tmp_path / "fail.py",
@@ -197,6 +201,7 @@ def test_a_job_without_room_says_what_there_is(launcher: Launcher, tmp_path: Pat
     )
 
 
+@pytest.mark.campaign
 def test_ctrl_c_reaches_the_script_and_leaves_nothing(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(script=str(write(tmp_path / "wait.py", WAIT)), workers=1, quiet=True)
     launcher.read_until("ready")

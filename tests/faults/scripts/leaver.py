@@ -16,8 +16,16 @@ ledger = ps.table("ledger", shape=(ps.size, 64), update=paceline.update.Add(), c
 ones = torch.zeros(ps.size, 64)
 ones[ps.rank] = 1.0
 acks = []
+
+
+def say(*words: object) -> None:
+    """Write a line as a whole, as workers may be threads of one process."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 ps.barrier()
-print("begin", os.getpid(), flush=True)
+say("begin", os.getpid())
 try:
     while not (ps.rank == 2 and paceline.preempted()):
         time.sleep(0.01)
@@ -25,9 +33,9 @@ try:
         ps.clock()
         counts = ledger.pull()[:, 0].int().tolist()
         if len(acks) % 20 == 0:
-            print("counts", counts, flush=True)
+            say("counts", counts)
 finally:
-    print("left", len(acks), sum(ack.result(timeout=30).applied for ack in acks), flush=True)
+    say("left", len(acks), sum(ack.result(timeout=30).applied for ack in acks))
 if ps.rank == 2:
-    print("saved", flush=True)
+    say("saved")
     sys.exit(143)
