@@ -16,9 +16,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell i
 
 
 def main() -> None:
-    from ray.cluster_utils import Cluster
-
     import ray
+    from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 3, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
