@@ -179,6 +179,7 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
 ) -> None:
     """In the last round of the epoch, so that their next clock is one more."""
     ticks, finish = threading.Semaphore(0), Session.clock
+    holds_two = threading.Event()  # of its three slices: the others would take them while it sleeps
 
     def clock(worker: Session, *, samples: float | None = None) -> int:
         finished = finish(worker, samples=samples)
@@ -186,7 +187,10 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
         return finished
 
     def before(worker: Session, number: int) -> None:
+        if worker.node.clock == 1 and worker.rank != 2:
+            assert holds_two.wait(WAIT_S)
         if worker.node.clock == 1 and worker.rank == 2 and number == 1:
+            holds_two.set()
             for _ in range(3 + 2):  # all of the first clock, the others of the second
                 assert ticks.acquire(timeout=WAIT_S)
             raise Death
