@@ -2,8 +2,11 @@
 
 import gc
 
+import pytest
 
-def pytest_collection_finish() -> None:
-    """Leave out what was there before the first test when tests look for garbage: most of their time else."""
+
+@pytest.fixture(autouse=True, scope="module")
+def _leave_out_what_was_there_before() -> None:
+    """Let tests that look for garbage look at what came since their module began: the rest is most of their time."""
     gc.collect()
     gc.freeze()
