@@ -23,7 +23,8 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import open_raw, read_to_end, shake_hands
 
 from paceline.core.messages import Applied, Fetched, Join, Pull, Push, PushId, Sender
-from paceline.launch.spec import POLL_INTERVAL_S, ClusterSpec, write_private
+from paceline.launch.polling import INTERVAL_S
+from paceline.launch.spec import ClusterSpec, write_private
 from paceline.node.requests import Declare, DeclareRows, Done, Initialise
 from paceline.node.wire import Hello, PullFrame, PushFrame, encode
 from paceline.tensors.update import SGD
@@ -63,11 +64,11 @@ def server_process(folder: Path) -> Iterator[tuple[Cluster, psutil.Process]]:
 
 
 def wait_address(path: Path, process: subprocess.Popen[bytes]) -> str:
-    for _ in range(round(STARTS_WITHIN_S / POLL_INTERVAL_S)):
+    for _ in range(round(STARTS_WITHIN_S / INTERVAL_S)):
         if path.exists():
             return path.read_text()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_INTERVAL_S)  # at most so long
+            process.wait(INTERVAL_S)  # at most so long
             break
     raise AssertionError(f"no server came up: {(path.parent / 'said').read_text()}")
 

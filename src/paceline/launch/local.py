@@ -4,8 +4,8 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -37,14 +37,25 @@ def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
     a run that cannot start. Call it from the main thread: it answers signals while it runs.
     """
     run.validate()
+    require_startable(run.script, "run_local")
+    with guarded_folder(run.run_dir) as (run_dir, guard):
+        return _supervise(run, programs, run_dir, guard)
+
+
+def require_startable(script: Path, caller: str) -> None:
+    """Raise UsageError when a script is none, or this thread cannot answer signals for it."""
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("run_local must be called from the main thread: it answers Ctrl-C and SIGTERM")
-    check_script(run.script)
-    run_dir = prepare_run_dir(run.run_dir)
-    temporary = run.run_dir is None
+        raise UsageError(f"{caller} must be called from the main thread: it answers Ctrl-C and SIGTERM")
+    check_script(script)
+
+
+@contextmanager
+def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
+    """Have a folder for a run, and a guard over its processes, which clears up even if this process is killed."""
+    run_dir, temporary = prepare_run_dir(wanted), wanted is None
     guard = Guard(run_dir, temporary=temporary)
     try:
-        return _supervise(run, programs, run_dir, guard)
+        yield run_dir, guard
     finally:
         guard.dismiss(GUARD_TIMEOUT_S)
         clear(run_dir, temporary=temporary)

@@ -93,12 +93,12 @@ def _obey(node: ServerNode) -> None:
     os._exit(_EXIT_FAILURE)
 
 
-def main() -> None:
-    """Serve as the command line says; signals are left to the launcher, which stops the servers last."""
+def run_program(serving: Callable[[], None]) -> None:
+    """Be a program that serves: signals are left to whoever started it, and the process ends when `serving` returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_telling()
     try:
-        serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey, *sys.argv[3:])
+        serving()
     except PacelineError as error:
         if wants_traceback():
             raise
@@ -107,6 +107,11 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing is open any more, and taking torch down piece by piece would keep everybody waiting
+
+
+def main() -> None:
+    """Serve as the command line says; the launcher stops the servers last."""
+    run_program(lambda: serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), _obey, *sys.argv[3:]))
 
 
 if __name__ == "__main__":

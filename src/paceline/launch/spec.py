@@ -6,19 +6,18 @@ own, and never travels by command line or environment.
 
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from paceline.errors import DeadlineExceeded, UsageError
+from paceline.errors import UsageError
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
+from paceline.launch.polling import wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
-POLL_INTERVAL_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +69,14 @@ def wait_spec(path: Path, timeout_s: float) -> ClusterSpec:
 
     Raises DeadlineExceeded when it is still missing after `timeout_s`.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded(
-                f"no cluster spec at {path} after {timeout_s:g} s: the servers did not start listening "
-                "in time, or the launcher is gone; look at what the servers printed"
-            )
-        time.sleep(POLL_INTERVAL_S)
-    return ClusterSpec.read(path)
+    return wait_for(
+        lambda: ClusterSpec.read(path) if path.exists() else None,
+        timeout_s,
+        lambda: (
+            f"no cluster spec at {path} after {timeout_s:g} s: the servers did not start listening in time, or the "
+            "launcher is gone; look at what the servers printed"
+        ),
+    )
 
 
 def write_token(run_dir: Path) -> None:

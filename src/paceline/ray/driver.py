@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import ModuleType
 
-from paceline.errors import UsageError
 from paceline.launch.console import Console
-from paceline.launch.guard import Guard, clear
-from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, open_board, open_copy, prepare_run_dir
+from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
 from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
-from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
 from paceline.launch.spec import write_token
 from paceline.launch.supervise import Supervisor, Terms
@@ -30,18 +26,10 @@ def run_on_ray(run: LocalRun, options: RayOptions) -> int:
     """
     run.validate()
     options.validate(run)
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError("paceline.ray.run must be called from the main thread: it answers Ctrl-C and SIGTERM")
-    check_script(run.script)
+    require_startable(run.script, "paceline.ray.run")
     ray = prepare(options)
-    run_dir = prepare_run_dir(run.run_dir)
-    temporary = run.run_dir is None
-    guard = Guard(run_dir, temporary=temporary)
-    try:
+    with guarded_folder(run.run_dir) as (run_dir, _):
         return _supervise(ray, run, options, run_dir)
-    finally:
-        guard.dismiss(GUARD_TIMEOUT_S)
-        clear(run_dir, temporary=temporary)
 
 
 def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Path) -> int:

@@ -5,19 +5,18 @@ its standard input is a pipe that the worker holds open.
 """
 
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
 from typing import Final
 
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import PeerError
 from paceline.launch.addresses import SPEC_NAME
 from paceline.launch.carriers import tell_user
 from paceline.launch.entering.gathering import wait_complete
 from paceline.launch.entering.parting import wait_worker_ended
 from paceline.launch.notice import ignore_telling
-from paceline.launch.server import serve
+from paceline.launch.server import run_program, serve
 from paceline.launch.spec import ClusterSpec
 from paceline.node.server import ServerNode
 
@@ -63,17 +62,9 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Serve as the command line says; Ctrl-C is left to the worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve as the command line says."""
     threading.Thread(target=_end_with_parent, name="paceline-lifeline", daemon=True).start()
-    try:
-        attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
-    except PacelineError as error:
-        tell_user(str(error))
-        sys.exit(EXIT_FAILURE)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # nothing is open any more, and taking torch down piece by piece would keep everybody waiting
+    run_program(lambda: attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
 """How a job gathers: first its processes come, and once its servers listen too, it is complete."""
 
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
-from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
 from paceline.launch.entering.cards import Card, whereabouts
 from paceline.launch.entering.detect import Role
 from paceline.launch.entering.presence import absent, card
 from paceline.launch.folders import names_in
 from paceline.launch.machines import Machine
+from paceline.launch.polling import INTERVAL_S, INTERVAL_SHARED_S, wait_for
 from paceline.launch.spec import TOKEN_NAME, ClusterSpec
 
 START_TIMEOUT_S: Final = 60.0
-POLL_INTERVAL_S: Final = 0.005
-POLL_INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server
 
 
 @final
@@ -28,6 +26,7 @@ class Roll:
         self._run_dir = run_dir
         self._awaited: tuple[tuple[Role, int], ...] = (("worker", num_workers), ("server", num_servers))
         self._cards: dict[str, Card] = {}
+        self.missing: list[str] = []  # at the last call
 
     def call(self) -> list[str]:
         """Return who has not come yet; raises UsageError when somebody runs another paceline."""
@@ -38,6 +37,7 @@ class Roll:
             for index in sorted(set(range(count)).difference(gone)):
                 if f"{role} {index}" not in self._cards:
                     self._greet(f"{role} {index}", card(self._run_dir, role, index))
+        self.missing = missing
         return missing
 
     @property
@@ -73,15 +73,16 @@ def wait_all(roll: Roll, timeout_s: float = START_TIMEOUT_S) -> None:
         DeadlineExceeded: some have not in time; the message names them, and where the others are.
         UsageError: somebody runs another paceline.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while missing := roll.call():
-        if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded(
-                f"{', '.join(missing)} did not come to {socket.gethostname()} within {timeout_s:g} s (there: "
-                f"{str(roll) or 'nobody'}). Look at what the missing ones wrote, whether they call paceline.init(), "
-                "and whether they see the same folder"
-            )
-        time.sleep(POLL_INTERVAL_SHARED_S)
+    wait_for(
+        lambda: None if roll.call() else roll,
+        timeout_s,
+        lambda: (
+            f"{', '.join(roll.missing)} did not come to {socket.gethostname()} within {timeout_s:g} s (there: "
+            f"{str(roll) or 'nobody'}). Look at what the missing ones wrote, whether they call paceline.init(), "
+            "and whether they see the same folder"
+        ),
+        INTERVAL_SHARED_S,
+    )
 
 
 def wait_settled(run_dir: Path, timeout_s: float = START_TIMEOUT_S) -> ClusterSpec:
@@ -91,15 +92,15 @@ def wait_settled(run_dir: Path, timeout_s: float = START_TIMEOUT_S) -> ClusterSp
         DeadlineExceeded: it has not in time.
         PeerError: it is gone, and has cleared the folder of the job.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while SPEC_NAME not in _names(run_dir):
-        if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded(
-                f"the process that sets the job up has not said within {timeout_s:g} s how the others reach each "
-                f"other, in {run_dir / SPEC_NAME} as {socket.gethostname()} sees it: look at what it wrote"
-            )
-        time.sleep(POLL_INTERVAL_SHARED_S)
-    return ClusterSpec.read(run_dir / SPEC_NAME)
+    return wait_for(
+        lambda: ClusterSpec.read(run_dir / SPEC_NAME) if SPEC_NAME in _names(run_dir) else None,
+        timeout_s,
+        lambda: (
+            f"the process that sets the job up has not said within {timeout_s:g} s how the others reach each "
+            f"other, in {run_dir / SPEC_NAME} as {socket.gethostname()} sees it: look at what it wrote"
+        ),
+        INTERVAL_SHARED_S,
+    )
 
 
 def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: float = START_TIMEOUT_S) -> None:
@@ -109,15 +110,22 @@ def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: f
         DeadlineExceeded: it is not in time; the message names those who are missing.
         PeerError: the process that has set it up is gone, and has cleared the folder of the job.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while CLUSTER_NAME not in _names(Path(spec.run_dir)):
-        if time.monotonic() >= deadline_s:
-            raise DeadlineExceeded(
-                f"not all of {spec.num_workers} workers and {spec.num_servers} servers came within {timeout_s:g} s: "
-                f"{missing(spec)} did not. Look at what they wrote, and whether they call paceline.init()"
-            )
+
+    def look() -> bool | None:
+        if CLUSTER_NAME in _names(Path(spec.run_dir)):
+            return True
         each_turn()
-        time.sleep(POLL_INTERVAL_SHARED_S if spec.encrypted else POLL_INTERVAL_S)
+        return None
+
+    wait_for(
+        look,
+        timeout_s,
+        lambda: (
+            f"not all of {spec.num_workers} workers and {spec.num_servers} servers came within {timeout_s:g} s: "
+            f"{missing(spec)} did not. Look at what they wrote, and whether they call paceline.init()"
+        ),
+        INTERVAL_SHARED_S if spec.encrypted else INTERVAL_S,
+    )
 
 
 def declare_complete(spec: ClusterSpec, roll: Roll) -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, final
@@ -20,11 +20,12 @@ from paceline.launch.entering.detect import Detected
 from paceline.launch.entering.presence import is_held
 from paceline.launch.folders import ANOTHER_FOLDER, make_private, names_in
 from paceline.launch.machines import Machine
+from paceline.launch.polling import INTERVAL_SHARED_S, wait_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-POLL_INTERVAL_S: Final = 0.02
+LOCK_TIMEOUT_S: Final = 10.0
 STORE_KEY: Final = "paceline/meeting"
 SUFFIX: Final = ".meeting"
 LOCK_NAME: Final = ".lock"
@@ -147,19 +148,16 @@ class FolderBoard:
 
     def wait_invitation(self, timeout_s: float) -> Invitation:
         """Block until it is told; see `Board.wait_invitation`."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            there = self._path.name in names_in(self._path.parent)
-            invitation = _read(self._path) if there else None
-            if invitation is not None:
-                return invitation
-            if time.monotonic() >= deadline_s:
-                raise DeadlineExceeded(
-                    f"the first process of the job has not told within {timeout_s:g} s where the job meets, in "
-                    f"{self._path} on {socket.gethostname()}: is it there, does it call paceline.init(), and does it "
-                    "see this folder? On several machines let PACELINE_RUN_DIR name one that all of them see"
-                )
-            time.sleep(POLL_INTERVAL_S)
+        return wait_for(
+            lambda: _read(self._path) if self._path.name in names_in(self._path.parent) else None,
+            timeout_s,
+            lambda: (
+                f"the first process of the job has not told within {timeout_s:g} s where the job meets, in "
+                f"{self._path} on {socket.gethostname()}: is it there, does it call paceline.init(), and does it "
+                "see this folder? On several machines let PACELINE_RUN_DIR name one that all of them see"
+            ),
+            INTERVAL_SHARED_S,
+        )
 
     def close(self) -> None:
         """Remove the file."""
@@ -173,10 +171,24 @@ class FolderBoard:
 
 @contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Let nobody else change the files of this folder while entered."""
+    """Let nobody else change the files of this folder while entered; others are done in a moment."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+
+    def take() -> bool | None:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return None
+
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        wait_for(
+            take,
+            LOCK_TIMEOUT_S,
+            lambda: (
+                f"another process holds {folder / LOCK_NAME} locked for {LOCK_TIMEOUT_S:g} s already, which it should "
+                "for a moment: is it stopped? End it, or let PACELINE_RUN_DIR name another folder"
+            ),
+        )
         yield
     finally:
         os.close(descriptor)
