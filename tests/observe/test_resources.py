@@ -3,6 +3,7 @@ import resource
 import socket
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +68,13 @@ def test_the_peak_of_memory_stays_after_the_memory_is_gone() -> None:
     del block
     assert peak_bytes >= size_bytes
     assert used().peak_bytes == pytest.approx(peak_bytes, rel=0.02)  # the kernel counts pages by the batch
+
+
+def test_a_descriptor_that_is_a_file_by_the_time_it_is_copied_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open("w"):
+        monkeypatch.setattr("paceline.observe.resources.os.readlink", lambda _: "socket:[1]")
+        before = len(os.listdir("/proc/self/fd"))
+        Odometer().look()
+        assert len(os.listdir("/proc/self/fd")) == before

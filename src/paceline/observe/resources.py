@@ -54,7 +54,7 @@ class Odometer:
             with suppress(OSError):  # closed by now, or a socket of another kind
                 name = os.readlink(_PROCESS / "fd" / descriptor)
                 if name.startswith("socket:"):
-                    self._seen[name] = _carried(socket.socket(fileno=os.dup(int(descriptor))))
+                    self._seen[name] = _carried(_copied(int(descriptor)))
 
     def usage(self) -> Usage | None:
         """Return what this process has used so far; None elsewhere than on Linux."""
@@ -77,6 +77,16 @@ def _peak_bytes() -> int:
     """Return the high-water mark of the resident memory, which begins anew with each program that is run."""
     lines = (_PROCESS / "status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def _copied(descriptor: int) -> socket.socket:
+    """Return the socket behind a descriptor of somebody else's; it may be a file by now, which is an OSError."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _carried(connection: socket.socket) -> tuple[int, int, int]:
