@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
+from paceline.data.order import Batches, Order
 from paceline.errors import UsageError
 
 _Source = TypeVar("_Source")
@@ -94,7 +95,7 @@ class ShardedLoader:
         self._loader = loader
         self._sharding = sharding
         self.epoch = 0
-        self._order = _Order(
+        self._order = Order(
             num_samples=_size(loader),
             batch_size=cast("int", loader.batch_size),
             drop_last=loader.drop_last,
@@ -119,7 +120,7 @@ class ShardedLoader:
         """Continue with this epoch's shuffle, after a restart for example. Counted by iterating otherwise."""
         self.epoch = epoch
 
-    def batches(self) -> list[list[int]]:
+    def batches(self) -> Batches:
         """Return the batches of all workers in the epoch that comes next, in their global order."""
         return self._order.batches(self._sharding.seed, self.epoch)
 
@@ -158,28 +159,6 @@ class ShardedLoader:
                 prefetch_factor=loader.prefetch_factor,
             )
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """The global sequence of batches, which does not depend on the number of workers."""
-
-    num_samples: int
-    batch_size: int
-    drop_last: bool
-    shuffled: bool
-
-    @property
-    def num_batches(self) -> int:
-        whole, rest = divmod(self.num_samples, self.batch_size)
-        return whole + (1 if rest and not self.drop_last else 0)
-
-    def batches(self, seed: int, epoch: int) -> list[list[int]]:
-        indices = list(range(self.num_samples))
-        if self.shuffled:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            indices = cast("list[int]", torch.randperm(self.num_samples, generator=generator).tolist())
-        return [indices[k * self.batch_size : (k + 1) * self.batch_size] for k in range(self.num_batches)]
 
 
 def _check(loader: DataLoader[Any]) -> None:
