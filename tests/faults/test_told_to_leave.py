@@ -49,11 +49,13 @@ def test_a_worker_and_then_all_are_told_to_leave(tmp_path: Path) -> None:
         assert run.end() == 143
         assert time.monotonic() - began_s < GRACE_S
         assert left(run, 0)
-        assert sorted(run.told()) == [
+        told = sorted(run.told())
+        assert told[:2] == [
             "paceline: stopped by SIGTERM",
             "paceline: worker 1 was told to leave, and has; the run went on without it",
-            "paceline: worker 2 was told to leave, and has; the run went on without it",
         ]
+        # Unless the launcher is told to stop before it hears of that end, which the end of a process does not tell.
+        assert told[2:] in ([], ["paceline: worker 2 was told to leave, and has; the run went on without it"])
         assert "Traceback" not in run.output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -88,6 +89,8 @@ WAITING = {"method": "random", "trials": 6, "parameters": {"x": {"low": 1.0, "hi
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_search_that_was_ended_goes_on_and_leaves_nobody_behind(number: int, tmp_path: Path) -> None:
     folder = begin({**WAITING, "seed": 3}, tmp_path)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
     with subprocess.Popen([sys.executable, "-c", DRIVE, str(folder.path)], stderr=subprocess.PIPE, text=True) as driver:
         assert driver.stderr is not None
         assert driver.stderr.readline().startswith("[1/6] trial ")
@@ -102,7 +105,8 @@ def test_a_search_that_was_ended_goes_on_and_leaves_nobody_behind(number: int, t
     assert done
     assert len(done) < 6
 
-    (tmp_path / "gate").touch()
+    gate.unlink()
+    gate.touch()
     tuned = pretend(Folder.reopen(folder.path), jobs=2)
     after = {trial.number: trial for trial in tuned.trials}
     assert {number: after[number] for number in before} == before

@@ -1,17 +1,17 @@
 """Stands for `paceline run`: writes the trace that the trial's parameters ask for, and ends as they say.
 
---do: good (a report for each of --reports), crash, hang, silent, diverge, wait (for a file named gate), late (a report
-that goes on until it is told to stop). The loss of a report is --x divided by how many there were.
+--do: good (a report for each of --reports), crash, hang, silent, diverge, wait (while the file named gate is a pipe),
+late (goes on reporting until it is told to stop). The loss of a report is --x divided by how many there were.
 """
 
 import fcntl
 import json
 import signal
 import sys
-import time
 import tomllib
-from itertools import count
 from pathlib import Path
+
+MOST_LATE_REPORTS = 3000  # a minute of them
 
 config = Path(sys.argv[sys.argv.index("--config") + 1])
 run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
@@ -36,13 +36,14 @@ match do:
     case "hang":
         signal.pause()
     case "late":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        for turn in count(1):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        for turn in range(1, MOST_LATE_REPORTS):
             report(turn, x / turn)
-            time.sleep(0.02)
+            if signal.sigtimedwait({signal.SIGTERM}, 0.02):
+                sys.exit(143)
+        sys.exit("nobody has told this trial to stop")
     case "wait":
-        while not Path("gate").exists():
-            time.sleep(0.02)
+        Path("gate").read_bytes()  # blocks while it is a pipe that nobody writes to
     case "diverge":
         report(1, None)
         raise SystemExit(0)
