@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -42,12 +43,15 @@ def seconds_to_first_step(script: Path) -> float:
     start = time.perf_counter()
     with subprocess.Popen([*JOB, str(script)], stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
+        deadline = threading.Timer(TIMEOUT_S, job.kill)
+        deadline.start()
         num_stepped = 0
         for line in job.stdout:
             num_stepped += "stepped" in line
             if num_stepped == 4:
                 took_s = time.perf_counter() - start
         job.wait(TIMEOUT_S)
+        deadline.cancel()
     if num_stepped != 4:
         raise SystemExit(f"{num_stepped} of 4 workers made a step")
     return took_s

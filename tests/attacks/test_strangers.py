@@ -23,7 +23,7 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import GREETING_BYTES, NONCE, hello, open_raw, proof, read_exactly, read_to_end, shake_hands
 
 from paceline.errors import AuthenticationFailed, PeerError
-from paceline.launch.keys.certificates import Holder
+from paceline.launch.keys.holders import Holder
 from paceline.node.wire import Hello, encode
 from paceline.transport import Credentials, Limits, TcpTransport, TlsSettings
 

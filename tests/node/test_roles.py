@@ -17,7 +17,8 @@ from tests.node.cluster import JOIN_S, RETRY_S, Cluster, cluster, table
 from paceline.core.messages import Applied, Clock, Closed, Follow, Join, Pull, Push, PushId, Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
 from paceline.errors import AuthenticationFailed, PeerError
-from paceline.launch.keys.certificates import Authority, Holder, tls_settings
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.launch.keys.revocation import watching_revoked
 from paceline.node import wire
 from paceline.node.allowance import SMALL_BYTES, Allowance

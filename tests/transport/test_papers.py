@@ -15,7 +15,8 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import open_raw, raw_server, read_to_end
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
-from paceline.launch.keys.certificates import Authority, Holder, tls_settings
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.transport import Listener, TcpTransport
 from paceline.transport.base import NO_PAPERS, Papers
 from paceline.transport.papers import read_papers

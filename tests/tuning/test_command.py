@@ -52,7 +52,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         ({**TWO, "parameters": {"run.consistency": ["bsp", "often"]}}, [], "often"),
         ({**TWO, "parameters": {"run.strategy": ["sometimes"]}}, [], "'sometimes' is not known"),
         (TWO, ["-j", "0"], "--jobs must be at least 1"),
-        (TWO, ["--trial-timeout", "0"], "--trial-timeout-s must be more than 0"),
+        (TWO, ["--trial-timeout-s", "0"], "--trial-timeout-s must be more than 0"),
         (TWO, ["--out", "."], "is not empty"),
         (TWO, ["--resume", "."], "--resume goes on with a search as it was begun"),
     ],

@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 SCHEME: Final = "paceline"
 DEFAULT_NAMESPACE: Final = "default"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_DIGITS: Final = 5  # of a port
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def parse_door(text: str) -> tuple[str, int]:
     """
     host, separator, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
-    is_number = port.isascii() and port.isdigit() and int(port) <= 0xFFFF
+    is_number = port.isascii() and port.isdigit() and len(port) <= _MOST_DIGITS and int(port) <= 0xFFFF
     if not separator or not bare or not is_number or (":" in bare and host == bare):
         raise UsageError(
             f"{text!r} is not HOST:PORT, such as 127.0.0.1:7700, node-3:7700 or, with an address of IPv6, [::1]:7700"

@@ -141,7 +141,7 @@ class NamespaceFolder:
         put(self.path / NEWEST_NAME, folder.name.encode())
         for old in self._numbers():
             if f"{_SAVE}{old}" not in (before, folder.name):
-                shutil.rmtree(self.path / f"{_SAVE}{old}")
+                shutil.rmtree(self.path / f"{_SAVE}{old}", ignore_errors=True)  # what is left goes with the next save
         return Save(folder, content)
 
     def drop_if_empty(self) -> None:

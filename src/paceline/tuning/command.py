@@ -29,7 +29,7 @@ def tune(
     jobs: Annotated[int, Parameter(alias="-j")] = 1,
     out: Path | None = None,
     resume: Path | None = None,
-    trial_timeout_s: Annotated[float | None, Parameter(alias="--trial-timeout")] = None,
+    trial_timeout_s: float | None = None,
     progress: bool = True,
 ) -> int:
     """Run a script many times with different parameters, and find the best.

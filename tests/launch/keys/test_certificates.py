@@ -11,7 +11,8 @@ from cryptography import x509
 
 from paceline.errors import UsageError
 from paceline.launch.carriers import listen_address, make_transport
-from paceline.launch.keys.certificates import KEYS_NAME, Authority, Holder, request, tls_settings
+from paceline.launch.keys.certificates import Authority, request
+from paceline.launch.keys.holders import KEYS_NAME, Holder, tls_settings
 from paceline.launch.spec import ClusterSpec, write_private, write_token
 
 SERVER, WORKER = Holder("server", 0), Holder("worker", 3)

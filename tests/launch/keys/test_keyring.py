@@ -11,7 +11,8 @@ import pytest
 
 from paceline import cli
 from paceline.errors import AuthenticationFailed, PeerError, UsageError
-from paceline.launch.keys.certificates import Authority, Holder, tls_settings
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.launch.keys.keyring import certificates, end_previous, issue_keys, make_keys, revoke, rotate_token
 from paceline.launch.keys.tokens import TokenFiles
 from paceline.transport import Listener, TcpTransport

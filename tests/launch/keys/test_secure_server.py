@@ -19,7 +19,8 @@ from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, PeerError
 from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.launch.carriers import make_transport
-from paceline.launch.keys.certificates import KEYS_NAME, Authority, Holder, tls_settings
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import KEYS_NAME, Holder, tls_settings
 from paceline.launch.keys.keyring import end_previous, revoke, rotate_token
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.node.waiting import WorkerOptions

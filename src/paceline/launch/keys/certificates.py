@@ -20,14 +20,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from paceline.errors import UsageError
-from paceline.launch.keys.holders import AUTHORITY_NAME, KEYS_NAME, Holder, tls_settings
+from paceline.launch.keys.holders import AUTHORITY_NAME, Holder
 from paceline.launch.spec import write_private
 from paceline.transport.papers import SCHEME
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
-
-__all__ = ["KEYS_NAME", "Authority", "Holder", "request", "tls_settings"]
 
 DEFAULT_DAYS: Final = 30
 AUTHORITY_KEY_NAME: Final = f"{AUTHORITY_NAME}.key"
