@@ -50,6 +50,7 @@ def run(
     config: Path | None = None,
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
+    data_servers: int = 0,
     engine: Engine = "local",
     ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
     consistency: str | None = None,
@@ -86,6 +87,8 @@ def run(
         Number of worker processes.
     servers
         Number of server processes, which hold the parameters between them.
+    data_servers
+        Number of processes that read and prepare batches for paceline.feed; without any, workers do that themselves.
     engine
         Who starts them: we do, on this machine, or Ray does, on a cluster.
     ray
@@ -143,6 +146,7 @@ def run(
             args=(*config_args(config), *args),
             num_workers=workers,
             num_servers=servers,
+            num_data_servers=data_servers,
             transport=transport,
             consistency=consistency,
             strategy=strategy,

@@ -20,8 +20,10 @@ def main(settings: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
     behaviour = settings.pop("behaviour", "")
     words = (f"--behaviour={behaviour}",) if behaviour else ()
+    data_behaviour = settings.pop("data_behaviour", "")
     programs = Programs(
         server=(sys.executable, str(SERVER), *words),
+        data_server=(sys.executable, str(SERVER), f"--behaviour={data_behaviour}", "--role=data"),
         threads=(sys.executable, "-m", "paceline.launch.worker"),
     )
     run_dir = settings.pop("run_dir", None)

@@ -28,8 +28,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
 
 def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
     line = (
-        "run -n 4 -m 3 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum --on-crash restart "
-        "--on-error continue --max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress train.py"
+        "run -n 4 -m 3 --data-servers 2 --consistency ssp:3 --strategy all-reduce --transport tcp --scale sum "
+        "--on-crash restart --on-error continue --max-restarts 9 --run-dir runs/a --trace full --quiet --no-progress "
+        "train.py"
     )
 
     assert cli.answer(line.split()) == 7
@@ -38,6 +39,7 @@ def test_every_option_reaches_the_run(runs: list[LocalRun]) -> None:
             script=Path("train.py"),
             num_workers=4,
             num_servers=3,
+            num_data_servers=2,
             consistency="ssp:3",
             strategy="all-reduce",
             transport="tcp",

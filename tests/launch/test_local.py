@@ -190,7 +190,7 @@ def test_a_server_that_never_listens_ends_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, PAUSE), behaviour="silent", start_timeout_s=0.5)
 
     assert result.code == 1
-    assert "server 0 did not say where it listens within 0.5 s (servers missing: 0)" in result.stderr
+    assert "server 0 did not say where it listens within 0.5 s (missing: server 0)" in result.stderr
 
 
 def test_a_server_that_does_not_stop_is_killed(tmp_path: Path) -> None:
@@ -279,6 +279,8 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     [
         ({"num_workers": 0}, "--workers must be at least 1, got 0"),
         ({"num_servers": -1}, "--servers must be at least 1, got -1"),
+        ({"num_data_servers": -1}, "--data-servers must be at least 0, got -1"),
+        ({"transport": "memory", "num_data_servers": 2}, "one process, where paceline.feed reads by itself"),
         ({"policy": Policy(max_restarts=-1)}, "--max-restarts must be at least 0, got -1"),
         ({"transport": "memory", "policy": Policy(on_crash="restart")}, "one process; choose shm or tcp"),
         ({"script": Path("/nowhere/train.py")}, "there is no script /nowhere/train.py"),

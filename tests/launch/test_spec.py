@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DeadlineExceeded, UsageError
-from paceline.launch.addresses import AddressBook
+from paceline.launch.addresses import AddressBook, data_addresses
 from paceline.launch.spec import ClusterSpec, read_token, wait_spec, write_token
 
 SPEC = ClusterSpec(job="3f", num_workers=4, num_servers=2, transport="tcp", run_dir="/run", addresses=("a", "b"))
@@ -78,9 +78,26 @@ def test_addresses_are_published_once_all_are_known(tmp_path: Path) -> None:
     book = AddressBook(replace(SPEC, run_dir=str(tmp_path), addresses=()))
     (tmp_path / "server-1.address").write_text("tcp://b\n")
 
-    assert (book.poll(), book.missing()) == (False, [0])
+    assert (book.poll(), book.missing()) == (False, ["server 0"])
     assert not (tmp_path / "cluster.json").exists()
 
     (tmp_path / "server-0.address").write_text("tcp://a\n")
     assert book.poll()
     assert ClusterSpec.read(tmp_path / "cluster.json").addresses == ("tcp://a", "tcp://b")
+
+
+def test_data_servers_are_awaited_too_and_may_listen_elsewhere_later(tmp_path: Path) -> None:
+    book = AddressBook(replace(SPEC, run_dir=str(tmp_path), num_servers=1, num_data_servers=2, addresses=()))
+    (tmp_path / "server-0.address").write_text("tcp://a\n")
+    (tmp_path / "data-1.address").write_text("tcp://d1\n")
+
+    assert (book.poll(), book.missing()) == (False, ["data server 0"])
+
+    (tmp_path / "data-0.address").write_text("tcp://d0\n")
+    assert book.poll()
+    spec = ClusterSpec.read(tmp_path / "cluster.json")
+    assert (spec.addresses, spec.data_addresses) == (("tcp://a",), ("tcp://d0", "tcp://d1"))
+
+    (tmp_path / "data-1.address").write_text("tcp://d2\n")
+    (tmp_path / "data-0.address").unlink()
+    assert data_addresses(spec) == ["tcp://d0", "tcp://d2"]

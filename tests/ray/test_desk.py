@@ -106,7 +106,7 @@ def test_an_actor_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> None:
     desk, launches = desk_of(tmp_path / "run", "bbbbb"), plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})
-    assert desk.book.missing() == [0, 1]
+    assert desk.book.missing() == ["server 0", "server 1"]
 
     for launch in launches[:2]:
         desk.keep(launch, News([], f"tcp://10.0.0.{launch.rank}:7", b"{}\n", None))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.launch.addresses import Serving
 from paceline.launch.keys.holders import KEYS_NAME, Holder, tls_settings
 from paceline.launch.keys.tokens import TokenFiles
 from paceline.launch.machines import LOOPBACK
@@ -36,7 +37,7 @@ def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], No
     raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
 
 
-def listen_address(spec: ClusterSpec, server: int, host: str = LOOPBACK) -> str:
+def listen_address(spec: ClusterSpec, rank: int, host: str = LOOPBACK, *, role: Serving = "server") -> str:
     """Return where a server of this job listens: a free port of `host`, or a socket in the job's folder."""
     place = f"[{host}]" if ":" in host else host
-    return f"tcp://{place}:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/server-{server}.sock"
+    return f"tcp://{place}:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/{role}-{rank}.sock"

@@ -22,18 +22,24 @@ class Launch:
     The nursery is no part of the job: it helps to start the others.
     """
 
-    role: Literal["worker", "server", "nursery"]
+    role: Literal["worker", "server", "data", "nursery"]
     name: str
     rank: int
     command: tuple[str, ...]
     environment: Mapping[str, str]
     place: Place | None = None
     cores: tuple[int, ...] = ()  # where it may run; empty: anywhere
+    num_restarts: int = 0  # of a process without a place; a place counts them itself
 
     @property
     def incarnation(self) -> int:
         """How often this process was started before."""
-        return 0 if self.place is None else self.place.incarnation
+        return self.num_restarts if self.place is None else self.place.incarnation
+
+    @property
+    def takes_orders(self) -> bool:
+        """Whether it reads what it is told on its standard input."""
+        return self.role in ("server", "data")
 
     @property
     def variables(self) -> dict[str, str]:
@@ -41,8 +47,9 @@ class Launch:
         return {**self.environment, **({} if self.place is None else self.place.as_environment())}
 
     def again(self) -> "Launch":
-        """Return how to start the same worker once more, as its next incarnation."""
-        assert self.place is not None
+        """Return how to start the same process once more, as its next incarnation."""
+        if self.place is None:
+            return replace(self, num_restarts=self.num_restarts + 1)
         return replace(self, place=replace(self.place, incarnation=self.place.incarnation + 1))
 
 
@@ -152,7 +159,7 @@ def start_process(launch: Launch, stdin: int | None = None) -> subprocess.Popen[
 
     It reads from the descriptor `stdin`; without one, a server reads what it is told and others read nothing.
     """
-    orders = subprocess.PIPE if launch.role == "server" else subprocess.DEVNULL
+    orders = subprocess.PIPE if launch.takes_orders else subprocess.DEVNULL
     process = subprocess.Popen(
         launch.command,
         stdin=orders if stdin is None else stdin,

@@ -91,6 +91,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         grace_s=run.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,
+        num_data_servers=run.num_data_servers,
     )
 
 
@@ -136,7 +137,7 @@ def open_board(trace_folder: Path, num_workers: int) -> Board:
 def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     busy = run.strategy is None or Distribution.parse(run.strategy).needs_servers
     num_servers = run.num_servers if busy else 0
-    num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers
+    num_processes = 1 if run.transport == "memory" else run.num_workers + num_servers + run.num_data_servers
     num_cores = len(cores_here())
     environment = child_environment(num_processes, num_cores, traceback=run.traceback)
     if not (run.quiet or chose_num_threads()):

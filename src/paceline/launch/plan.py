@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.core.partition import check_shares
 from paceline.errors import UsageError
-from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
 from paceline.launch.child import Launch
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 from paceline.launch.cores import cores_here, share_of
@@ -20,12 +20,14 @@ from paceline.launch.policy import Policy
 class Programs:
     """How the processes of a job are started; the launcher appends what each is told.
 
-    `server` is followed by the spec's path and a rank, `worker` and `threads` by the script and its arguments.
+    `server` and `data_server` are followed by the spec's path and a rank, `worker` and `threads` by the script and its
+    arguments.
     """
 
     server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.server")
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
     threads: tuple[str, ...] = (sys.executable, "-m", "paceline.session_threads")
+    data_server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.data_server")
 
 
 DEFAULT_PROGRAMS: Final = Programs()
@@ -60,12 +62,14 @@ class LocalRun:
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
     pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
+    num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     def validate(self) -> None:
         """Raise UsageError for numbers that make no run."""
         for what, number, least in (
             ("workers", self.num_workers, 1),
             ("servers", self.num_servers, 1),
+            ("data-servers", self.num_data_servers, 0),
             ("server-threads", 1 if self.server_threads is None else self.server_threads, 1),
             ("max-restarts", self.policy.max_restarts, 0),
         ):
@@ -74,6 +78,11 @@ class LocalRun:
         if not self.grace_s > 0:
             raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
         check_shares(self.shares, self.num_servers)
+        if self.transport == "memory" and self.num_data_servers:
+            raise UsageError(
+                f"--data-servers is {self.num_data_servers}, and with --transport memory the job is one process, where "
+                "paceline.feed reads by itself: leave them out, or choose shm or tcp"
+            )
         if self.transport == "memory" and self.policy.on_crash == "restart":
             raise UsageError(
                 "--on-crash restart needs processes to start again, and with --transport memory the job is one "
@@ -86,15 +95,10 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     script = (str(run.script), *run.args)
     if run.transport == "memory":
         return [_plan_threads(run, (*programs.threads, *script), run_dir, environment)]
-    servers = [
-        Launch(
-            role="server",
-            name=f"server {rank}",
-            rank=rank,
-            command=(*programs.server, str(run_dir / SPEC_NAME), str(rank)),
-            environment=with_import_path(environment, run.script.absolute().parent),
-        )
-        for rank in range(run.num_servers)
+    importing = with_import_path(environment, run.script.absolute().parent)
+    servers = [_plan_serving("server", rank, programs.server, run_dir, importing) for rank in range(run.num_servers)]
+    data_servers = [
+        _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
     cores = cores_here()
     workers = [
@@ -109,7 +113,19 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
         )
         for rank in range(run.num_workers)
     ]
-    return servers + workers
+    return servers + data_servers + workers
+
+
+def _plan_serving(
+    role: Serving, rank: int, program: tuple[str, ...], run_dir: Path, environment: Mapping[str, str]
+) -> Launch:
+    return Launch(
+        role=role,
+        name=serving_name(role, rank),
+        rank=rank,
+        command=(*program, str(run_dir / SPEC_NAME), str(rank)),
+        environment=environment,
+    )
 
 
 def _plan_threads(run: LocalRun, command: tuple[str, ...], run_dir: Path, environment: Mapping[str, str]) -> Launch:

@@ -4,8 +4,6 @@ It listens, publishes its address, and serves until its standard input says `sto
 the launcher is gone: then it ends at once.
 """
 
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -14,20 +12,16 @@ from pathlib import Path
 
 from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
-from paceline.errors import PacelineError
-from paceline.launch.addresses import CLUSTER_NAME
-from paceline.launch.carriers import listen_address, make_transport, tell_user
+from paceline.launch.addresses import CLUSTER_NAME, address_path
+from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.cores import cores_here, server_threads
-from paceline.launch.environment import wants_traceback
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.revocation import revoked_path, watching_revoked
 from paceline.launch.machines import LOOPBACK
-from paceline.launch.notice import ignore_telling
+from paceline.launch.serving import orders, run_program, tell_misunderstood
 from paceline.launch.spec import ClusterSpec, wait_spec, write_private
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
-
-_EXIT_FAILURE = 1
 
 
 def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:
@@ -72,41 +66,21 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()
-    write_private(run_dir / f"server-{rank}.address", listener.address.encode())
+    write_private(address_path(run_dir, "server", rank), listener.address.encode())
     with watching_revoked(revoked_path(spec), node.expel):
         node.run()
 
 
 def _obey(node: ServerNode) -> None:
-    """Do what the launcher says on standard input, line by line."""
-    # Unbuffered: a process whose other threads have failed could not end while this one holds a buffer's lock.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as orders:
-        for line in orders:
-            match line.decode().split():
-                case ["ended", worker, incarnation]:
-                    node.report_death(int(worker), int(incarnation), "its process ended")
-                case ["stop"]:
-                    node.stop()
-                    return
-                case _:
-                    print(f"the launcher said {line!r}, which means nothing to a server", file=sys.stderr)
-    os._exit(_EXIT_FAILURE)
-
-
-def run_program(serving: Callable[[], None]) -> None:
-    """Be a program that serves: signals are left to whoever started it, and the process ends when `serving` returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ignore_telling()
-    try:
-        serving()
-    except PacelineError as error:
-        if wants_traceback():
-            raise
-        tell_user(str(error))
-        sys.exit(_EXIT_FAILURE)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # nothing is open any more, and taking torch down piece by piece would keep everybody waiting
+    for words in orders():
+        match words:
+            case ["ended", worker, incarnation]:
+                node.report_death(int(worker), int(incarnation), "its process ended")
+            case ["stop"]:
+                node.stop()
+                return
+            case _:
+                tell_misunderstood(words, "server")
 
 
 def main() -> None:

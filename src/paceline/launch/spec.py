@@ -24,7 +24,8 @@ TOKEN_BYTES: Final = 32
 class ClusterSpec:
     """One job: its size, how its processes reach each other, and how long they wait for each other.
 
-    `addresses` holds one address per server, in the order of their ranks; empty until all servers listen.
+    `addresses` holds one address per server, in the order of their ranks, and `data_addresses` one per data server;
+    empty until all of them listen.
 
     >>> spec = ClusterSpec(job="3f", num_workers=4, num_servers=2, transport="shm", run_dir="/tmp/run")
     >>> spec.generation, spec.addresses
@@ -48,6 +49,8 @@ class ClusterSpec:
     shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
     encrypted: bool = False  # then transport is tcp, and the folder `keys` in run_dir holds certificates
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
+    num_data_servers: int = 0
+    data_addresses: tuple[str, ...] = ()
 
     @staticmethod
     def read(path: Path) -> "ClusterSpec":

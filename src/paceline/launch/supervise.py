@@ -44,8 +44,8 @@ class Rendezvous(Protocol):
         """Tell whether all have met; does not block."""
         ...
 
-    def missing(self) -> list[int]:
-        """Return the ranks of the servers that are still awaited."""
+    def missing(self) -> list[str]:
+        """Return the names of the servers that are still awaited."""
         ...
 
 
@@ -200,10 +200,10 @@ class Supervisor:
         if self._met or self._ending is not None or now < self._start_deadline_s:
             return
         missing = self._rendezvous.missing()
-        slowest = next(child for child in self._alive("server") if child.launch.rank in missing)
+        slowest = next(child for child in self._running if child.name in missing)
         reason = (
             f"{slowest.name} did not say where it listens within {self._terms.start_timeout_s:g} s "
-            f"(servers missing: {', '.join(map(str, missing))})"
+            f"(missing: {', '.join(missing)})"
         )
         self._ending = Ending(1, reason, culprit=slowest)
 
@@ -225,6 +225,8 @@ class Supervisor:
                 self._on_worker_exit(child, exit_code)
             case "server":
                 self._on_server_exit(child, exit_code)
+            case "data":
+                self._on_data_server_exit(child, exit_code)
             case "nursery":  # the run can do without
                 pass
 
@@ -239,6 +241,24 @@ class Supervisor:
         if self._ending is None and not (self._servers_stopped and exit_code == 0):
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             self._ending = Ending(1, f"{child.name} {describe_exit(exit_code)} {when}", culprit=child)
+
+    def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
+        """Go on with the others: none decides anything, so that each can serve what another was to."""
+        if self._ending is not None or (self._servers_stopped and exit_code == 0):
+            return
+        happened, launch = f"{child.name} {describe_exit(exit_code)}", child.launch
+        decision = self._terms.policy.decide(exit_code, launch.incarnation)
+        if self._servers_stopped:
+            self._summary.append(f"{happened} when it was told to stop")
+        elif decision == Decision.RESTART:
+            self._summary.append(f"{happened}; started again")
+            self._start(launch.again())
+        elif decision == Decision.STOP or not self._met:
+            self._ending = Ending(1, f"{happened}; the run was stopped", culprit=child)
+        elif self._alive("data"):
+            self._summary.append(f"{happened}; the run went on without it")
+        else:
+            self._ending = Ending(1, f"{happened}; no data server was left", culprit=child)
 
     def _tell_servers_of_end(self, launch: Launch) -> None:
         """Let the servers wait for this worker no longer; one that has left by itself is not waited for anyway."""
@@ -289,7 +309,7 @@ class Supervisor:
 
     def _stop_servers(self) -> None:
         self._servers_stopped = True
-        servers = self._alive("server")
+        servers = self._alive("server") + self._alive("data")
         for server in servers:
             server.tell("stop")
         grace_end_s = time.monotonic() + self._terms.grace_s

@@ -64,6 +64,11 @@ class RayOptions:
         """Raise UsageError for what cannot be."""
         if run.transport == "memory":
             raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
+        if run.num_data_servers:
+            raise UsageError(
+                f"--data-servers is {run.num_data_servers}, and Ray places none: leave them out, and paceline.feed "
+                "reads on the workers, or run on one machine with --engine local"
+            )
         if run.pin:
             raise UsageError("--pin is for one machine of your own; under Ray give every worker --worker-cpus")
         if self.address is not None and "://" in self.address:

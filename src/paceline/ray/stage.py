@@ -114,8 +114,8 @@ class RayStage:
                 member.put(name, content)
         return True
 
-    def missing(self) -> list[int]:
-        """Return the ranks of the servers that do not listen yet."""
+    def missing(self) -> list[str]:
+        """Return the names of the servers that do not listen yet."""
         assert self._desk is not None
         return self._desk.book.missing()
 

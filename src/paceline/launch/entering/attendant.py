@@ -16,7 +16,8 @@ from paceline.launch.carriers import tell_user
 from paceline.launch.entering.gathering import wait_complete
 from paceline.launch.entering.parting import wait_worker_ended
 from paceline.launch.notice import ignore_telling
-from paceline.launch.server import run_program, serve
+from paceline.launch.server import serve
+from paceline.launch.serving import run_program
 from paceline.launch.spec import ClusterSpec
 from paceline.node.server import ServerNode
 

@@ -137,8 +137,7 @@ def declare_complete(spec: ClusterSpec, roll: Roll) -> None:
 def missing(spec: ClusterSpec) -> str:
     """Name the processes of a job that have not come yet."""
     workers = [f"worker {index}" for index in absent(Path(spec.run_dir), "worker", spec.num_workers)]
-    servers = [f"server {index}" for index in AddressBook(spec).missing()]
-    return ", ".join(workers + servers) or "the process that sets the job up"
+    return ", ".join([*workers, *AddressBook(spec).missing()]) or "the process that sets the job up"
 
 
 def _names(run_dir: Path) -> set[str]:

@@ -89,7 +89,7 @@ class Nursery:
         request = json.dumps({"command": launch.command, "environment": launch.variables}).encode()
         with ExitStack() as given, ExitStack() as kept:
             channel, theirs = map(given.enter_context, socket.socketpair())
-            if launch.role == "server":
+            if launch.takes_orders:
                 orders, stdin = _pipe(given, kept)
             else:
                 orders, stdin = given.enter_context(open(os.devnull, "rb")), None

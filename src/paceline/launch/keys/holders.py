@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from paceline.errors import UsageError
 from paceline.transport.tls import TlsSettings
@@ -12,9 +12,9 @@ KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its process
 AUTHORITY_NAME: Final = "authority"
 REVOKED_NAME: Final = "revoked"  # whose certificates hold no longer: a holder or a serial number a line
 
-Role = Literal["server", "worker", "any"]
+Role = Literal["server", "worker", "data", "any"]
 
-_NAME: Final = re.compile(r"(?:(server|worker)-(0|[1-9]\d{0,8})|any)", re.ASCII)
+_NAME: Final = re.compile(r"(?:(server|worker|data)-(0|[1-9]\d{0,8})|any)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Holder:
             raise UsageError(f"{text!r} is nobody's name, expected one such as worker-3, server-0 or any")
         if match[1] is None:
             return Holder("any")
-        return Holder("server" if match[1] == "server" else "worker", int(match[2]))
+        return Holder(cast("Role", match[1]), int(match[2]))
 
     def __str__(self) -> str:
         """Return the name of this holder's files, which is what a certificate says, too."""

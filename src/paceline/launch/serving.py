@@ -1,0 +1,44 @@
+"""What a process that serves owes to the launcher: it does what that says, ends with it, and leaves signals to it."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator
+from typing import Final
+
+from paceline.errors import PacelineError
+from paceline.launch.carriers import tell_user
+from paceline.launch.environment import wants_traceback
+from paceline.launch.notice import ignore_telling
+
+_EXIT_FAILURE: Final = 1
+
+
+def orders() -> Generator[list[str]]:
+    """Yield the words of each line that the launcher says on standard input; when that is gone, end the process."""
+    # Unbuffered: a process whose other threads have failed could not end while this one holds a buffer's lock.
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
+        for line in lines:
+            yield line.decode().split()
+    os._exit(_EXIT_FAILURE)
+
+
+def tell_misunderstood(words: list[str], role: str) -> None:
+    """Write on stderr that the launcher said something else than it should."""
+    print(f"the launcher said {' '.join(words)!r}, which means nothing to a {role}", file=sys.stderr)
+
+
+def run_program(serving: Callable[[], None]) -> None:
+    """Be a program that serves: signals are left to whoever started it, and the process ends when `serving` returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_telling()
+    try:
+        serving()
+    except PacelineError as error:
+        if wants_traceback():
+            raise
+        tell_user(str(error))
+        sys.exit(_EXIT_FAILURE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nothing is open any more, and taking torch down piece by piece would keep everybody waiting
