@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from paceline.data.prefetching import prefetch
     from paceline.embedding import Embedding, EmbeddingBag
+    from paceline.feeding import sources
     from paceline.node.rows.managed import managed
     from paceline.patterns import all_gather, all_reduce, broadcast, pull, push, reduce, wait
     from paceline.session import Session
@@ -74,6 +75,7 @@ __all__ = [
     "report",
     "shard",
     "size",
+    "sources",
     "ssp",
     "tune",
     "update",
@@ -100,6 +102,7 @@ _MODULES = {
     "first": "paceline.tensors.rows.first",
     "functions": "paceline.tensors.functions",
     "ray": "paceline.ray",
+    "sources": "paceline.feeding.sources",
     "update": "paceline.tensors.update",
 }
 

@@ -21,6 +21,14 @@ class CheckpointError(PacelineError):
     """What was saved cannot be used: a file is missing, damaged or of another format; the message names it."""
 
 
+class DataError(PacelineError):
+    """Training examples cannot be read: a file is missing, damaged or has changed; the message names it."""
+
+
+class RecordError(DataError):
+    """A record could not be decoded; the message names it and says why."""
+
+
 class PeerError(PacelineError):
     """Another process failed us: it went away, answered nonsense, or refused."""
 

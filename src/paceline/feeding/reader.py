@@ -1,0 +1,84 @@
+"""Who gives a loader its batches, wherever they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.feeding.batches import Ask, Batch
+from paceline.feeding.parcel import unpack
+from paceline.feeding.recipe import Recipe
+from paceline.feeding.records import open_recipe
+
+
+class Reader(Protocol):
+    """Gives batches of one recipe. One thread at a time."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the source; blocks, with a deadline, until it is known."""
+        ...
+
+    def expect(self, asks: Sequence[Ask]) -> None:
+        """Say what will most likely be read next, in this order, instead of what was expected before.
+
+        Does not block, and costs nothing but time where it is wrong.
+        """
+        ...
+
+    def read(self, ask: Ask) -> Batch:
+        """Return this batch; blocks, with a deadline, until it is there.
+
+        Raises:
+            RecordError: a record could not be decoded, and the recipe skips none.
+            DataError: the source cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files, connections and memory; batches that were read stay valid. May be repeated."""
+        ...
+
+
+class LocalReader:
+    r"""Makes the batches of a recipe in this process, when they are read: bit for bit those of a data server.
+
+    Raises:
+        UsageError: the recipe makes no sense, or code it names cannot be imported.
+        DataError: what it names cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import paceline
+        >>> path = Path(tempfile.mkdtemp()) / "poem.txt"
+        >>> _ = path.write_text("so much depends\nupon\n")
+        >>> reader = LocalReader(Recipe(paceline.sources.lines(path)))
+        >>> reader.read(Ask(epoch=0, indices=(1, 0))).content
+        ['upon', 'so much depends']
+        >>> reader.close()
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._records = open_recipe(recipe, None)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the source."""
+        return self._records.num_samples
+
+    def expect(self, asks: Sequence[Ask]) -> None:
+        """Do nothing: a batch is made when it is read."""
+
+    def read(self, ask: Ask) -> Batch:
+        """Make this batch; see `Reader.read`."""
+        prepared = self._records.prepare(ask)
+        memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
+        prepared.fill(memory)
+        return unpack(prepared.layout, memory)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._records.close()

@@ -1,0 +1,270 @@
+"""Where training examples come from, as plain data. Nothing is opened here: that happens where batches are made.
+
+Paths are relative to the folder in which the job runs, which all its processes share; where data servers are used, the
+files have to be theirs to read. A pattern ("shards/*.tar") stands for the files that match it, sorted by name.
+
+What a record is depends on the source; batches of records are made as torch's `default_collate` makes them.
+
+Example:
+    >>> import paceline
+    >>> paceline.sources.arrays("digits.npz", "images", "labels").arrays[1].member
+    'labels'
+    >>> paceline.sources.lines("books/*.txt").paths
+    ('books/*.txt',)
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any, TypeAlias
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.tensors.own_rule import split_path
+
+__all__ = ["Source", "arrays", "dataset", "lines", "parquet", "tensors", "webdataset"]
+
+Path: TypeAlias = str | PathLike[str]
+Paths: TypeAlias = Path | Sequence[Path]
+Plain: TypeAlias = "bool | int | float | str | Sequence[Plain] | Mapping[str, Plain] | None"
+
+
+class ArrayFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One array: a .npy file, or a member of an .npz file."""
+
+    path: str
+    member: str | None = None
+
+
+class Arrays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="arrays"):
+    """Arrays of numpy; with names a record is a dict, else a tuple, or the one tensor."""
+
+    arrays: tuple[ArrayFile, ...]
+    names: tuple[str, ...] | None = None
+
+
+class Tensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensors"):
+    """Tensors of a safetensors file; a record is a tuple, or the one tensor."""
+
+    path: str
+    names: tuple[str, ...]
+
+
+class Lines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lines"):
+    """Lines of text files; without an encoding they stay bytes."""
+
+    paths: tuple[str, ...]
+    encoding: str | None
+
+
+class Parquet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="parquet"):
+    """Rows of Parquet files; without columns, all of them."""
+
+    paths: tuple[str, ...]
+    columns: tuple[str, ...] | None
+
+
+class WebDataset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="webdataset"):
+    """Samples of tar files."""
+
+    paths: tuple[str, ...]
+
+
+class OwnDataset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dataset"):
+    """A dataset of the user's, and what it is built with."""
+
+    path: str
+    arguments: dict[str, Any]
+
+
+Source: TypeAlias = Arrays | Tensors | Lines | Parquet | WebDataset | OwnDataset
+
+
+def arrays(file: Path | None = None, /, *members: str, **named: Path) -> Arrays:
+    """Return the source of arrays of numpy whose first dimension counts the samples.
+
+    The files are mapped into memory, not read; only compressed members of an .npz file are read when it is opened.
+
+    Args:
+        file: an .npz file with these members, or a single .npy file.
+        members: the arrays of the .npz file that make up a record, a tuple of tensors in this order; one member alone
+            gives that tensor.
+        named: .npy files instead, and a record is a dict of tensors of these names.
+
+    Raises:
+        UsageError: neither a file nor names, both, or an .npz file without members.
+
+    Example:
+        >>> len(arrays("digits.npz", "images", "labels").arrays)
+        2
+        >>> arrays(images="images.npy", labels="labels.npy").names
+        ('images', 'labels')
+    """
+    if (file is None) == (not named):
+        raise UsageError(
+            "arrays() takes one file, arrays('digits.npz', 'images', 'labels') for example, or names and their files, "
+            "arrays(images='x.npy', labels='y.npy')."
+        )
+    if file is None:
+        return Arrays(tuple(ArrayFile(_path(path)) for path in named.values()), tuple(named))
+    path = _path(file)
+    if not members and not path.endswith(".npy"):
+        raise UsageError(f"arrays({path!r}) does not say which arrays: name them, arrays({path!r}, 'images').")
+    names = _names(members, "array") if members else (None,)
+    return Arrays(tuple(ArrayFile(path, member) for member in names))
+
+
+def tensors(file: Path, *names: str) -> Tensors:
+    """Return the source of tensors of a safetensors file whose first dimension counts the samples.
+
+    The file is mapped into memory, not read. A record is a tuple of tensors in the order of the names; one name alone
+    gives that tensor.
+
+    Raises:
+        UsageError: no names.
+
+    Example:
+        >>> tensors("digits.safetensors", "images", "labels").names
+        ('images', 'labels')
+    """
+    if not names:
+        raise UsageError(f"tensors({_path(file)!r}) does not say which tensors: name at least one.")
+    return Tensors(_path(file), _names(names, "tensor"))
+
+
+def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lines:
+    r"""Return the source of the lines of text files, each a record: a str without the end of the line.
+
+    Where each line begins is found once, when the files are opened: 8 bytes of memory a line.
+
+    Args:
+        files: one path or pattern, or several.
+        encoding: of the text; one in which the line feed is a byte of its own, as in UTF-8.
+        binary: lines are bytes, whatever the encoding.
+
+    Raises:
+        UsageError: no files, or an encoding that is not known, or in which a line feed is not one byte.
+
+    Example:
+        >>> lines("books/*.txt", encoding="latin-1")
+        Lines(paths=('books/*.txt',), encoding='latin-1')
+    """
+    return Lines(_paths(files), None if binary else _encoding(encoding))
+
+
+def parquet(files: Paths, *, columns: Sequence[str] | None = None) -> Parquet:
+    """Return the source of the rows of Parquet files, each a record: a dict of numbers, arrays, str and bytes.
+
+    Needs `pip install 'paceline[data]'` where batches are made. A row group is decoded as a whole when a row of it is
+    wanted, and those used last are kept: where samples are shuffled, write small row groups.
+
+    Args:
+        files: one path or pattern, or several, all with the same columns.
+        columns: those that are wanted, in this order; None for all.
+
+    Raises:
+        UsageError: no files, or an empty list of columns.
+
+    Example:
+        >>> parquet("clicks/*.parquet", columns=["user", "item", "clicked"]).columns
+        ('user', 'item', 'clicked')
+    """
+    if columns is not None and (isinstance(columns, str) or not columns):
+        raise UsageError(f"columns is {columns!r}, expected a list of names, or None for all columns.")
+    return Parquet(_paths(files), None if columns is None else _names(tuple(columns), "column"))
+
+
+def webdataset(files: Paths) -> WebDataset:
+    """Return the source of the samples of tar files as WebDataset has them.
+
+    Consecutive files of one name up to the first dot are a sample. A record is a dict: what comes after that dot to
+    the content as bytes, and "__key__" to the name. Decode them by a transform. The tar files must not be compressed;
+    where each file lies is found once, when they are opened.
+
+    Raises:
+        UsageError: no files.
+
+    Example:
+        >>> webdataset("shards/train-*.tar")
+        WebDataset(paths=('shards/train-*.tar',))
+    """
+    return WebDataset(_paths(files))
+
+
+def dataset(path: str, /, **arguments: Plain) -> OwnDataset:
+    """Return the source of a dataset of your own, which is built where batches are made.
+
+    Args:
+        path: "module:name" of a function or class that returns an object with `__len__` and `__getitem__`, a
+            `torch.utils.data.Dataset` or a list for example. What it gives for an index has to depend on that alone.
+        arguments: it is called with these: plain data.
+
+    Raises:
+        UsageError: the path is none, or an argument is not plain data.
+
+    Example:
+        >>> dataset("my_package.data:Images", folder="train", size=224).arguments
+        {'folder': 'train', 'size': 224}
+    """
+    split_path(path, "dataset")
+    for name, value in arguments.items():
+        _check_plain(value, f"argument {name} of {path}")
+    return OwnDataset(path, dict(arguments))
+
+
+def _path(path: Path) -> str:
+    if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"{path!r} is a {type(path).__name__}, expected a path.")
+    found = fspath(path)
+    if not found or "\0" in found:
+        raise UsageError(f"{found!r} is no path: expected the name of a file.")
+    return found
+
+
+def _paths(files: Paths) -> tuple[str, ...]:
+    found = (files,) if isinstance(files, str | PathLike) else tuple(files)
+    if not found:
+        raise UsageError("there are no files: give one path or pattern, or several.")
+    return tuple(_path(path) for path in found)
+
+
+def _names(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    for name in names:
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+            raise UsageError(f"{name!r} is a {type(name).__name__}, expected the name of a {kind}.")
+        if names.count(name) > 1:
+            raise UsageError(f"the {kind} {name} is named twice: name it once.")
+    return names
+
+
+def _encoding(encoding: str) -> str:
+    try:
+        known = codecs.lookup(encoding).name
+        is_single = "\r\n".encode(known) == b"\r\n"
+    except LookupError:
+        raise UsageError(f"encoding is {encoding!r}, expected one that Python knows: 'utf-8' for example.") from None
+    if not is_single:
+        raise UsageError(
+            f"encoding is {encoding!r}, expected one in which a line feed is one byte, as in UTF-8: "
+            "lines are found by it."
+        )
+    return encoding
+
+
+def _check_plain(value: object, where: str) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise UsageError(f"{where} has the key {name!r}, expected only str as keys.")
+            _check_plain(item, where)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_plain(item, where)
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise UsageError(
+            f"{where} has a {type(value).__name__}, expected plain data, which can travel: None, bool, int, float, "
+            "str, lists and dicts of these."
+        )
