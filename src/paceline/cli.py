@@ -134,7 +134,6 @@ def run(
     from paceline.launch.shares import read_shares
 
     check_consistency(consistency)
-    consistency = consistency or check_strategy(strategy, workers)
     parts, why = read_shares(shares, servers)
     if why and not quiet:
         print(f"paceline: {why}", file=sys.stderr)
@@ -148,7 +147,7 @@ def run(
             num_servers=servers,
             num_data_servers=data_servers,
             transport=transport,
-            consistency=consistency,
+            consistency=consistency or check_strategy(strategy, workers),
             strategy=strategy,
             scale=scale,
             trace=trace,
