@@ -17,6 +17,7 @@ import torch
 from tests.leaks import nothing_left_behind
 
 from paceline.current import bind
+from paceline.joining import join
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.environment import Place
 from paceline.launch.keys.holders import Holder
@@ -24,7 +25,7 @@ from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace
-from paceline.session import Session, join
+from paceline.session import Session
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 

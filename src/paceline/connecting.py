@@ -9,6 +9,7 @@ from paceline.collective.group import Company
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
+from paceline.joining import start
 from paceline.launch.ending import leave_after_crash, when_script_ends
 from paceline.launch.environment import Place
 from paceline.node.meter import Meter
@@ -21,7 +22,7 @@ from paceline.serve.calling import enter
 from paceline.serve.location import Location
 from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
-from paceline.session import Session, start
+from paceline.session import Session
 from paceline.transport.base import Transport
 
 

@@ -10,8 +10,9 @@ from paceline.core.consistency import Consistency
 from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
+from paceline.joining import start
 from paceline.parallel.parallelize import Asked, keep_part
-from paceline.session import Session, start
+from paceline.session import Session
 from paceline.tensors.table import NonFinite, Scale
 from paceline.training.choice import Policy, choose_strategy
 from paceline.training.optimizer import ParameterServer, Settings

@@ -1,4 +1,4 @@
-"""A process as a worker of a job: it finds its place, joins the parameter server, opens tables and leaves."""
+"""A process as a worker of a job: it opens tables, finishes clocks, meets others and leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, overload
 from weakref import WeakSet
@@ -14,22 +13,13 @@ from weakref import WeakSet
 from torch import Tensor
 
 from paceline.collective.exchange import Exchange
-from paceline.collective.group import Company
 from paceline.core.consistency import Consistency, bsp
-from paceline.core.messages import Sender
-from paceline.core.settings import WorkerSettings
-from paceline.core.strategies import Distribution
 from paceline.data.sharding import Sharding
 from paceline.data.slicing import Slicing
 from paceline.errors import UsageError
-from paceline.launch.carriers import make_transport
-from paceline.launch.ending import ended_well, when_script_ends
-from paceline.launch.entering.entrance import Stay, enter
-from paceline.launch.entering.gathering import START_TIMEOUT_S
-from paceline.launch.environment import Place, allows_plain_collectives, find_place
-from paceline.launch.keys.holders import Holder
-from paceline.launch.notice import CALLED_OFF_NAME, Notice
-from paceline.launch.spec import ClusterSpec, wait_spec
+from paceline.launch.ending import ended_well
+from paceline.launch.entering.entrance import Stay
+from paceline.launch.notice import Notice
 from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
@@ -40,9 +30,7 @@ from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
 from paceline.node.table import Table
-from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
-from paceline.observe.trace import Trace, trace_path
 from paceline.parallel.arrangement import Arrangement
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
@@ -52,8 +40,6 @@ from paceline.training.optimizer import Settings
 from paceline.training.part_job import distribute_part
 from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
-from paceline.transport.base import Transport
-from paceline.transport.memory import MemoryTransport
 
 if TYPE_CHECKING:
     import torch
@@ -329,70 +315,3 @@ class Session:
                 self.clock()
             for optimizer in sorted(self._optimizers, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.follow()
-
-
-def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
-    """Join the job that this process was started in, or embed one server when it was started alone.
-
-    Blocks until all servers are there and have let this worker take part.
-
-    Args:
-        transport: the carrier; by default the one the job's spec names.
-        place: which worker of which job this is; by default what the launcher left in the environment.
-        servers: where servers are under another launcher than ours; see `paceline.init`.
-
-    Raises:
-        PacelineError: no server can be reached in time, or they refuse this worker.
-    """
-    place = place or find_place()
-    stay = enter(servers) if place is None else None
-    place = place if stay is None else stay.place
-    if place is None:
-        return _embed()
-    with ExitStack() as undo:
-        if stay is not None:
-            undo.callback(stay.close, politely=False)
-        spec = wait_spec(place.spec_path, START_TIMEOUT_S)
-        session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
-        undo.pop_all()
-    session.server = stay
-    return session
-
-
-def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice | None = None) -> Session:
-    """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
-    sender = Sender(spec.generation, place.rank, place.incarnation)
-    settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
-    node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
-    rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
-    with ExitStack() as undo:
-        undo.callback(node.close)
-        node.join()
-        meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
-        consistency = Consistency.parse(spec.consistency) if spec.consistency else None
-        exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
-        among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
-        session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
-        undo.pop_all()
-    session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
-    session.notice.listen()
-    atexit.register(session.close)
-    when_script_ends(lambda well: session.close(politely=well))
-    return session
-
-
-def _embed() -> Session:
-    """Start one server in this process and join it as the only worker."""
-    transport = MemoryTransport()
-    with ExitStack() as undo:
-        server = Embedded.start(transport)
-        undo.callback(server.close, politely=False)
-        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
-        undo.callback(node.close)
-        node.join()
-        undo.pop_all()
-    alone = Exchange(Company(0, 1, node, None))
-    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
-    session.notice.listen()
-    atexit.register(session.close)
-    return session

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.current import bind
 from paceline.errors import UsageError
+from paceline.joining import join
 from paceline.launch.complaint import complain
 from paceline.launch.environment import Place, find_place
 from paceline.launch.lifeline import die_with_launcher
@@ -24,7 +25,6 @@ from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
-from paceline.session import join
 from paceline.transport.memory import MemoryTransport
 
 _START_TIMEOUT_S = 30.0

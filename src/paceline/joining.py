@@ -1,0 +1,98 @@
+"""How a process takes part as a worker: it finds its place and joins the servers there, or embeds one."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import ExitStack
+from pathlib import Path
+
+from paceline.collective.exchange import Exchange
+from paceline.collective.group import Company
+from paceline.core.consistency import Consistency
+from paceline.core.messages import Sender
+from paceline.core.settings import WorkerSettings
+from paceline.core.strategies import Distribution
+from paceline.launch.carriers import make_transport
+from paceline.launch.ending import when_script_ends
+from paceline.launch.entering.entrance import enter
+from paceline.launch.entering.gathering import START_TIMEOUT_S
+from paceline.launch.environment import Place, allows_plain_collectives, find_place
+from paceline.launch.keys.holders import Holder
+from paceline.launch.notice import CALLED_OFF_NAME, Notice
+from paceline.launch.spec import ClusterSpec, wait_spec
+from paceline.node.embedded import Embedded
+from paceline.node.meter import Meter
+from paceline.node.waiting import WorkerOptions
+from paceline.node.worker import WorkerNode
+from paceline.observe.trace import Trace, trace_path
+from paceline.parallel.arrangement import Arrangement
+from paceline.session import Session
+from paceline.transport.base import Transport
+from paceline.transport.memory import MemoryTransport
+
+
+def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
+    """Join the job that this process was started in, or embed one server when it was started alone.
+
+    Blocks until all servers are there and have let this worker take part.
+
+    Args:
+        transport: the carrier; by default the one the job's spec names.
+        place: which worker of which job this is; by default what the launcher left in the environment.
+        servers: where servers are under another launcher than ours; see `paceline.init`.
+
+    Raises:
+        PacelineError: no server can be reached in time, or they refuse this worker.
+    """
+    place = place or find_place()
+    stay = enter(servers) if place is None else None
+    place = place if stay is None else stay.place
+    if place is None:
+        return _embed()
+    with ExitStack() as undo:
+        if stay is not None:
+            undo.callback(stay.close, politely=False)
+        spec = wait_spec(place.spec_path, START_TIMEOUT_S)
+        session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
+        undo.pop_all()
+    session.server = stay
+    return session
+
+
+def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice | None = None) -> Session:
+    """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
+    sender = Sender(spec.generation, place.rank, place.incarnation)
+    settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
+    node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
+    rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
+    with ExitStack() as undo:
+        undo.callback(node.close)
+        node.join()
+        meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
+        consistency = Consistency.parse(spec.consistency) if spec.consistency else None
+        exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
+        among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
+        session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
+        undo.pop_all()
+    session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
+    session.notice.listen()
+    atexit.register(session.close)
+    when_script_ends(lambda well: session.close(politely=well))
+    return session
+
+
+def _embed() -> Session:
+    """Start one server in this process and join it as the only worker."""
+    transport = MemoryTransport()
+    with ExitStack() as undo:
+        server = Embedded.start(transport)
+        undo.callback(server.close, politely=False)
+        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
+        undo.callback(node.close)
+        node.join()
+        undo.pop_all()
+    alone = Exchange(Company(0, 1, node, None))
+    session = Session(0, 1, 0, node, Meter(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
+    session.notice.listen()
+    atexit.register(session.close)
+    return session
