@@ -28,3 +28,11 @@ class Batch:
     content: Any
     num_samples: int
     num_skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Records that were skipped so far: how often, and why the first ones."""
+
+    num_skipped: int
+    reasons: tuple[str, ...]

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, get_args
 
-from paceline.feeding.batches import Ask
+from paceline.errors import UsageError
+from paceline.feeding.batches import Ask, Faults
+from paceline.feeding.columns import open_arrays, open_tensors
+from paceline.feeding.decoding import OpenRecords, Transform
+from paceline.feeding.own_dataset import DatasetSamples
 from paceline.feeding.parcel import Prepared
-from paceline.feeding.recipe import Recipe
+from paceline.feeding.recipe import OnError, Recipe
+from paceline.feeding.samples import Samples
+from paceline.feeding.sources import (
+    Arrays,
+    Lines,
+    OwnDataset,
+    Parquet,
+    Source,
+    Tensors,
+    WebDataset,
+    check_source,
+)
+from paceline.feeding.tables import TableRows
+from paceline.feeding.tars import TarSamples
+from paceline.feeding.text import TextLines
 
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Records that were skipped so far: how often, and why the first ones."""
-
-    num_skipped: int
-    reasons: tuple[str, ...]
+__all__ = ["Faults", "Records", "open_recipe", "open_source"]
 
 
 class Records(Protocol):
@@ -62,4 +73,25 @@ def open_recipe(recipe: Recipe, allowed_paths: AbstractSet[str] | None) -> Recor
             missing.
         DataError: a file is missing or damaged, or what is in it does not fit.
     """
-    raise NotImplementedError
+    if recipe.on_error not in get_args(OnError):
+        raise UsageError(f"on_error is {recipe.on_error!r}, expected one of {', '.join(get_args(OnError))}.")
+    transform = None if recipe.transform is None else Transform(recipe.transform, allowed_paths, recipe.seed)
+    return OpenRecords(recipe, open_source(recipe.source, allowed_paths), transform)
+
+
+def open_source(source: Source, allowed_paths: AbstractSet[str] | None) -> Samples:
+    """Open a source; see `open_recipe`."""
+    check_source(source)
+    match source:
+        case Arrays():
+            return open_arrays(source)
+        case Tensors():
+            return open_tensors(source)
+        case Lines():
+            return TextLines(source)
+        case Parquet():
+            return TableRows(source)
+        case WebDataset():
+            return TarSamples(source)
+        case OwnDataset():
+            return DatasetSamples(source, allowed_paths)

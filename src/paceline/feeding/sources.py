@@ -215,6 +215,27 @@ def dataset(path: str, /, **arguments: Plain) -> OwnDataset:
     return OwnDataset(path, dict(arguments))
 
 
+def check_source(source: Source) -> None:
+    """Raise UsageError for a description that none of these functions gives, but another process may."""
+    match source:
+        case Arrays():
+            if not source.arrays or (source.names is not None and len(source.names) != len(source.arrays)):
+                raise UsageError(f"there are {len(source.arrays)} arrays, expected at least one, and each has a name.")
+            _paths([file.path for file in source.arrays])
+        case Tensors():
+            tensors(source.path, *source.names)
+        case Lines():
+            lines(source.paths, encoding=source.encoding or "utf-8")
+        case Parquet():
+            parquet(source.paths, columns=source.columns)
+        case WebDataset():
+            webdataset(source.paths)
+        case OwnDataset():
+            dataset(source.path, **source.arguments)
+        case _:  # pyright: ignore[reportUnnecessaryComparison] - it comes from callers
+            raise UsageError(f"the source is a {type(source).__name__}, expected what paceline.sources gives.")
+
+
 def _path(path: Path) -> str:
     if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
         raise UsageError(f"{path!r} is a {type(path).__name__}, expected a path.")

@@ -1,0 +1,200 @@
+"""Rows of Parquet files as samples."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.errors import DataError, UsageError
+from paceline.feeding.collating import Unfit
+from paceline.feeding.files import FixedFiles, find_files, reading
+from paceline.feeding.sources import Parquet
+
+_MOST_DECODED_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A row group: the file it is in, and which one of that it is."""
+
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A row group in memory.
+
+    Args:
+        numbers: the columns of numbers.
+        missing: which of their rows have none.
+        others: columns of Arrow, of texts and lists.
+    """
+
+    size_bytes: int
+    numbers: dict[str, np.ndarray[Any, Any]]
+    missing: dict[str, np.ndarray[Any, Any]]
+    others: dict[str, Any]
+
+
+class TableRows:
+    """The rows of Parquet files. Row groups are decoded when a row of them is wanted, and the last ones are kept."""
+
+    def __init__(self, source: Parquet) -> None:
+        self._arrow, self._parquet = _pyarrow()
+        paths = find_files(source.paths)
+        self._files = FixedFiles(paths)
+        self._kept: OrderedDict[int, _Decoded] = OrderedDict()
+        self._groups: list[_Group] = []
+        self._metadata: dict[str, Any] = {}
+        self._schema: Any = None
+        self._columns = source.columns or ()
+        sizes = [size for path in paths for size in self._open(path, source.columns)]
+        self._firsts = np.cumsum([0, *sizes])  # the first sample of each group, and then their number
+
+    @property
+    def num_samples(self) -> int:
+        """How many there are."""
+        return int(self._firsts[-1])
+
+    def gather(self, indices: Sequence[int]) -> None:
+        """Return None: each row may have something missing."""
+
+    def record(self, index: int) -> dict[str, object]:
+        """Return one row."""
+        number, row = self._place(index)
+        group = self._decoded(number)
+        return {name: self._value(group, name, row) for name in self._columns}
+
+    def name(self, index: int) -> str:
+        """Say which record this is."""
+        number, row = self._place(index)
+        group = self._groups[number]
+        return f"row {row} of row group {group.number} of {group.path}"
+
+    def check(self) -> None:
+        """Raise DataError when a file has another size by now."""
+        self._files.check()
+
+    def describe(self) -> object:
+        """Return names, sizes, columns and types."""
+        types = [(name, str(self._schema.field(name).type)) for name in self._columns]
+        return [self._files.describe(), types, self._firsts.tolist()]
+
+    def close(self) -> None:
+        """Drop what is decoded; the files are open only while they are read."""
+        self._kept.clear()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, columns: tuple[str, ...] | None) -> list[int]:
+        """Note the row groups of a file, and return the number of rows of each."""
+        with self._reading(path), self._parquet.ParquetFile(path, pre_buffer=False) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+        if self._schema is None:
+            self._columns = columns or tuple(schema.names)
+            self._schema = schema
+        self._check_columns(path, schema)
+        self._metadata[path] = metadata
+        self._groups += [_Group(path, number) for number in range(metadata.num_row_groups)]
+        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+    def _check_columns(self, path: str, schema: Any) -> None:  # noqa: ANN401 - pyarrow has no types
+        for name in self._columns:
+            if schema.names.count(name) != 1:
+                num = schema.names.count(name)
+                raise DataError(f"{path} has {num} columns {name}, expected one: it has {', '.join(schema.names)}.")
+            found, first = schema.field(name).type, self._schema.field(name).type
+            if found != first:
+                raise DataError(f"column {name} of {path} is {found}, and {first} in the files before it.")
+            if not self._is_known(found):
+                raise DataError(
+                    f"column {name} of {path} is {found}, expected numbers, bool, strings, binary or lists of numbers: "
+                    "name the other columns."
+                )
+
+    def _is_known(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        if types.is_dictionary(kind):
+            return self._is_text(kind.value_type)
+        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+            return self._is_number(kind.value_type)
+        return self._is_number(kind) or self._is_text(kind)
+
+    def _is_number(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+    def _is_text(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        is_text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        return any(found(kind) for found in (*is_text, types.is_fixed_size_binary))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _place(self, index: int) -> tuple[int, int]:
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return number, index - int(self._firsts[number])
+
+    def _decoded(self, number: int) -> _Decoded:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        decoded = self._kept[number] = self._decode(self._groups[number])
+        while len(self._kept) > 1 and sum(group.size_bytes for group in self._kept.values()) > _MOST_DECODED_BYTES:
+            self._kept.popitem(last=False)
+        return decoded
+
+    def _decode(self, group: _Group) -> _Decoded:
+        metadata = self._metadata[group.path]
+        with self._reading(group.path), self._parquet.ParquetFile(group.path, metadata=metadata) as file:
+            table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
+        columns = {name: table.column(name).combine_chunks() for name in self._columns}
+        numbers = {name: column for name, column in columns.items() if self._is_number(column.type)}
+        values = {name: self._numbers(column) for name, column in numbers.items()}
+        missing = {name: column.is_null().to_numpy(False) for name, column in numbers.items() if column.null_count}
+        others = {name: column for name, column in columns.items() if name not in numbers}
+        return _Decoded(table.nbytes, values, missing, others)
+
+    def _numbers(self, column: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - pyarrow has no types
+        """Return the values of a column, with 0 for what is missing, so that the type stays."""
+        filled = column.fill_null(False if self._arrow.types.is_boolean(column.type) else 0)
+        return filled.to_numpy(zero_copy_only=False)
+
+    def _value(self, group: _Decoded, name: str, row: int) -> object:
+        if name in group.numbers:
+            if name in group.missing and group.missing[name][row]:
+                raise Unfit(f"column {name} has no value in it")
+            return group.numbers[name][row]
+        value = group.others[name][row]
+        if not value.is_valid:
+            raise Unfit(f"column {name} has no value in it")
+        if not isinstance(value, self._arrow.ListScalar):  # as those of lists of any kind are
+            return value.as_py()
+        if value.values.null_count:
+            raise Unfit(f"the list in column {name} has a value missing")
+        return value.values.to_numpy(zero_copy_only=False)
+
+    @contextmanager
+    def _reading(self, path: str) -> Generator[None]:
+        """Turn what pyarrow says of a file into a DataError that names it."""
+        try:
+            with reading(path):
+                yield
+        except self._arrow.ArrowException as error:
+            raise DataError(f"{path} cannot be read as a Parquet file: {error}. Was it written to its end?") from error
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    """Import what reads Parquet files, which the package itself does not bring along."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UsageError("reading Parquet needs pyarrow, not installed here: pip install 'paceline[data]'.") from error
+    return pyarrow, parquet
