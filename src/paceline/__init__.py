@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         shard,
         size,
     )
+    from paceline.data.files import files
     from paceline.data.prefetching import prefetch
     from paceline.embedding import Embedding, EmbeddingBag
     from paceline.feeding import sources
@@ -56,6 +57,7 @@ __all__ = [
     "distributed",
     "downpour",
     "essp",
+    "files",
     "filters",
     "first",
     "fsdp",
@@ -92,6 +94,7 @@ _HOMES = {
     "Session": "paceline.session",
     "connect": "paceline.connecting",
     "downpour": "paceline.training.downpour",
+    "files": "paceline.data.files",
     "fsdp": "paceline.training.fsdp",
     "managed": "paceline.node.rows.managed",
     "prefetch": "paceline.data.prefetching",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.consistency import Consistency
+from paceline.data.hashing import Key
+from paceline.data.partition import Cut, Partition
 from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
@@ -177,14 +179,23 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
         session.heed()
 
 
-def shard(source: _Source, *, seed: int = 0, slices: int = 1) -> _Source:
-    """Return this worker's part of a data source: a `DataLoader`, a dataset, a sequence, a tensor or an iterable.
+def shard(
+    source: _Source,
+    *,
+    seed: int = 0,
+    slices: int = 1,
+    partition: Partition | None = None,
+    shuffle: bool = False,
+    key: Callable[[Any], Key] | None = None,
+) -> _Source:
+    """Return this worker's part of a data source: a `DataLoader`, a dataset, a sequence, a tensor, files, an iterable.
 
     All workers together see every sample once an epoch. A loader is cut by batches and shuffled by `seed` and epoch,
     the same way on every worker; when its batches do not divide evenly, workers without a last one finish that clock
     empty-handed, so that all stay in step (which takes a step a batch: with gradient accumulation, see to it that they
     divide evenly). Batches that are read while gradients are off, as in `optimizer.snapshot()`, are for evaluation:
-    they count as no samples and finish no clock.
+    they count as no samples and finish no clock. A loader has `state_dict()` and `load_state_dict(...)`, which say how
+    far all have come and let any number of workers continue there.
 
     With `slices`, workers help one that lags: the batch that a worker has for a clock, `batch_size` samples, is cut in
     so many parts. A worker takes its own first and then those of whoever has most left; `step()` keeps their gradients,
@@ -192,8 +203,21 @@ def shard(source: _Source, *, seed: int = 0, slices: int = 1) -> _Source:
     together allow, and each sample still counts once in it, wherever it was computed. Needs an optimizer from
     `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0; `no_grad` loops get whole batches.
 
+    Args:
+        source: whose samples, batches of a loader, or files from `paceline.files`, are shared out. Not empty.
+        seed: of the shuffle, the same on all workers.
+        slices: of a worker's batch.
+        partition: "strided" gives worker r of W numbers r, r + W and so on; "contiguous" a run, as long as those of
+            others or one longer or shorter; "hashed" whatever has a hash that falls to it, so that a sample stays
+            where it is when others are added. By default strided, and files so that all get about as many bytes.
+        shuffle: by `seed` before it is cut, the same way for any number of workers. A loader says itself if it is
+            shuffled, anew in every epoch.
+        key: of a sample (or `Path`), what is hashed: an int, str, bytes or tuple of these. By default its place in the
+            source, or the path.
+
     Raises:
-        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or
+        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or what
+            is empty, or cannot be cut so: an iterable in runs, whose length nobody knows, or a loader by hash. Or
             slices of what is no loader, more slices than samples in a batch, or a loop over slices without an optimizer
             that can add up their gradients.
 
@@ -202,10 +226,14 @@ def shard(source: _Source, *, seed: int = 0, slices: int = 1) -> _Source:
         >>> _ = paceline.init()
         >>> paceline.shard(["a", "b", "c"])  # worker 0 of 1 gets everything
         ['a', 'b', 'c']
+        >>> sorted(paceline.shard(["a", "b", "c"], shuffle=True, partition="contiguous"))
+        ['a', 'b', 'c']
     """
-    session = current()
+    session, cut = current(), Cut(partition, shuffle, key)
     sharding = session.sharding(seed)
-    return shard_source(source, sharding) if slices == 1 else slice_source(source, sharding, slices, session.slicing)
+    if slices != 1:
+        return slice_source(source, sharding, slices, session.slicing, cut)
+    return shard_source(source, sharding, cut)
 
 
 def parallelize(

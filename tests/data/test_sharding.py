@@ -19,7 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.sharding import ShardedLoader, Sharding, shard_source
+from paceline.data.loader import ShardedLoader
+from paceline.data.partition import Sharding
+from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
 
 sizes = st.integers(1, 6)
@@ -32,7 +34,8 @@ class Recorder:
     def __init__(self, rank: int, size: int, seed: int = 0) -> None:
         self.samples: list[int] = []
         self.num_skipped = 0
-        self.sharding = Sharding(rank, size, seed, self.samples.append, self._skip)
+        self.told: list[str] = []
+        self.sharding = Sharding(rank, size, seed, self.samples.append, self._skip, self.told.append)
 
     def _skip(self) -> None:
         self.num_skipped += 1
@@ -87,7 +90,7 @@ def test_workers_without_a_last_batch_skip_it_so_that_all_count_the_same_rounds(
     assert sum(sum(recorder.samples) for recorder in recorders) == num_samples * num_epochs
 
 
-@given(items=st.lists(st.integers(-100, 100)), size=sizes)
+@given(items=st.lists(st.integers(-100, 100), min_size=1), size=sizes)
 def test_sequences_tensors_datasets_and_iterables_are_dealt_out(items: list[int], size: int) -> None:
     def parts(source: Any) -> list[list[int]]:
         return [[int(item) for item in shard_source(source, Recorder(rank, size).sharding)] for rank in range(size)]
@@ -167,6 +170,10 @@ def test_a_sharded_loader_has_what_loops_ask_of_a_loader() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ([], "there is nothing to shard: the list is empty"),
+        (torch.empty(0, 3), "the Tensor is empty"),
+        (MapStyle([]), "the MapStyle is empty"),
+        (DataLoader(MapStyle([]), batch_size=2), "the MapStyle of the DataLoader is empty"),
         (DataLoader(Stream()), "over an iterable dataset: shard the dataset, then make the loader"),
         (DataLoader(MapStyle([1, 2]), batch_size=None), "batch size None"),
         (DataLoader(MapStyle([1, 2]), sampler=WeightedRandomSampler([0.5, 0.5], 2)), "WeightedRandomSampler"),

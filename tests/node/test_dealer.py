@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.leases import Answer, Life, Round
@@ -20,7 +22,7 @@ class Table:
         self.dealer = Dealer(self._send)
 
     def _send(self, rank: int, incarnation: int, message: object, body: memoryview) -> None:
-        self.sent.append(((rank, incarnation), read_answer(body) if isinstance(message, Done) else message))
+        self.sent.append(((rank, incarnation), read_answer(body).answer if isinstance(message, Done) else message))
 
     def ask(
         self, life: Life, number: int, place: int = 0, sizes: tuple[int, ...] = (1, 2), work: str = "slices"
@@ -58,7 +60,7 @@ def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
     assert table.ask(ONE, 1, 1, ()) is None
     table.dealer.end(OTHER)
     table.dealer.release()
-    assert table.sent[-1] == (ONE, piece(1, 0))
+    assert table.sent[-1] == (ONE, replace(piece(1, 0), again=True))
     assert table.ask(OTHER, 2) == Failed(2, "worker 1 takes no part")
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.data.sharding import ShardedLoader
+from paceline.data.loader import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.errors import UsageError
 

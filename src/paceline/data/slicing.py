@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.leases import Answer, Round
-from paceline.data.sharding import ShardedLoader, Sharding
+from paceline.data.loader import ShardedLoader
+from paceline.data.partition import Cut, Sharding
+from paceline.data.rounds import Rounds
 from paceline.errors import UsageError
 from paceline.node.calls import Calls
-from paceline.node.dealer import read_answer
+from paceline.node.dealer import Dealing, read_answer
 from paceline.node.requests import TakePiece
 
 _Source = TypeVar("_Source")
@@ -80,38 +82,17 @@ class Dealt:
     work: str
     terms: tuple[int, ...]
 
-    def ask(self, place: Round, sizes: tuple[int, ...]) -> Future[memoryview]:
-        """Ask for a slice in the round to which this worker has come."""
+    def ask(self, place: Round, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
+        """Ask for a slice in the round to which this worker has come, of those that begin behind so many batches."""
         return self.calls.begin(
-            _DEALER, lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms)
+            _DEALER, lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms, start)
         )
 
-    def answer(self, asked: Future[memoryview], place: Round) -> Answer:
+    def answer(self, asked: Future[memoryview], place: Round) -> Dealing:
         """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
         return read_answer(
             self.calls.answer(asked, f"{self.work}: those of round {place.number} of pass {place.epoch} or its end")
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The batch of one worker in a round: (samples of the batch) indices, cut in parts as even as can be."""
-
-    indices: list[int]
-    slices: int
-
-    def __len__(self) -> int:
-        """Return the number of slices; none is empty."""
-        return min(self.slices, len(self.indices))
-
-    def slice(self, index: int) -> list[int]:
-        """Return one of them.
-
-        >>> [Share([5, 6, 7, 8, 9], slices=3).slice(index) for index in range(3)]
-        [[5], [6, 7], [8, 9]]
-        """
-        num, parts = len(self.indices), len(self)
-        return self.indices[num * index // parts : num * (index + 1) // parts]
 
 
 @dataclass(slots=True)
@@ -124,8 +105,8 @@ class Walk:
     """
 
     dealt: Dealt
-    rounds: list[list[Share]]  # round -> share of each worker
-    epoch: int
+    rounds: Rounds  # share of each worker in each
+    epoch: int  # as the server counts; nobody goes back to an earlier one
     on_missing: Callable[[], None]  # finishes a clock without a gradient
     num_workers: int
     num_samples: int = 0  # of the slice under way
@@ -133,6 +114,11 @@ class Walk:
     _asked: Future[memoryview] | None = None  # for what comes after the slice under way
     _next: Answer | None = None  # that, as far as it is known
     _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
+
+    @property
+    def num_done(self) -> int:
+        """Count the batches of the epoch that are in clocks which this worker has finished, whoever had them."""
+        return self.rounds.num_before(self._number + self._has_stepped)
 
     def more(self) -> bool:
         """Say whether there is another slice for this worker in the clock under way; blocks for one round trip."""
@@ -164,15 +150,21 @@ class Walk:
 
     def _ask(self) -> None:
         shares = self.rounds[self._number] if self._number < len(self.rounds) else []
-        self._asked = self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)))
+        self._asked = self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)), self.rounds.start)
 
     def _answer(self) -> Answer:
-        """Return what comes next for this worker; blocks until that is known."""
+        """Return what comes next for this worker; blocks until that is known.
+
+        A worker that was started again may be told that the rounds of the others begin elsewhere.
+        """
         if self._asked is None:
             self._ask()
         asked, self._asked = self._asked, None
         assert asked is not None, "asked above"
-        return self.dealt.answer(asked, Round(self.epoch, self._number))
+        dealing = self.dealt.answer(asked, Round(self.epoch, self._number))
+        if dealing.answer.round.epoch == self.epoch:
+            self.rounds = self.rounds.starting(dealing.start)
+        return dealing.answer
 
     def _finish_round(self) -> None:
         """Go on to the next round; a clock in which nothing was left for this worker it finishes empty-handed."""
@@ -184,14 +176,18 @@ class Walk:
 class SlicedLoader:
     """A loader cut over the workers, whose batches are the slices that this worker is dealt. Iterating is one epoch."""
 
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing) -> None:
-        self._whole = ShardedLoader(loader, sharding)
+    def __init__(
+        self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing, cut: Cut | None = None
+    ) -> None:
+        self._whole = ShardedLoader(loader, sharding, cut)
         _check(loader, sharding, slices, slicing)
         self._sharding = sharding
         self._slices = slices
         self._slicing = slicing
         self._work = slicing.name_next()
-        self._num_passes = 0
+        # As the server counts: from 0, or the epoch of a state, so that a worker that was started again counts alike.
+        self._next_pass = 0
+        self._walk: Walk | None = None  # the one under way
 
     @property
     def dataset(self) -> Dataset[Any]:
@@ -208,7 +204,7 @@ class SlicedLoader:
         return sum(len(share[self._sharding.rank]) for share in self._rounds())
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with this epoch's shuffle; to be said by all workers."""
+        """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
         self._whole.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -216,34 +212,58 @@ class SlicedLoader:
         if not torch.is_grad_enabled():
             yield from self._whole
             return
-        walk = self._begin()
+        walk, bookmark = self._begin(), self._whole.bookmark
+        self._walk = walk
         try:
             for batch in self._whole.load(walk):
                 self._sharding.on_samples(walk.num_samples)
                 yield batch
         finally:
             walk.num_samples = 0
+            self._note()
+            self._walk = None
+        bookmark.end()
 
-    def _rounds(self) -> list[list[Share]]:
-        """Return the share of each worker in each round of the epoch that comes next; some of the last are empty."""
-        batches, size = self._whole.batches(), self._sharding.size
-        return [
-            [Share(batch, self._slices) for batch in [*batches[at : at + size], *[[]] * size][:size]]
-            for at in range(0, len(batches), size)
-        ]
+    def state_dict(self) -> dict[str, int]:
+        """Return how far reading has come, as plain numbers: to the end of the last clock that this worker finished.
+
+        The same on all workers that have finished the same number of clocks; to be asked for after `step()`. Another
+        number of workers may continue there, and in other slices, or in none.
+        """
+        self._note()
+        return self._whole.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there with the next pass; all workers are to be given the same state.
+
+        Raises:
+            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+        """
+        self._whole.load_state_dict(state)
+        self._next_pass = max(self._next_pass, self._whole.epoch)
+
+    def _note(self) -> None:
+        """Note how far the pass under way has come."""
+        if self._walk is not None:
+            self._whole.bookmark.reach(self._walk.num_done)
+
+    def _rounds(self) -> Rounds:
+        """Return what is left for all workers in the pass that comes next."""
+        whole = self._whole
+        return Rounds(whole.batches(), self._sharding.size, self._slices, whole.bookmark.next.num_done)
 
     def _begin(self) -> Walk:
-        sharding, whole = self._sharding, self._whole
+        sharding, whole, rounds = self._sharding, self._whole, self._rounds()
         terms = (len(cast("Sized", whole.dataset)), whole.batch_size, self._slices, sharding.seed, whole.epoch)
         dealt = Dealt(self._slicing.calls, self._work, terms)
-        walk = Walk(dealt, self._rounds(), self._num_passes, sharding.on_missing, sharding.size)
+        walk = Walk(dealt, rounds, self._next_pass, sharding.on_missing, sharding.size)
         self._slicing.begin(walk)
-        self._num_passes += 1
-        whole.set_epoch(whole.epoch + 1)
+        self._next_pass += 1
+        whole.bookmark.begin()
         return walk
 
 
-def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slicing) -> _Source:
+def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slicing, cut: Cut | None = None) -> _Source:
     """Return the slices that this worker is dealt of a loader, used in its place; see `paceline.shard`.
 
     Raises:
@@ -251,7 +271,9 @@ def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slic
     """
     if not isinstance(source, DataLoader):
         raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")
-    return cast("_Source", SlicedLoader(cast("DataLoader[Any]", source), sharding, slices, slicing))
+    if (cut or Cut()).partition not in (None, "strided"):
+        raise UsageError("slices go to whoever has time for them, from batches in their order: leave out partition.")
+    return cast("_Source", SlicedLoader(cast("DataLoader[Any]", source), sharding, slices, slicing, cut))
 
 
 def _check(loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing) -> None:

@@ -18,6 +18,23 @@ MAX_WORKS = 1024  # that workers may take pieces of
 MAX_PIECES = 1 << 20  # of one work that may be free at a time
 
 
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """What a worker gets, and what is before the first round of the epoch that it is in, for all."""
+
+    answer: Answer
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """What those who work on an epoch agree on, and who said so first."""
+
+    terms: tuple[int, ...]
+    start: int
+    rank: int
+
+
 @dataclass(slots=True)
 class Dealer:
     """Answers those who ask for work, at once or when it is clear what they get.
@@ -30,10 +47,8 @@ class Dealer:
     send: Send
     _works: dict[str, Leases] = field(default_factory=dict[str, Leases])
     _at: dict[Life, str] = field(default_factory=dict[Life, str])  # what each life takes pieces of
-    # Work and epoch -> what those who work on it have to agree on, and who said so first.
-    _terms: dict[tuple[str, int], tuple[tuple[int, ...], int]] = field(
-        default_factory=dict[tuple[str, int], tuple[tuple[int, ...], int]]
-    )
+    # By work and epoch. Invariant: that of an epoch for which somebody waits is in here.
+    _agreements: dict[tuple[str, int], _Agreement] = field(default_factory=dict[tuple[str, int], _Agreement])
     # Invariant: a life is in one of these at most, and whoever has ended in none.
     _waiting: dict[Life, TakePiece] = field(default_factory=dict[Life, TakePiece])
     _answers: dict[Life, tuple[int, memoryview]] = field(default_factory=dict[Life, tuple[int, memoryview]])
@@ -52,7 +67,7 @@ class Dealer:
             self.send(*life, Done(number), answer)
         elif request.number > number:
             self._require_sense(request)
-            self._require_agreement(life[0], request)
+            self._require_agreement(life, request)
             self._go_to(life, request.work)
             self._answers.pop(life, None)
             self._waiting[life] = request
@@ -60,10 +75,13 @@ class Dealer:
     def release(self) -> None:
         """Answer those for whom it is clear now what they get, in the order of their ranks."""
         for life, request in sorted(self._waiting.items()):
-            answer = self._works[request.work].ask(life, Round(request.epoch, request.round), request.sizes)
+            start = self._agreements[request.work, request.epoch].start
+            answer = Answer("elsewhere", Round(request.epoch, 0))  # asked again, it begins where the others began
+            if start == request.start:
+                answer = self._works[request.work].ask(life, Round(request.epoch, request.round), request.sizes)
             if answer is not None:
                 del self._waiting[life]
-                content = memoryview(msgspec.msgpack.encode(answer))
+                content = memoryview(msgspec.msgpack.encode(Dealing(answer, start)))
                 self._answers[life] = request.number, content
                 self.send(*life, Done(request.number), content)
 
@@ -95,7 +113,8 @@ class Dealer:
         """Refuse work that is cut so that no job could have cut it so."""
         leases = self._works.get(request.work)
         num_free = 0 if leases is None else leases.num_free
-        if min((request.epoch, request.round, *request.sizes)) < 0 or sum(request.sizes) + num_free > MAX_PIECES:
+        numbers = (request.epoch, request.round, request.start, *request.sizes)
+        if min(numbers) < 0 or sum(request.sizes) + num_free > MAX_PIECES:
             raise UsageError(
                 f"round {request.round} of epoch {request.epoch} of {request.work} has {sum(request.sizes)} pieces and "
                 f"{num_free} are left of earlier ones: expected at most {MAX_PIECES} together, and no number below 0"
@@ -103,17 +122,29 @@ class Dealer:
         if leases is None and len(self._works) >= MAX_WORKS:
             raise UsageError(f"{len(self._works)} works are dealt out already, expected at most {MAX_WORKS}")
 
-    def _require_agreement(self, rank: int, request: TakePiece) -> None:
-        if (request.work, request.epoch) not in self._terms:  # older epochs are over: nobody begins one before
-            self._terms = {key: value for key, value in self._terms.items() if key[1] >= request.epoch - 1}
-        terms, first = self._terms.setdefault((request.work, request.epoch), (request.terms, rank))
-        if terms != request.terms:
+    def _require_agreement(self, life: Life, request: TakePiece) -> None:
+        """Refuse work that is cut otherwise; or begun otherwise, unless by one who begins again in the middle."""
+        begins, works = life[1] == 0, {work for work, _ in self._agreements}
+        if (request.work, request.epoch) not in self._agreements:  # older epochs are over: nobody begins one before
+            kept = {(waiting.work, waiting.epoch) for waiting in self._waiting.values()}
+            self._agreements = {
+                key: agreed for key, agreed in self._agreements.items() if key[1] >= request.epoch - 1 or key in kept
+            }
+        start = request.start if begins or request.work not in works else 0  # only the first epoch begins elsewhere
+        new = _Agreement(request.terms, start, life[0])
+        agreed = self._agreements.setdefault((request.work, request.epoch), new)
+        if agreed.terms != request.terms:
             raise UsageError(
-                f"workers {first} and {rank} do not cut {request.work} alike: (samples, batch size, slices, seed, "
-                f"epoch) is {terms} there and {request.terms} here. Give all workers the same loader."
+                f"workers {agreed.rank} and {life[0]} do not cut {request.work} alike: (samples, batch size, slices, "
+                f"seed, epoch) is {agreed.terms} there and {request.terms} here. Give all workers the same loader."
+            )
+        if begins and agreed.start != request.start:
+            raise UsageError(
+                f"workers {agreed.rank} and {life[0]} do not begin {request.work} alike: after {agreed.start} batches "
+                f"of epoch {request.epoch} there and after {request.start} here. Give all workers the same state."
             )
 
 
-def read_answer(body: memoryview) -> Answer:
+def read_answer(body: memoryview) -> Dealing:
     """Return what the first server has answered."""
-    return msgspec.msgpack.decode(body, type=Answer)
+    return msgspec.msgpack.decode(body, type=Dealing)

@@ -1,0 +1,161 @@
+"""A worker's part of a `DataLoader`, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from paceline.data.order import Batches, Order
+from paceline.data.partition import Cut, Sharding, run
+from paceline.data.position import Bookmark, terms_of
+from paceline.errors import UsageError
+
+
+class ShardedLoader:
+    """This worker's batches of a loader, as its loader. Iterating it is one epoch, or what is left of one.
+
+    A pass while gradients are off is for evaluation: always of a whole epoch, and without a trace.
+    Where the global sequence is strided, worker r has the batches r, r + size, ... of what is left of it, and it may be
+    continued by another number of workers; where it is contiguous, a run of the whole, and it may not.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: Cut | None = None) -> None:
+        _check(loader, cut or Cut())
+        self._loader = loader
+        self._sharding = sharding
+        self._is_strided = cut is None or cut.partition != "contiguous"
+        self._order = Order(
+            num_samples=_size(loader),
+            batch_size=cast("int", loader.batch_size),
+            drop_last=loader.drop_last,
+            shuffled=isinstance(loader.sampler, RandomSampler),
+        )
+        sharding.note_size(self._order.num_batches, f"batches of a DataLoader over {self._order.num_samples} samples")
+        terms = terms_of(self._order, sharding.seed)
+        self.bookmark = Bookmark(
+            terms if self._is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
+        )
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The whole dataset, of all workers."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples of a batch; the last one of an epoch may be smaller."""
+        return self._order.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass is of."""
+        return self.bookmark.next.epoch
+
+    @property
+    def order(self) -> Order:
+        """What the global sequences of batches follow from, together with the seed."""
+        return self._order
+
+    def __len__(self) -> int:
+        """Return the number of batches that this worker gets in the pass that comes next."""
+        return len(self._own(self.batches(), self.bookmark.next.num_done))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with this epoch's shuffle, from its beginning unless it is under way. Counted by passes else."""
+        self.bookmark.set_epoch(epoch)
+
+    def batches(self) -> Batches:
+        """Return the batches of all workers in the whole epoch that comes next, in their global order."""
+        return self._order.batches(self._sharding.seed, self.epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far reading has come, as plain numbers: in a loop its batch counts, and those of others with it.
+
+        The same on all workers that have taken part in the same number of clocks. Another number of workers may
+        continue there, unless the partition is contiguous.
+        """
+        return self.bookmark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there with the next pass; all workers are to be given the same state.
+
+        Raises:
+            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+        """
+        self.bookmark.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches of one epoch, or of the rest of one."""
+        return self.through(lambda batches: batches)
+
+    def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of one epoch after a stage that may read ahead; a batch counts when it is handed out."""
+        sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
+        start = self.bookmark.begin().num_done if is_training else 0
+        own = self._own(batches, start)
+        for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
+            if is_training:
+                self.bookmark.reach(start + number * sharding.size)
+                sharding.on_samples(len(indices))
+            yield batch
+        if is_training:
+            if -(-(len(batches) - start) // sharding.size) > len(own):  # others have one more
+                sharding.on_missing()
+            self.bookmark.end()
+
+    def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Yield these batches, of the indices of samples, as the loader makes them."""
+        loader = self._loader
+        return iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=batches,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=loader.generator,
+                prefetch_factor=loader.prefetch_factor,
+            )
+        )
+
+    def _own(self, batches: Batches, num_done: int) -> Batches:
+        """Return which batches of an epoch are left for this worker when all together have been given so many."""
+        size = self._sharding.size
+        if self._is_strided:
+            return batches[num_done + self._sharding.rank :: size]
+        return batches[run(len(batches), self._sharding)][-(-num_done // size) :]
+
+
+def _check(loader: DataLoader[Any], cut: Cut) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
+    sampler = loader.sampler
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UsageError(
+            f"cannot shard a DataLoader with {type(sampler).__name__} and batch size {loader.batch_size}: "
+            "use shuffle=True or False with a batch size, or shard the dataset and sample from that."
+        )
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != _size(loader)):
+        raise UsageError(
+            "cannot shard a DataLoader that draws with replacement or not every sample once: "
+            "use shuffle=True, or shard the dataset and sample from that."
+        )
+    if not _size(loader):
+        raise UsageError(f"there is nothing to shard: the {type(loader.dataset).__name__} of the DataLoader is empty.")
+    if cut.partition == "hashed":
+        raise UsageError(
+            "a DataLoader is cut by batches, whose samples would be of different workers if they were hashed: "
+            "shard the dataset, then make the loader."
+        )
+    if cut.shuffled:
+        raise UsageError("a DataLoader says itself whether it is shuffled: make that with shuffle=True instead.")
+
+
+def _size(loader: DataLoader[Any]) -> int:
+    return len(cast("Sized", loader.dataset))

@@ -1,0 +1,97 @@
+"""Which part of the data is whose: a function of the number of workers and of the seed, the same on all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from paceline.data.hashing import Key, fixed_hash
+from paceline.data.order import shuffle
+from paceline.errors import UsageError
+
+Partition = Literal["strided", "contiguous", "hashed"]
+
+
+def tell(text: str) -> None:
+    """Say something to the user."""
+    sys.stderr.write(f"paceline: {text}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Which part of the data is this worker's.
+
+    Args:
+        rank: number of this worker.
+        size: number of workers.
+        seed: of the shuffle; the same on all workers, so that the global order does not depend on their number.
+        on_samples: called with the number of samples of each batch that is handed out for training.
+        on_missing: called when an epoch of training ends for which others have one more batch than this worker.
+        tell: says something to the user.
+    """
+
+    rank: int
+    size: int
+    seed: int
+    on_samples: Callable[[int], None]
+    on_missing: Callable[[], None]
+    tell: Callable[[str], None] = tell
+
+    def note_size(self, num: int, of: str) -> None:
+        """Say it, once for all workers, if there is not one for each of them."""
+        if self.rank == 0 and num < self.size:
+            self.tell(f"{self.size - num} of {self.size} workers get nothing: there are {num} {of}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How data are cut into the parts of workers.
+
+    Args:
+        partition: which part is whose; by default by size for files, else strided.
+        shuffled: by the seed, before they are cut.
+        key: of a sample, for a hashed partition; by default its place.
+
+    Raises:
+        UsageError: no such partition, or a key that nothing is hashed by.
+    """
+
+    partition: Partition | None = None
+    shuffled: bool = False
+    key: Callable[[Any], Key] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what means nothing."""
+        if self.partition is not None and self.partition not in get_args(Partition):
+            raise UsageError(f"partition is {self.partition!r}, expected one of {', '.join(get_args(Partition))}.")
+        if self.key is not None and self.partition != "hashed":
+            raise UsageError('samples are dealt out by key in partition="hashed" alone: say that, or leave out key.')
+
+    def order(self, num: int, seed: int) -> Sequence[int]:
+        """Return the indices of so many things in the order in which they are cut."""
+        return cast("list[int]", shuffle(num, seed, 0).tolist()) if self.shuffled else range(num)
+
+    def own(self, num: int, sharding: Sharding, key_at: Callable[[int], Key]) -> slice | list[int]:
+        """Return which of so many things are this worker's, in order.
+
+        Args:
+            num: of all workers together.
+            sharding: whose part.
+            key_at: returns the key of the one at an index.
+        """
+        if self.partition == "hashed":
+            return [index for index in self.order(num, sharding.seed) if is_hashed_to(key_at(index), sharding)]
+        part = run(num, sharding) if self.partition == "contiguous" else slice(sharding.rank, None, sharding.size)
+        return cast("list[int]", shuffle(num, sharding.seed, 0)[part].tolist()) if self.shuffled else part
+
+
+def run(num: int, sharding: Sharding) -> slice:
+    """Return this worker's part of so many things in a row: as long as those of others, or one more or less."""
+    return slice(num * sharding.rank // sharding.size, num * (sharding.rank + 1) // sharding.size)
+
+
+def is_hashed_to(key: Key, sharding: Sharding) -> bool:
+    """Say whether what has this key is this worker's."""
+    return fixed_hash(key) % sharding.size == sharding.rank

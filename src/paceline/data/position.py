@@ -1,0 +1,109 @@
+"""How far reading has come, as plain numbers that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.order import Order
+from paceline.errors import UsageError
+
+# What a position is of, by name: it means something only where all of it is the same.
+Terms = Mapping[str, int]
+
+_HINT = "Give it what state_dict() of the same source returned, or begin anew without it."
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in the sequence of an epoch those who read it together are.
+
+    Args:
+        epoch: under way, or next.
+        num_done: batches of it (items, of an iterable) that were handed out, by all workers together.
+    """
+
+    epoch: int = 0
+    num_done: int = 0
+
+
+@dataclass(slots=True)
+class Bookmark:
+    """How far a source has been read, pass by pass, and where the next pass begins.
+
+    Args:
+        terms: what positions in the source are of.
+        most: `num_done` at the end of an epoch, if known.
+    """
+
+    terms: Terms
+    most: int | None = None
+    reached: Position = Position()
+    next: Position = Position()
+
+    def begin(self) -> Position:
+        """Begin a pass: return where, and let the one after it be of the epoch that follows."""
+        self.reached, self.next = self.next, Position(self.next.epoch + 1)
+        return self.reached
+
+    def reach(self, num_done: int) -> None:
+        """Note that so much of the epoch under way was handed out."""
+        self.reached = Position(self.reached.epoch, num_done if self.most is None else min(num_done, self.most))
+
+    def end(self) -> None:
+        """Note that the epoch under way is over."""
+        self.reached = Position(self.reached.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch: what is left of it if it is to be continued, else all of it."""
+        if epoch != self.next.epoch:
+            self.reached = self.next = Position(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where reading can be continued: plain integers and booleans, under names.
+
+        >>> Bookmark({"num_samples": 1000, "shuffled": True}).state_dict()
+        {'epoch': 0, 'num_done': 0, 'num_samples': 1000, 'shuffled': True}
+        """
+        return {"epoch": self.reached.epoch, "num_done": self.reached.num_done, **self.terms}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there with the next pass.
+
+        Raises:
+            UsageError: it is the state of something else, or of nothing; both values are named.
+        """
+        self.reached = self.next = _read(state, self.terms, self.most)
+
+
+def terms_of(order: Order, seed: int) -> dict[str, int]:
+    """Return what a position in batches is of."""
+    return {
+        "num_samples": order.num_samples,
+        "batch_size": order.batch_size,
+        "drop_last": order.drop_last,
+        "shuffled": order.shuffled,
+        "seed": seed,
+    }
+
+
+def _read(state: Mapping[str, Any], terms: Terms, most: int | None) -> Position:
+    expected = {"epoch", "num_done", *terms}
+    if set(state) != expected:
+        raise UsageError(f"a state with {_listed(state)} is not of this source, whose has {_listed(expected)}. {_HINT}")
+    if wrong := [f"{name}={value!r}" for name, value in state.items() if not isinstance(value, int)]:
+        raise UsageError(f"in a state of a source is {', '.join(wrong)}, expected whole numbers. {_HINT}")
+    if other := [f"{name} {state[name]}, not {terms[name]}" for name in terms if state[name] != terms[name]]:
+        raise UsageError(f"a state of another source, or of this one read otherwise: {'; '.join(other)}. {_HINT}")
+    position = Position(state["epoch"], state["num_done"])
+    if min(position.epoch, position.num_done) < 0 or (most is not None and position.num_done > most):
+        raise UsageError(
+            f"a state of a source is in epoch {position.epoch} after {position.num_done} of "
+            f"{'any number' if most is None else most}, where nobody can be. {_HINT}"
+        )
+    return position
+
+
+def _listed(names: Mapping[str, Any] | set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

@@ -1,0 +1,71 @@
+"""The batches of an epoch as rounds: what all workers have for one clock, each share of it in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from paceline.data.order import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The batch of one worker in a round: (samples of the batch) indices, cut in parts as even as can be."""
+
+    indices: list[int]
+    slices: int
+
+    def __len__(self) -> int:
+        """Return the number of slices; none is empty."""
+        return min(self.slices, len(self.indices))
+
+    def slice(self, index: int) -> list[int]:
+        """Return one of them.
+
+        >>> [Share([5, 6, 7, 8, 9], slices=3).slice(index) for index in range(3)]
+        [[5], [6, 7], [8, 9]]
+        """
+        num, parts = len(self.indices), len(self)
+        return self.indices[num * index // parts : num * (index + 1) // parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds(Sequence[list[Share]]):
+    """The rounds of an epoch, or of the rest of one, each made when it is asked for.
+
+    Args:
+        batches: of the whole epoch.
+        num_workers: whose shares a round has; in the last one some may be empty.
+        slices: of a share.
+        start: batches before the first round, which were handed out earlier.
+    """
+
+    batches: Batches
+    num_workers: int
+    slices: int
+    start: int = 0
+
+    def __len__(self) -> int:
+        return -(-(len(self.batches) - self.start) // self.num_workers)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Share]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Share]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[Share] | list[list[Share]]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        first = self.num_before(range(len(self))[index])
+        own = [Share(batch, self.slices) for batch in self.batches[first : first + self.num_workers]]
+        return own + [Share([], self.slices)] * (self.num_workers - len(own))
+
+    def starting(self, start: int) -> Rounds:
+        """Return the rounds of the same epoch after so many batches."""
+        return replace(self, start=start)
+
+    def num_before(self, number: int) -> int:
+        """Count the batches of the epoch that come before a round."""
+        return min(self.start + number * self.num_workers, len(self.batches))
