@@ -11,7 +11,9 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.observe.trace import (
     Applied,
+    Epoch,
     Evaluated,
+    Fed,
     Handled,
     Load,
     Membership,
@@ -31,7 +33,21 @@ if TYPE_CHECKING:
 
 _decoder = msgspec.json.Decoder(Record)
 _R = TypeVar(
-    "_R", Read, RowRead, Step, Evaluated, Reported, Resources, Load, MinClock, Applied, Refusal, Membership, Handled
+    "_R",
+    Read,
+    RowRead,
+    Step,
+    Evaluated,
+    Reported,
+    Resources,
+    Load,
+    Fed,
+    Epoch,
+    MinClock,
+    Applied,
+    Refusal,
+    Membership,
+    Handled,
 )
 
 
@@ -46,6 +62,8 @@ class Run:
     reported: tuple[Reported, ...] = ()
     resources: tuple[Resources, ...] = ()
     loads: tuple[Load, ...] = ()
+    fed: tuple[Fed, ...] = ()
+    epochs: tuple[Epoch, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
     applied: tuple[Applied, ...] = ()
     refusals: tuple[Refusal, ...] = ()
@@ -78,6 +96,8 @@ def gather(records: Iterable[Record]) -> Run:
         reported=_of_kind(ordered, Reported),
         resources=_of_kind(ordered, Resources),
         loads=_of_kind(ordered, Load),
+        fed=_of_kind(ordered, Fed),
+        epochs=_of_kind(ordered, Epoch),
         min_clocks=_of_kind(ordered, MinClock),
         applied=_of_kind(ordered, Applied),
         refusals=_of_kind(ordered, Refusal),

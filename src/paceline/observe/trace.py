@@ -124,6 +124,35 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
     sent_bytes: int
 
 
+class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
+    """A data server has ended: the batches that it has made, and how long it was busy with that.
+
+    `samples` are those in them, `skipped` those that were left out as they could not be decoded.
+    """
+
+    t: float
+    data_server: int
+    batches: int
+    samples: int
+    skipped: int
+    bytes: int
+    busy_s: float
+
+
+class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
+    """A worker has come to the end of an epoch that it was fed: the samples that it was given.
+
+    `skipped` were left out as they could not be decoded; `again` had been dealt before, to workers that have died.
+    """
+
+    t: float
+    worker: int
+    epoch: int
+    samples: int
+    skipped: int
+    again: int
+
+
 class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     """On this server all workers have now finished every clock below `clock` for this table."""
 
@@ -180,6 +209,8 @@ Record = (
     | Reported
     | Resources
     | Load
+    | Fed
+    | Epoch
     | MinClock
     | Applied
     | Refusal
@@ -188,7 +219,7 @@ Record = (
 )
 
 
-def trace_path(run_folder: Path, role: Literal["worker", "server"], rank: int) -> Path:
+def trace_path(run_folder: Path, role: Literal["worker", "server", "data"], rank: int) -> Path:
     """Return where a process of a run writes its trace."""
     return run_folder / "trace" / f"{role}-{rank}.jsonl"
 

@@ -1,0 +1,131 @@
+"""Memory in which batches travel to one worker: used again and again, but never while the worker may look at it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.feeding.wire import NO_LOAN
+from paceline.transport.base import EMPTY, Transport
+from paceline.transport.buffers import fresh_buffer
+
+# What one worker may keep of our memory; what it is sent beyond that is a copy of its own.
+MAX_LOANS: Final = 256
+MAX_LENT_BYTES: Final = 2 << 30
+MAX_FREE: Final = 8  # pieces that wait for the next batches
+_PAGE_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class Pool:
+    """Pieces of memory, given back for the next time."""
+
+    make: Callable[[int], memoryview]
+    _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of at least this size: the smallest free piece that has it, or a new one in place of one."""
+        fitting = next((at for at, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
+        if fitting is not None:
+            return self._free.pop(fitting)
+        if self._free:
+            self._free.pop(0)  # batches have become larger: so no more pieces are there than were ever needed at once
+        return self.make(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+
+    def give(self, memory: memoryview) -> None:
+        """Take memory back: nobody looks at it any more."""
+        self._free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
+
+    def clear(self) -> None:
+        """Let go of all that is free."""
+        self._free = []
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Memory for one batch: lent to the worker under a number, or ours (`NO_LOAN`), of which the carrier makes a copy.
+
+    `whole` may be larger than what the batch needs.
+    """
+
+    loan: int
+    memory: memoryview
+    whole: memoryview
+
+
+@dataclass(slots=True)
+class Lending:
+    """The memory of one connection. Safe to use from several threads.
+
+    Where the carrier maps memory the worker looks at ours until it returns the loan; no more than `MAX_LOANS` are out.
+    Everywhere else the carrier copies, and the memory is free once the batch has left.
+    """
+
+    transport: Transport
+    _shared: Pool = field(init=False)
+    _own: Pool = field(default_factory=lambda: Pool(fresh_buffer))
+    _lent: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
+    _lent_bytes: int = 0
+    _num_loans: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Make the pool whose memory the worker can map."""
+        self._shared = Pool(self.transport.allocate)
+
+    def take(self, size_bytes: int) -> Piece:
+        """Return memory for a batch of this size.
+
+        Raises:
+            OSError, MemoryError: there is none.
+        """
+        if not size_bytes:
+            return Piece(NO_LOAN, EMPTY, EMPTY)
+        with self._lock:
+            if not self._may_lend(size_bytes):
+                whole = self._own.take(size_bytes)
+                return Piece(NO_LOAN, whole[:size_bytes], whole)
+            whole = self._shared.take(size_bytes)
+            loan, self._num_loans = self._num_loans, self._num_loans + 1
+            self._lent[loan] = whole
+            self._lent_bytes += whole.nbytes
+            return Piece(loan, whole[:size_bytes], whole)
+
+    def drop(self, piece: Piece) -> None:
+        """Take back memory of which the worker will not hear."""
+        self.give_back(piece.loan)
+        self.on_sent(piece)
+
+    def on_sent(self, piece: Piece) -> None:
+        """Note that the carrier has taken a batch: where it made a copy, the memory is free."""
+        if piece.loan == NO_LOAN and piece.whole.nbytes:
+            with self._lock:
+                self._own.give(piece.whole)
+
+    def give_back(self, loan: int) -> bool:
+        """Note that the worker does not look at a loan any more; False when nothing is lent under this number."""
+        with self._lock:
+            memory = self._lent.pop(loan, None)
+            if memory is None:
+                return False
+            self._lent_bytes -= memory.nbytes
+            self._shared.give(memory)
+            return True
+
+    def clear(self) -> None:
+        """Let go of all memory: the connection has ended."""
+        with self._lock:
+            self._shared.clear()
+            self._own.clear()
+            self._lent.clear()
+            self._lent_bytes = 0
+
+    def _may_lend(self, size_bytes: int) -> bool:
+        few = len(self._lent) < MAX_LOANS and self._lent_bytes + size_bytes <= MAX_LENT_BYTES
+        return self.transport.maps_memory and few
+
+
+def _size(memory: memoryview) -> int:
+    return memory.nbytes

@@ -1,0 +1,105 @@
+"""A worker's line to one data server: connected by a thread of its own, and again whenever it breaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.node.post import Post
+from paceline.node.wire import Hello, encode
+from paceline.transport.base import EMPTY, Connection, Frame, Transport
+
+_POLL_S: Final = 0.5
+_CONNECT_TIMEOUT_S: Final = 5.0
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 1.0
+_JOIN_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class Line:
+    """Hands over what comes from a data server, on a thread of its own.
+
+    Args:
+        server: its rank among the data servers, which its certificate has to name where there is one.
+        address: asked where it is before each attempt: one that was started again is elsewhere.
+        greeting: said first over each connection.
+        on_frame: called with each frame; a PeerError that it raises ends the connection.
+        on_lost: called with the reason when a connection has ended or could not be made; then it is tried again.
+    """
+
+    server: int
+    address: Callable[[], str]
+    hello: Hello
+    transport: Transport
+    greeting: bytes
+    on_frame: Callable[[Frame], None]
+    on_lost: Callable[[str], None]
+    _post: Post | None = None
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread = field(init=False)
+
+    def open(self) -> None:
+        """Start the thread; does not wait for the connection."""
+        self._thread = threading.Thread(target=self._run, name=f"paceline-feed-{self.server}", daemon=True)
+        self._thread.start()
+
+    def send(self, header: bytes, body: memoryview = EMPTY) -> None:
+        """Send one frame, without waiting for the other end; if the connection breaks it is lost."""
+        if self._post is not None:
+            self._post.send(header, body)
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self._closing.set()
+        if self._post is not None:
+            self._post.close()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closing.is_set():
+            try:
+                post = self._connect()
+            except (PeerError, UsageError) as error:
+                self.on_lost(str(error))
+                self._closing.wait(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                continue
+            try:
+                problem = self._read_on(post.connection)
+            finally:
+                post.close()
+            self.on_lost(problem)
+            self._closing.wait(pause_s)
+            pause_s = _FIRST_PAUSE_S
+
+    def _connect(self) -> Post:
+        address = self.address()
+        connection = self.transport.connect(address, encode(self.hello), timeout_s=_CONNECT_TIMEOUT_S)
+        if not connection.papers.permit("data", self.server):
+            connection.close()
+            raise AuthenticationFailed(
+                f"{connection.peer} was to be data server {self.server}, but its certificate is for "
+                f"{connection.papers.holder}; do not trust it"
+            )
+        self.hello = replace(self.hello, connection=self.hello.connection + 1)
+        post = self._post = Post(connection, maps_memory=False, on_broken=connection.close)
+        if self._closing.is_set():  # which may not have seen it
+            post.close()
+        post.send(self.greeting)
+        return post
+
+    def _read_on(self, connection: Connection) -> str:
+        """Hand over frames until the connection is over; return why it is."""
+        while not self._closing.is_set():
+            try:
+                self.on_frame(connection.receive(timeout_s=_POLL_S))
+            except DeadlineExceeded:
+                continue
+            except PeerError as error:
+                return str(error)
+        return "it was closed here"

@@ -1,0 +1,93 @@
+"""The thread of a data server that makes batches, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from paceline.errors import DataError, UsageError
+from paceline.feeding.lending import Piece
+from paceline.feeding.outbox import Answer
+from paceline.feeding.turns import Turn, Turns
+from paceline.feeding.wire import Failed, Parcel, encode
+from paceline.node.mishaps import MISHAPS, story
+from paceline.observe.trace import Fed
+from paceline.transport.base import Limits
+
+_MAX_HEADER_BYTES = Limits().max_header_bytes
+
+
+@dataclass(slots=True)
+class Maker:
+    """Makes the batches whose turn it is, straight into the memory in which they travel.
+
+    What goes wrong with a batch is the answer to who asked for it, and nobody else's matter.
+    """
+
+    turns: Turns
+    max_batch_bytes: int
+    now: Callable[[], float] = time.monotonic
+    num_batches: int = 0
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_bytes: int = 0
+    busy_s: float = field(default=0.0)
+
+    def run(self) -> None:
+        """Make batches until the turns are closed."""
+        while self._serve_next():
+            pass
+
+    def record(self, server: int) -> Fed:
+        """Return what was made so far."""
+        counts = self.num_batches, self.num_samples, self.num_skipped, self.num_bytes
+        return Fed(self.now(), server, *counts, self.busy_s)
+
+    def _serve_next(self) -> bool:
+        turn = self.turns.take()
+        if turn is None:
+            return False
+        began_t = self.now()
+        turn.caller.outbox.put(self._answer(turn))
+        self.busy_s += self.now() - began_t
+        return True
+
+    def _answer(self, turn: Turn) -> Answer:
+        lending = turn.caller.lending
+        pieces: list[Piece] = []
+        try:
+            with turn.volume.lock:
+                parcel = self._make(turn, pieces)
+            header = encode(parcel)
+            if len(header) > _MAX_HEADER_BYTES:
+                raise UsageError("a batch is of too many parts to be described in one message")
+        except MISHAPS as error:
+            for piece in pieces:
+                lending.drop(piece)
+            return Answer(encode(Failed.of(turn.number, error, story(error))))
+        self._count(parcel, pieces[0])
+        return Answer(header, pieces[0].memory, partial(lending.on_sent, pieces[0]))
+
+    def _make(self, turn: Turn, pieces: list[Piece]) -> Parcel:
+        """Make a batch in a piece of memory, which is put into `pieces`."""
+        records = turn.volume.records
+        if records is None:
+            raise DataError("the source was closed here in the meantime")
+        prepared = records.prepare(turn.ask)
+        if prepared.size_bytes > self.max_batch_bytes:
+            raise UsageError(
+                f"a batch of {len(turn.ask.indices)} samples has {prepared.size_bytes} bytes, at most "
+                f"{self.max_batch_bytes} are served: choose a smaller batch size"
+            )
+        pieces.append(turn.caller.lending.take(prepared.size_bytes))
+        prepared.fill(pieces[0].memory)
+        reasons = records.faults().reasons if prepared.layout.num_skipped else ()
+        return Parcel(turn.number, pieces[0].loan, prepared.layout, reasons)
+
+    def _count(self, parcel: Parcel, piece: Piece) -> None:
+        self.num_batches += 1
+        self.num_samples += parcel.layout.num_samples
+        self.num_skipped += parcel.layout.num_skipped
+        self.num_bytes += piece.memory.nbytes

@@ -1,0 +1,231 @@
+"""A data server: one thread takes in what workers ask for, one makes batches, and one for each worker sends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from paceline.errors import PeerError, ProtocolBug, UsageError
+from paceline.feeding.batches import Ask
+from paceline.feeding.callers import Caller, meet
+from paceline.feeding.library import MAX_OPEN_BY_WORKER, Library, OpenRecords, Volume
+from paceline.feeding.making import Maker
+from paceline.feeding.outbox import Answer
+from paceline.feeding.records import open_recipe
+from paceline.feeding.turns import Turn, Turns
+from paceline.feeding.wire import INDEX_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
+from paceline.node.inbox import Inbox, Incoming
+from paceline.node.mishaps import story
+from paceline.node.orders import Expel, Stop
+from paceline.observe.trace import Refusal, Trace
+from paceline.transport.base import Connection, Listener, Transport
+
+_MAX_CONNECTIONS: Final = 64  # of one worker
+_MAX_EPOCH: Final = 1 << 53
+_SMALL_BYTES: Final = 64 << 10
+_JOIN_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """Put into the inbox when it is known whether a recipe can be opened."""
+
+    volume: Volume
+
+
+@dataclass(frozen=True, slots=True)
+class _MakerEnded:
+    """Put into the inbox when no batches are made any more."""
+
+
+@dataclass(slots=True)
+class FeedNode:
+    """One data server of a job. `run` blocks until `stop` is called from another thread.
+
+    It decides nothing: a batch is a function of the recipe and of what was asked, and who gets which samples is decided
+    elsewhere. So it may be killed at any time, and any other gives the same batches.
+
+    Args:
+        rank: among the data servers.
+        listener: where workers connect to.
+        transport: that of the listener.
+        generation: of the job, as its workers say it.
+        allowed_paths: limits which datasets and transforms may be imported by path; None allows all.
+        trace: where the sum of its work is recorded in the end, and who was turned away.
+        open_records: opens a recipe.
+        max_batch_bytes: a larger batch is refused.
+
+    Raises:
+        ProtocolBug: by `run`; the thread that makes batches has failed.
+    """
+
+    rank: int
+    listener: Listener
+    transport: Transport
+    generation: int
+    allowed_paths: AbstractSet[str] | None = None
+    trace: Trace = field(default_factory=lambda: Trace(None))
+    open_records: OpenRecords = open_recipe
+    max_batch_bytes: int = 2 << 30
+    _inbox: Inbox = field(init=False)
+    _library: Library = field(init=False)
+    _turns: Turns = field(default_factory=Turns)
+    _maker: Maker = field(init=False)
+    _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
+
+    def __post_init__(self) -> None:
+        """Join the parts."""
+        self._inbox = Inbox(self.listener, _place)
+        self._library = Library(self.open_records, self.allowed_paths, lambda volume: self._inbox.put(_Settled(volume)))
+        self._maker = Maker(self._turns, self.max_batch_bytes)
+
+    def run(self) -> None:
+        """Serve until `stop`; all connections, threads, files and shared memory are gone afterwards."""
+        maker = threading.Thread(target=self._make, name="paceline-make", daemon=True)
+        self._inbox.open()
+        maker.start()
+        try:
+            while True:
+                item = self._inbox.get(None)
+                if isinstance(item, Stop):
+                    return
+                if isinstance(item, Incoming):
+                    self._take_in(item)
+                elif isinstance(item, _Settled):
+                    self._library.settle(item.volume)
+                elif isinstance(item, Expel):
+                    self._expel(item)
+                elif isinstance(item, _MakerEnded):
+                    raise ProtocolBug(
+                        f"data server {self.rank}: the thread that makes batches has failed; its traceback is above"
+                    )
+        finally:
+            self._close(maker)
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._inbox.put(Stop())
+
+    def expel(self, names: frozenset[str]) -> None:
+        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        self._inbox.put(Expel(names))
+
+    def _make(self) -> None:
+        try:
+            self._maker.run()
+        finally:
+            self._inbox.put(_MakerEnded())
+
+    def _close(self, maker: threading.Thread) -> None:
+        self._turns.close()
+        for caller in self._callers.values():
+            caller.close()
+        self._callers.clear()
+        self._inbox.close()
+        maker.join(_JOIN_TIMEOUT_S)
+        self._library.close()
+        self.trace.record(self._maker.record(self.rank))
+        self.trace.close()
+
+    # -- taking in ---------------------------------------------------------------------------------------------------
+
+    def _take_in(self, item: Incoming) -> None:
+        """Take in a frame; a worker that does not keep to the rules loses its connection, and nothing else changes."""
+        connection = item.connection
+        try:
+            if item.frame is None:
+                self._forget(connection)
+            elif any(known is connection for known in self._inbox.connections()):  # else it was ended here
+                self._dispatch(self._caller(connection), decode(item.frame.header), item.frame.body)
+        except PeerError as error:
+            self.trace.record(Refusal(time.monotonic(), self.rank, -1, "", f"{connection.peer}: {error}"))
+            self._forget(connection)
+
+    def _caller(self, connection: Connection) -> Caller:
+        known = self._callers.get(id(connection))
+        if known is not None:
+            return known
+        caller = meet(connection, self.transport, self.generation, self._turns.look)
+        self._callers[id(connection)] = caller
+        rank = caller.hello.rank
+        if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:
+            raise PeerError(f"worker {rank} makes more than {_MAX_CONNECTIONS} connections")
+        return caller
+
+    def _dispatch(self, caller: Caller, message: object, body: memoryview) -> None:
+        if isinstance(message, Read):
+            caller.count_request()
+            self._on_read(caller, message, body)
+        elif isinstance(message, Open):
+            caller.count_request()
+            self._on_open(caller, message)
+        else:
+            raise PeerError(f"a worker may not say {type(message).__name__}")
+
+    def _on_open(self, caller: Caller, message: Open) -> None:
+        if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
+            raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
+        answer = partial(_answer_open, caller, message.number)
+        caller.sources[message.number] = self._library.open(message.recipe, caller.hello.rank, answer)
+
+    def _on_read(self, caller: Caller, message: Read, body: memoryview) -> None:
+        for loan in message.returned:
+            if not caller.lending.give_back(loan):
+                raise PeerError(f"a worker returns loan {loan}, which it does not have")
+        volume = caller.sources.get(message.source)
+        if volume is None or not volume.settled or volume.problem is not None:
+            raise PeerError(f"a worker reads source {message.source}, which it has not been told to be open")
+        indices = _indices(message, body)
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < volume.num_samples:
+            text = f"a batch has an index that is none of the {volume.num_samples} samples of the source"
+            caller.outbox.put(Answer(encode(Failed.of(message.number, UsageError(text), text))))
+            return
+        ask = Ask(message.epoch, tuple(indices.tolist()))
+        self._turns.put(Turn(caller, message.number, volume, ask), urgent=message.urgent)
+
+    def _forget(self, connection: Connection) -> None:
+        """Let go of everything that a connection stands for."""
+        caller = self._callers.pop(id(connection), None)
+        self._inbox.drop(connection)
+        if caller is None:
+            return
+        self._turns.forget(caller)
+        caller.close()
+        for volume in caller.sources.values():
+            self._library.leave(volume, caller.hello.rank)
+
+    def _expel(self, order: Expel) -> None:
+        for connection in self._inbox.connections():
+            if connection.papers.are_among(order.names):
+                self._forget(connection)
+
+
+def _answer_open(caller: Caller, number: int, volume: Volume) -> None:
+    if volume.problem is None:
+        answer = encode(Opened(number, volume.num_samples, volume.fingerprint))
+    else:
+        answer = encode(Failed.of(number, volume.problem, story(volume.problem)))
+    caller.outbox.put(Answer(answer))
+
+
+def _place(header: bytes, size_bytes: int) -> None:
+    """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
+    if size_bytes > _SMALL_BYTES:
+        message = decode(header)
+        if not isinstance(message, Read) or size_bytes != message.num * INDEX_BYTES or message.num > MAX_SAMPLES:
+            raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes")
+
+
+def _indices(message: Read, body: memoryview) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the samples that are asked for, in memory that nobody else can change."""
+    if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
+        raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
+    if not 0 <= message.epoch < _MAX_EPOCH:
+        raise PeerError(f"a batch of epoch {message.epoch} is asked for")
+    return np.frombuffer(bytes(body), dtype=np.int64)

@@ -1,0 +1,79 @@
+"""Whose batch is made next: each worker's turn comes round, however many the others ask for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.feeding.batches import Ask
+from paceline.feeding.callers import Caller
+from paceline.feeding.library import Volume
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A batch that a worker has asked for under this number."""
+
+    caller: Caller
+    number: int
+    volume: Volume
+    ask: Ask
+
+
+@dataclass(slots=True)
+class Turns:
+    """Batches that were asked for, by worker. Safe to use from several threads."""
+
+    # By rank, who has waited longest first. Invariant: no queue is empty.
+    _waiting: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+
+    def put(self, turn: Turn, *, urgent: bool) -> None:
+        """Add a batch; an urgent one goes before the others of its worker."""
+        with self._changed:
+            queue = self._waiting.setdefault(turn.caller.hello.rank, deque())
+            queue.appendleft(turn) if urgent else queue.append(turn)
+            self._changed.notify_all()
+
+    def take(self) -> Turn | None:
+        """Wait for a batch that its worker has room for; None once closed."""
+        with self._changed:
+            while not self._closed:
+                turn = self._next()
+                if turn is not None:
+                    return turn
+                self._changed.wait()
+            return None
+
+    def look(self) -> None:
+        """Have `take` look again whether there is room."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def forget(self, caller: Caller) -> None:
+        """Drop what was asked over a connection that has ended."""
+        with self._changed:
+            rank = caller.hello.rank
+            left = deque(turn for turn in self._waiting.pop(rank, ()) if turn.caller is not caller)
+            if left:
+                self._waiting[rank] = left
+
+    def close(self) -> None:
+        """Drop everything and wake who waits."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _next(self) -> Turn | None:
+        for rank, queue in self._waiting.items():
+            turn = next((turn for turn in queue if turn.caller.outbox.has_room), None)
+            if turn is not None:
+                queue.remove(turn)
+                del self._waiting[rank]
+                if queue:
+                    self._waiting[rank] = queue  # at the end: now it is the turn of the others
+                return turn
+        return None

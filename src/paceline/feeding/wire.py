@@ -1,0 +1,133 @@
+"""What workers and data servers say to each other: one byte that names the kind, then MessagePack, checked by field.
+
+Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
+from paceline.feeding.parcel import Layout
+
+INDEX_BYTES: Final = 8
+MAX_SAMPLES: Final = 1 << 20  # of one batch
+MAX_UNANSWERED: Final = 64  # requests of one connection
+NO_LOAN: Final = -1
+
+Blame: TypeAlias = Literal["record", "data", "usage", "peer"]
+
+# What an error is called on its way, the particular ones first: some are kinds of others.
+_BLAMES: Final[tuple[tuple[type[PacelineError], Blame], ...]] = (
+    (RecordError, "record"),
+    (DataError, "data"),
+    (UsageError, "usage"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A worker to a data server: open this recipe, as `encode_recipe` gives it. Its reads refer to it by the number."""
+
+    number: int
+    recipe: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The answer: so many samples; the fingerprint tells different data apart."""
+
+    number: int
+    num_samples: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A worker asks for a batch; the indices of its `num` samples are the body, as int64.
+
+    Args:
+        number: of this request, which its answer has, too.
+        source: the number of the `Open` that it refers to.
+        epoch: as in an `Ask`.
+        num: of samples.
+        urgent: the loop waits for it: it goes before what this worker asked for earlier.
+        returned: the loans that the worker needs no longer.
+    """
+
+    number: int
+    source: int
+    epoch: int
+    num: int
+    urgent: bool
+    returned: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A batch, which is the body.
+
+    Args:
+        number: of the request.
+        loan: the body is memory of the data server, which stays as it is until this is returned; or `NO_LOAN`.
+        layout: how the batch lies in it.
+        reasons: why the first records of this source were left out, if this batch lacks some.
+    """
+
+    number: int
+    loan: int
+    layout: Layout
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer to a request that cannot be done, and by whose mistake."""
+
+    number: int
+    blame: Blame
+    text: str
+
+    @staticmethod
+    def of(number: int, error: Exception, text: str) -> Failed:
+        """Return how this error is told."""
+        for kind, blame in _BLAMES:
+            if isinstance(error, kind):
+                return Failed(number, blame, text)
+        return Failed(number, "peer", text)
+
+    def error(self, who: str) -> PacelineError:
+        """Return the error as this process would have met it, with the name of who did meet it."""
+        kind = next((kind for kind, name in _BLAMES if name == self.blame), PeerError)
+        return kind(f"{who}: {self.text}")
+
+
+# The position is the kind byte: append, never reorder.
+_KINDS: Final[tuple[type, ...]] = (Open, Opened, Read, Parcel, Failed)
+_NUMBER: Final[dict[type, int]] = {kind: number for number, kind in enumerate(_KINDS)}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
+
+Message: TypeAlias = Open | Opened | Read | Parcel | Failed
+
+
+def encode(message: Message) -> bytes:
+    """Return the header of a frame that carries this message."""
+    return bytes((_NUMBER[type(message)],)) + _ENCODER.encode(message)
+
+
+def decode(header: bytes) -> Message:
+    """Return the message in the header of a frame.
+
+    Raises:
+        PeerError: the bytes are not one of our messages.
+    """
+    if not header or header[0] >= len(_KINDS):
+        raise PeerError(f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?")
+    try:
+        return _DECODERS[header[0]].decode(memoryview(header)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"a malformed {_KINDS[header[0]].__name__} message: {error}") from error
