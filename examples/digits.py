@@ -49,6 +49,11 @@ def load() -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
     return training, (images[NUM_TRAINING:], labels[NUM_TRAINING:])
 
 
+def training() -> TensorDataset:
+    """Return the training examples alone: what `paceline.sources.dataset("digits:training")` has data servers build."""
+    return load()[0]
+
+
 def measure(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Report loss and accuracy on what is held out."""
     scores = model(images)

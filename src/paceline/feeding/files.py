@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -41,8 +42,9 @@ def file_size(path: str) -> int:
     """Return the size of a file in bytes; raises DataError when there is no such file."""
     with reading(path):
         status = os.stat(path)
-    if os.path.isdir(path):
-        raise DataError(f"{path} is a folder, expected a file: a pattern names the files in it, {path}/* for example.")
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no file on a disk"
+        raise DataError(f"{path} is {kind}, expected a file; a pattern names those of a folder: 'folder/*.txt'.")
     return status.st_size
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,8 @@ from paceline.errors import UsageError
 from paceline.tensors.own_rule import split_path
 
 __all__ = ["Source", "arrays", "dataset", "lines", "parquet", "tensors", "webdataset"]
+
+_MOST_DEEP: Final = 32
 
 Path: TypeAlias = str | PathLike[str]
 Paths: TypeAlias = Path | Sequence[Path]
@@ -265,7 +267,7 @@ def _encoding(encoding: str) -> str:
     try:
         known = codecs.lookup(encoding).name
         is_single = "\r\n".encode(known) == b"\r\n"
-    except LookupError:
+    except (LookupError, ValueError):
         raise UsageError(f"encoding is {encoding!r}, expected one that Python knows: 'utf-8' for example.") from None
     if not is_single:
         raise UsageError(
@@ -275,15 +277,17 @@ def _encoding(encoding: str) -> str:
     return encoding
 
 
-def _check_plain(value: object, where: str) -> None:
+def _check_plain(value: object, where: str, depth: int = 0) -> None:
+    if depth > _MOST_DEEP:
+        raise UsageError(f"{where} has more than {_MOST_DEEP} lists and dicts in each other.")
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
                 raise UsageError(f"{where} has the key {name!r}, expected only str as keys.")
-            _check_plain(item, where)
+            _check_plain(item, where, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            _check_plain(item, where)
+            _check_plain(item, where, depth + 1)
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise UsageError(
             f"{where} has a {type(value).__name__}, expected plain data, which can travel: None, bool, int, float, "

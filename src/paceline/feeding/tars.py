@@ -106,5 +106,5 @@ def _members(archive: TarFile) -> Iterator[tuple[str, str, TarInfo]]:
 def _places(path: str, key: str, members: list[tuple[str, TarInfo]]) -> tuple[tuple[str, int, int], ...]:
     names = [name for name, _ in members]
     if len(set(names)) < len(names) or "__key__" in names:
-        raise DataError(f"{path} has a file twice in its sample {key}, which has {', '.join(names)}: name each once.")
+        raise DataError(f"{path} has a file twice in sample {key}: {', '.join(names)}. Name each once.")
     return tuple((name, member.offset_data, member.size) for name, member in members)

@@ -1,0 +1,121 @@
+"""Rows of Parquet files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.feeding.made import read, same
+
+from paceline import sources
+from paceline.errors import DataError, RecordError, UsageError
+from paceline.feeding.recipe import Recipe
+from paceline.feeding.records import Records, open_recipe
+
+
+@pytest.fixture
+def arrow() -> Any:
+    return pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[data]'")
+
+
+def write(path: Path, arrow: Any, columns: dict[str, Any], rows_per_group: int = 3) -> None:
+    import pyarrow.parquet as parquet
+
+    parquet.write_table(arrow.table(columns), path, row_group_size=rows_per_group)
+
+
+def opened(path: Path, *columns: str, skip: bool = False) -> Records:
+    source = sources.parquet(path, columns=columns or None)
+    return open_recipe(Recipe(source, on_error="skip" if skip else "raise"), None)
+
+
+def test_rows_of_any_kind(tmp_path: Path, arrow: Any) -> None:
+    columns = {
+        "int": arrow.array([1, 2, 3, 4], arrow.int32()),
+        "half": arrow.array([1.5, 2.5, 3.5, 4.5], arrow.float16()),
+        "bool": [True, False, True, False],
+        "text": ["a", "ä", "", "d"],
+        "word": arrow.array(["u", "v", "u", "v"]).dictionary_encode(),
+        "raw": [b"1", b"2", b"3", b"4"],
+        "list": [[1, 2], [3, 4], [5, 6], [7, 8]],
+        "fixed": arrow.array([[1.0], [2.0], [3.0], [4.0]], arrow.list_(arrow.float32(), 1)),
+    }
+    write(tmp_path / "a.parquet", arrow, columns)
+    records = opened(tmp_path / "a.parquet")
+    assert records.num_samples == 4
+    expected = {
+        "int": torch.tensor([4, 2], dtype=torch.int32),
+        "half": torch.tensor([4.5, 2.5], dtype=torch.float16),
+        "bool": torch.tensor([False, False]),
+        "text": ["d", "ä"],
+        "word": ["v", "v"],
+        "raw": [b"4", b"2"],
+        "list": torch.tensor([[7, 8], [3, 4]]),
+        "fixed": torch.tensor([[4.0], [2.0]]),
+    }
+    assert same(read(records, 3, 1).content, expected)
+    chosen = read(opened(tmp_path / "a.parquet", "raw", "int"), 0).content
+    assert same(chosen, {"raw": [b"1"], "int": torch.tensor([1], dtype=torch.int32)})
+    records.close()
+
+
+def test_rows_of_many_groups_and_files_though_few_are_kept(
+    tmp_path: Path, arrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.feeding.tables._MOST_DECODED_BYTES", 50)
+    for name, numbers in (("b", range(10, 20)), ("a", range(10))):
+        write(tmp_path / f"{name}.parquet", arrow, {"x": list(numbers)})
+    records = opened(tmp_path / "*.parquet")
+    order = [7 * step % 20 for step in range(20)]
+    assert read(records, *order).content["x"].tolist() == order
+    assert len({records.fingerprint(), opened(tmp_path / "a.parquet").fingerprint()}) == 2
+
+
+def test_a_missing_value_is_a_fault_of_its_row(tmp_path: Path, arrow: Any) -> None:
+    columns = {
+        "x": arrow.array([1, None, 3, 4], arrow.int16()),
+        "y": ["a", "b", None, "d"],
+        "z": [[1], [2], [3], [None]],
+    }
+    write(tmp_path / "a.parquet", arrow, columns)
+    batch = read(opened(tmp_path / "a.parquet", skip=True), 0, 1, 2, 3)
+    assert (batch.content["x"].tolist(), batch.content["x"].dtype, batch.num_skipped) == ([1], torch.int16, 3)
+    for row, why in (
+        (1, r"row 1 of row group 0 of .*column x has no value"),
+        (2, "column y has no value"),
+        (3, r"row 0 of row group 1 .*the list in column z has a value missing"),
+    ):
+        with pytest.raises(RecordError, match=why):
+            read(opened(tmp_path / "a.parquet"), row)
+
+
+def test_files_that_do_not_fit(tmp_path: Path, arrow: Any) -> None:
+    write(tmp_path / "a.parquet", arrow, {"x": [1], "when": arrow.array([0], arrow.timestamp("s"))})
+    write(tmp_path / "b.parquet", arrow, {"x": [1.5]})
+    write(tmp_path / "c.parquet", arrow, {"y": [1]})
+    (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    for name, columns, why in (
+        ("[ab]", ["x"], "column x of .*b.parquet is double, and int64"),
+        ("[ac]", ["x"], "c.parquet has 0 columns x, expected one: it has y"),
+        ("a", [], "column when of .* is timestamp.*name the other columns"),
+        ("d", ["x"], "cannot be read as a Parquet file|cannot be read"),
+    ):
+        with pytest.raises(DataError, match=why):
+            opened(tmp_path / f"{name}.parquet", *columns)
+
+
+def test_a_file_that_changes(tmp_path: Path, arrow: Any) -> None:
+    write(tmp_path / "a.parquet", arrow, {"x": [1, 2]})
+    records = opened(tmp_path / "a.parquet")
+    write(tmp_path / "a.parquet", arrow, {"x": list(range(100))})
+    with pytest.raises(DataError, match="when it was opened"):
+        read(records, 0)
+
+
+def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[data\]'"):
+        opened(tmp_path / "a.parquet")
