@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.node.rows.managed import managed
     from paceline.patterns import all_gather, all_reduce, broadcast, pull, push, reduce, wait
     from paceline.session import Session
+    from paceline.supply import feed
     from paceline.tensors import filters, functions, update
     from paceline.tensors.rows import first
     from paceline.tensors.rows.spec import Lifecycle
@@ -57,6 +58,7 @@ __all__ = [
     "distributed",
     "downpour",
     "essp",
+    "feed",
     "files",
     "filters",
     "first",
@@ -94,6 +96,7 @@ _HOMES = {
     "Session": "paceline.session",
     "connect": "paceline.connecting",
     "downpour": "paceline.training.downpour",
+    "feed": "paceline.supply",
     "files": "paceline.data.files",
     "fsdp": "paceline.training.fsdp",
     "managed": "paceline.node.rows.managed",

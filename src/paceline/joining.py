@@ -12,6 +12,10 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.strategies import Distribution
+from paceline.data.readers import Readers
+from paceline.feeding.client import ReaderOptions, RemoteReader
+from paceline.feeding.recipe import Recipe
+from paceline.launch.addresses import data_addresses
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import when_script_ends
 from paceline.launch.entering.entrance import enter
@@ -23,6 +27,7 @@ from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
 from paceline.node.waiting import WorkerOptions
+from paceline.node.wire import Hello
 from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace, trace_path
 from paceline.parallel.arrangement import Arrangement
@@ -73,12 +78,26 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
         exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
         among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
         session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
+        session.readers = _readers(spec, place, transport)
         undo.pop_all()
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
     session.notice.listen()
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))
     return session
+
+
+def _readers(spec: ClusterSpec, place: Place, transport: Transport) -> Readers:
+    """Return what reads training examples for this worker: data servers where the job has them, else this process."""
+    if not spec.num_data_servers:
+        return Readers()
+    hello = Hello("worker", place.rank, place.incarnation, spec.generation)
+
+    def open_reader(recipe: Recipe, prefetch: int) -> RemoteReader:
+        options = ReaderOptions(spec.wait_timeout_s, prefetch)
+        return RemoteReader(recipe, lambda: data_addresses(spec), transport, hello, options)
+
+    return Readers(open_reader)
 
 
 def _embed() -> Session:

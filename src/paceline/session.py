@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paceline.collective.exchange import Exchange
 from paceline.core.consistency import Consistency, bsp
-from paceline.data.sharding import Sharding
+from paceline.data.partition import Sharding
+from paceline.data.readers import Readers
 from paceline.data.slicing import Slicing
 from paceline.errors import UsageError
 from paceline.launch.ending import ended_well
@@ -84,6 +85,7 @@ class Session:
     named: Named = field(init=False)
     lookups: Lookups = field(default_factory=Lookups)
     slicing: Slicing = field(init=False)
+    readers: Readers = field(default_factory=Readers)
     notice: Notice = field(default_factory=Notice)
     closed: bool = False
 
@@ -273,6 +275,7 @@ class Session:
             freeing.callback(self.meter.trace.close)
             freeing.callback(self.exchange.close, politely=False)
             freeing.callback(self.node.close)
+            freeing.callback(self.readers.close)
             self._settle_parameters(politely=politely)
             self.meter.note_end(self.node.clock)
             if politely:

@@ -44,7 +44,7 @@ def test_what_a_dead_worker_holds_comes_first_and_its_later_shares_are_for_the_o
     assert [taken(leases, 0, FIRST, (1, 2)) for _ in range(2)] == [(0, 0), "rest"]
     assert leases.end((1, 0)) == [Piece(FIRST, 1, 0), Piece(FIRST, 1, 1)]
     got = [leases.ask((0, 0), SECOND, (1, 1)) for _ in range(5)]
-    expected = [(FIRST, 1, 1, 3), (FIRST, 1, 0, 2), (SECOND, 0, 0, 1), (SECOND, 1, 0, 0)]
+    expected = [(FIRST, 1, 1, 3, True), (FIRST, 1, 0, 2, True), (SECOND, 0, 0, 1), (SECOND, 1, 0, 0)]
     assert got == [*(Answer("piece", *one) for one in expected), Answer("rest", SECOND)]
 
 
@@ -79,7 +79,7 @@ def test_an_epoch_ends_when_all_is_settled_and_has_a_round_more_for_what_comes_b
     leases.settle((1, 0))
     assert leases.ask((0, 0), SECOND, ()) is None
     leases.end((2, 0))
-    assert leases.ask((0, 0), SECOND, ()) == Answer("piece", FIRST, 2, 0)
+    assert leases.ask((0, 0), SECOND, ()) == Answer("piece", FIRST, 2, 0, again=True)
     assert [leases.ask((rank, 0), SECOND, ()) for rank in (0, 1)] == [Answer("rest", SECOND)] * 2, "the same for all"
     last = Round(0, 2)
     assert leases.ask((1, 0), last, ()) is None, "the piece that came back is still worked on"

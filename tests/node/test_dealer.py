@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.leases import Answer, Life, Round
 from paceline.errors import UsageError
-from paceline.node.dealer import Dealer, read_answer
+from paceline.node.dealer import Dealer, Dealing, read_answer
 from paceline.node.requests import Done, Failed, TakePiece
 
 ONE, OTHER = (0, 0), (1, 0)
@@ -77,3 +77,47 @@ def test_workers_that_cut_the_work_differently_are_told() -> None:
     table.ask(ONE, 1)
     with pytest.raises(UsageError, match=r"workers 0 and 1 do not cut slices alike: .* is \(3, 3, 2, 0, 0\) there and"):
         table.dealer.take(OTHER, TakePiece(1, "slices", 0, 0, (1, 2), (3, 3, 4, 0, 0)))
+
+
+def beginning(number: int, start: int, epoch: int = 0) -> TakePiece:
+    return TakePiece(number, "slices", epoch, 0, (1, 2), (3, 3, 2, 0, epoch), start)
+
+
+def test_all_begin_an_epoch_behind_the_same_batch_and_are_told_where() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    dealer.take(ONE, beginning(1, start=4))
+    dealer.release()
+    with pytest.raises(
+        UsageError, match="do not begin slices alike: after 4 batches of epoch 0 there and after 6 here"
+    ):
+        dealer.take(OTHER, beginning(1, start=6))
+    dealer.take(OTHER, beginning(1, start=4))
+    dealer.release()
+    assert sent == [(0, Dealing(piece(0, 0, 2), 4)), (1, Dealing(piece(1, 0, 1), 4))]
+
+
+def test_who_is_started_again_is_told_where_the_others_began_before_it_is_given_anything() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    again = (1, 1)
+    dealer.take(ONE, beginning(1, start=4))
+    dealer.release()
+    dealer.take(again, beginning(1, start=6))
+    dealer.release()
+    dealer.take(again, beginning(2, start=4))
+    dealer.release()
+    elsewhere = Dealing(Answer("elsewhere", Round(0, 0)), 4)
+    assert sent[1:] == [(1, elsewhere), (1, Dealing(piece(1, 0, 1), 4))]
+
+
+def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    dealer.take(ONE, beginning(1, start=4))
+    dealer.release()
+    dealer.take((1, 1), beginning(1, start=6, epoch=1))
+    dealer.release()
+    dealer.take(ONE, beginning(2, start=0, epoch=1))
+    dealer.release()
+    assert [dealing.start for _, dealing in sent] == [4, 0, 0]

@@ -48,7 +48,8 @@ class Piece:
 class Answer:
     """What a worker gets that asks for work: a piece of a round, or else a word about it.
 
-    `num_left`: how many pieces were free then for whoever comes to that round.
+    `num_left`: how many pieces were free then for whoever comes to that round. `again`: whoever had this piece before
+    has ended without delivering it.
     """
 
     word: Word | Literal["piece"]
@@ -56,6 +57,7 @@ class Answer:
     home: int = -1
     index: int = -1
     num_left: int = 0
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Leases:
     # Where each life is that has ever asked and has not ended. Invariant: nobody goes back.
     _places: dict[Life, Round] = field(default_factory=dict[Life, Round])
     _num_taken: dict[Life, int] = field(default_factory=dict[Life, int])  # by each of those, since it came there
+    _returned: set[Piece] = field(default_factory=set[Piece])  # of the newest epoch, by lives that have ended
     # Rounds behind the last one of their epoch, for pieces that came back late.
     _extra: set[Round] = field(default_factory=set[Round])
 
@@ -102,7 +105,7 @@ class Leases:
         if piece is not None:
             if not sizes:
                 self._extra.add(place)
-            return Answer("piece", piece.round, piece.home, piece.index, self.num_free)
+            return Answer("piece", piece.round, piece.home, piece.index, self.num_free, piece in self._returned)
         if sizes or place in self._extra:
             return Answer("rest", place)
         return Answer("over", place) if self.is_settled(place) else None
@@ -118,6 +121,7 @@ class Leases:
         self._num_taken.pop(life, None)
         leases = self._held.pop(life, [])
         back = [lease.piece for lease in leases if lease.piece.round.epoch == self._newest.epoch]
+        self._returned.update(back)
         for piece in back:
             insort(self._free.setdefault(piece.round, {}).setdefault(piece.home, []), piece.index)
         return back
@@ -151,6 +155,7 @@ class Leases:
     def _open(self, place: Round, sizes: Sequence[int]) -> None:
         if place.epoch > self._newest.epoch:  # whoever has left an epoch before its end has ended it for all
             self._free.clear()
+            self._returned.clear()
         self._newest = place
         shares = {home: list(range(size)) for home, size in enumerate(sizes) if size}
         if shares:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from paceline.data.fed import FedLoader
 from paceline.data.loader import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.errors import UsageError
@@ -32,7 +33,7 @@ def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Bat
     values are the same, bit by bit, as without. While gradients are off nothing is asked.
 
     Args:
-        batches: what to read from, one batch ahead: a loader from `paceline.shard`, for example, or a list.
+        batches: what to read from, one batch ahead: a loader from `paceline.shard` or `feed`, for example, or a list.
         ids_of: for each embedding, what returns the ids that it will be given for a batch.
 
     Returns:
@@ -65,7 +66,7 @@ class _Ahead(Generic[Batch]):
         """Yield the batches of one epoch."""
         if isinstance(self.batches, SlicedLoader):
             raise UsageError("which slice comes next is known only when it is asked for: leave out prefetch or slices.")
-        if isinstance(self.batches, ShardedLoader):
+        if isinstance(self.batches, ShardedLoader | FedLoader):
             return self.batches.through(self._ask_ahead)
         return self._ask_ahead(iter(self.batches))
 

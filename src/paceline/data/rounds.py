@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -61,6 +61,13 @@ class Rounds(Sequence[list[Share]]):
         first = self.num_before(range(len(self))[index])
         own = [Share(batch, self.slices) for batch in self.batches[first : first + self.num_workers]]
         return own + [Share([], self.slices)] * (self.num_workers - len(own))
+
+    def slices_of(self, home: int, number: int, index: int = 0) -> Iterator[list[int]]:
+        """Yield the slices of one worker's shares, from one of a round on to the end of the epoch."""
+        for batch in self.batches[self.start + number * self.num_workers + home :: self.num_workers]:
+            share = Share(batch, self.slices)
+            yield from (share.slice(at) for at in range(index, len(share)))
+            index = 0
 
     def starting(self, start: int) -> Rounds:
         """Return the rounds of the same epoch after so many batches."""

@@ -27,10 +27,23 @@ _DEALER = 0  # the server that deals
 _MANY = 4
 
 
+class Slices(Protocol):
+    """The slices that this worker is given in a clock, as far as optimizers want to know of them."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the slice under way has; 0 where there is none."""
+        ...
+
+    def more(self) -> bool:
+        """Say whether this worker has another slice in the clock under way; blocks until that is known."""
+        ...
+
+
 class Banks(Protocol):
     """What adds up gradients: a distributed optimizer."""
 
-    def begin_slices(self, slices: Walk) -> None:
+    def begin_slices(self, slices: Slices) -> None:
         """Finish a clock only with the last slice that this worker is given in it."""
         ...
 
@@ -49,15 +62,15 @@ class Slicing:
     calls: Calls
     optimizers: Collection[Banks]
     _num_loaders: int = 0
-    _walk: Walk | None = None  # the last that was begun
+    _slices: Slices | None = None  # the last that were begun
 
     def name_next(self) -> str:
         """Return the name of the work of the next loader; workers make theirs in the same order."""
         self._num_loaders += 1
         return f"the slices of loader {self._num_loaders}"
 
-    def begin(self, walk: Walk) -> None:
-        """Let optimizers add up the gradients of the slices of a walk.
+    def begin(self, slices: Slices) -> None:
+        """Let optimizers add up the gradients of these slices.
 
         Raises:
             UsageError: there is none, or one that cannot; or the loop over other slices is not over.
@@ -67,11 +80,11 @@ class Slicing:
                 "a loop over slices needs an optimizer from paceline.distributed, whose step() finishes the clock "
                 "with the last slice: make it before the loop, or leave slices out."
             )
-        if self._walk is not None and self._walk.num_samples:
+        if self._slices is not None and self._slices.num_samples:
             raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
         for optimizer in list(self.optimizers):
-            optimizer.begin_slices(walk)
-        self._walk = walk
+            optimizer.begin_slices(slices)
+        self._slices = slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,7 @@ class Walk:
     num_workers: int
     num_samples: int = 0  # of the slice under way
     _number: int = 0  # of the round
+    _taken: Answer | None = None  # the slice that was dealt last
     _asked: Future[memoryview] | None = None  # for what comes after the slice under way
     _next: Answer | None = None  # that, as far as it is known
     _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
@@ -119,6 +133,18 @@ class Walk:
     def num_done(self) -> int:
         """Count the batches of the epoch that are in clocks which this worker has finished, whoever had them."""
         return self.rounds.num_before(self._number + self._has_stepped)
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the slice that was dealt last was dealt before, to a worker that has ended without delivering it."""
+        return self._taken is not None and self._taken.again
+
+    def own_next(self, rank: int) -> Iterator[list[int]]:
+        """Yield what comes next for this worker if the others leave it that: slices of its own shares, from here on."""
+        number, index = self._number, 0
+        if self._taken is not None and self._taken.round.number == number:
+            number, index = (number, self._taken.index + 1) if self._taken.home == rank else (number + 1, 0)
+        return self.rounds.slices_of(rank, number, index)
 
     def more(self) -> bool:
         """Say whether there is another slice for this worker in the clock under way; blocks for one round trip."""
@@ -137,7 +163,7 @@ class Walk:
             match answer.word:
                 case "piece":
                     indices = self.rounds[answer.round.number][answer.home].slice(answer.index)
-                    self.num_samples, self._has_stepped = len(indices), False
+                    self._taken, self.num_samples, self._has_stepped = answer, len(indices), False
                     if answer.num_left >= _MANY * self.num_workers:
                         self._ask()
                     yield indices
@@ -198,6 +224,11 @@ class SlicedLoader:
     def batch_size(self) -> int:
         """Number of samples in all slices of a worker's share of a clock."""
         return self._whole.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass is of."""
+        return self._whole.epoch
 
     def __len__(self) -> int:
         """Return the number of slices of this worker's own shares in one epoch; it may be dealt more, or fewer."""

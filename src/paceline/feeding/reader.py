@@ -10,7 +10,7 @@ import torch
 from paceline.feeding.batches import Ask, Batch
 from paceline.feeding.parcel import unpack
 from paceline.feeding.recipe import Recipe
-from paceline.feeding.records import open_recipe
+from paceline.feeding.records import Faults, open_recipe
 
 
 class Reader(Protocol):
@@ -35,6 +35,10 @@ class Reader(Protocol):
             RecordError: a record could not be decoded, and the recipe skips none.
             DataError: the source cannot be read.
         """
+        ...
+
+    def faults(self) -> Faults:
+        """Return what was skipped in batches that have arrived here, and why the first records of the source were."""
         ...
 
     def close(self) -> None:
@@ -78,6 +82,10 @@ class LocalReader:
         memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
         prepared.fill(memory)
         return unpack(prepared.layout, memory)
+
+    def faults(self) -> Faults:
+        """Return what was skipped so far, and why the first records were."""
+        return self._records.faults()
 
     def close(self) -> None:
         """Let go of the files."""

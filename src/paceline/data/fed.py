@@ -1,0 +1,267 @@
+"""A loader whose batches are made from plain data: by data servers, or in this process, where there are none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import torch
+
+from paceline.data.dealt import DealtBatches
+from paceline.data.order import Batches, Order
+from paceline.data.partition import Sharding
+from paceline.data.position import Bookmark, terms_of
+from paceline.data.rounds import Rounds
+from paceline.data.slicing import Dealt, Slicing, Walk
+from paceline.data.tally import Tally
+from paceline.errors import UsageError
+from paceline.feeding.batches import Ask, Batch
+from paceline.feeding.reader import Reader
+from paceline.observe.trace import Trace
+
+MAX_PREFETCH: Final = 32
+_FIXED: Final = "Or give paceline.feed leases=False: then every worker has a fixed share."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a source is cut into batches, and who gets them.
+
+    Args:
+        batch_size: samples of a batch, which a worker has for one clock.
+        shuffle: by seed and epoch.
+        drop_last: leave out a last batch that would be smaller.
+        leases: batches are dealt to whoever has time for them.
+        slices: of a batch, which are dealt one by one.
+        prefetch: batches that are made before they are read.
+
+    Raises:
+        UsageError: numbers that make no sense.
+    """
+
+    batch_size: int
+    shuffle: bool = False
+    drop_last: bool = False
+    leases: bool = True
+    slices: int = 1
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        _check("batch_size", self.batch_size, 1)
+        _check("slices", self.slices, 1, self.batch_size)
+        _check("prefetch", self.prefetch, 0, MAX_PREFETCH)
+        if self.slices > 1 and not self.leases:
+            raise UsageError(
+                f"slices={self.slices} are parts of a batch that are dealt out one by one: leave out leases=False, or "
+                "slices."
+            )
+
+
+class FedLoader:
+    """The batches of this worker, from a source that all workers share. Iterating it is one epoch, or what is left.
+
+    A pass while gradients are off is for evaluation: this worker's own batches of a whole epoch, without leases; it
+    counts as nothing and leaves no trace. Made by `paceline.feed`.
+    """
+
+    def __init__(self, reader: Reader, plan: Plan, sharding: Sharding, slicing: Slicing, trace: Trace) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._sharding = sharding
+        self._slicing = slicing
+        self._trace = trace
+        self._order = Order(reader.num_samples, plan.batch_size, plan.drop_last, plan.shuffle)
+        self._check()
+        sharding.note_size(self._order.num_batches, f"batches of a source of {self.num_samples} samples")
+        self._bookmark = Bookmark(terms_of(self._order, sharding.seed), self._order.num_batches)
+        self._work = slicing.name_next() if plan.leases else ""
+        self._next_pass = 0  # as the dealer counts
+        self._walk: Walk | None = None  # the one under way
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the source, of all workers together."""
+        return self._order.num_samples
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples that a worker has for a clock; the last batch of an epoch may be smaller."""
+        return self._order.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass is of."""
+        return self._bookmark.next.epoch
+
+    def __len__(self) -> int:
+        """Return the number of batches, or slices, that are this worker's own in the pass that comes next.
+
+        With leases it may be dealt more, or fewer.
+        """
+        own, slices = self._own(self._bookmark.next.num_done), self._plan.slices
+        return (len(own) - 1) * slices + min(slices, len(own[-1])) if own else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
+        self._bookmark.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how far reading has come, as plain numbers.
+
+        Without leases a batch counts in the loop that has it, and those of others with it. With leases all counts that
+        is in clocks which this worker has finished: ask after `step()`. Another number of workers may continue there.
+        """
+        self._note()
+        return self._bookmark.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there with the next pass; all workers are to be given the same state.
+
+        Raises:
+            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+        """
+        self._bookmark.load_state_dict(state)
+
+    def close(self) -> None:
+        """Let go of files, connections and memory, now and not with the session; batches stay valid."""
+        self._reader.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches of one epoch, or of the rest of one."""
+        if self._plan.leases and torch.is_grad_enabled():
+            yield from self._dealt()
+        else:
+            yield from self.through(lambda batches: batches)
+
+    # -- fixed shares ------------------------------------------------------------------------------------------------
+
+    def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Yield own batches of one epoch after a stage that may read ahead; a batch counts when it is handed out.
+
+        Instead of one of which no record could be decoded, a clock is finished empty-handed.
+
+        Raises:
+            UsageError: batches are dealt, and which comes next is known only when it is asked for.
+        """
+        epoch, size = self.epoch, self._sharding.size
+        if not torch.is_grad_enabled():
+            yield from (batch.content for batch in self._read_all(epoch, self._own(0)) if batch.num_samples)
+            return
+        if self._plan.leases:
+            raise UsageError("which batch comes next is known only when it is asked for: give feed leases=False.")
+        own, tally = self._own(self._bookmark.next.num_done), Tally(self._sharding.rank, epoch)
+        num_rounds = -(-(self._order.num_batches - self._bookmark.begin().num_done) // size)
+        waiting: deque[Batch] = deque()  # read, and not handed out
+        for content in stage(_contents(self._read_all(epoch, own), waiting)):
+            while not self._settle(waiting.popleft(), tally):
+                pass
+            yield content
+        for batch in waiting:
+            self._settle(batch, tally)
+        if num_rounds > len(own):
+            self._sharding.on_missing()
+        self._finish(tally)
+
+    def _own(self, start: int) -> Batches:
+        """Return this worker's own batches of the epoch that comes next, but for so many that all have had together."""
+        return self._order.batches(self._sharding.seed, self.epoch)[start + self._sharding.rank :: self._sharding.size]
+
+    def _read_all(self, epoch: int, batches: Iterable[list[int]]) -> Iterator[Batch]:
+        """Read batches one by one, while those that follow are made."""
+        asks = (Ask(epoch, tuple(indices)) for indices in batches)
+        window = deque(islice(asks, self._plan.prefetch + 1))
+        self._reader.expect(window)
+        while window:
+            batch = self._reader.read(window.popleft())
+            window.extend(islice(asks, 1))
+            self._reader.expect(window)
+            yield batch
+
+    def _settle(self, batch: Batch, tally: Tally) -> bool:
+        """Count a batch whose turn has come; say whether there is something in it to hand out."""
+        tally.add(batch)
+        self._bookmark.reach(self._bookmark.reached.num_done + self._sharding.size)
+        if batch.num_samples:
+            self._sharding.on_samples(batch.num_samples)
+        else:
+            self._sharding.on_missing()
+        return batch.num_samples > 0
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def _dealt(self) -> Iterator[Any]:
+        tally = Tally(self._sharding.rank, self.epoch)
+        batches = self._begin(tally)
+        self._walk = batches.walk
+        try:
+            for batch in batches:
+                self._sharding.on_samples(batch.num_samples)
+                yield batch.content
+        finally:
+            batches.num_samples = 0
+            self._note()
+            self._walk = None
+        self._finish(tally)
+
+    def _begin(self, tally: Tally) -> DealtBatches:
+        """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
+        order, plan, sharding = self._order, self._plan, self._sharding
+        number = max(self._next_pass, self.epoch)
+        terms = (order.num_samples, order.batch_size, plan.slices, sharding.seed, self.epoch)
+        batches = order.batches(sharding.seed, self.epoch)
+        rounds = Rounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
+        dealt = Dealt(self._slicing.calls, self._work, terms)
+        walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
+        own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally)
+        try:
+            self._slicing.begin(own)
+        except UsageError as error:
+            raise UsageError(f"{error} {_FIXED}") from error
+        self._next_pass = number + 1
+        self._bookmark.begin()
+        return own
+
+    def _note(self) -> None:
+        """Note how far the pass under way has come."""
+        if self._walk is not None:
+            self._bookmark.reach(self._walk.num_done)
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, tally: Tally) -> None:
+        self._bookmark.end()
+        tally.tell(self._trace, self._sharding.tell, self._reader.faults().reasons)
+
+    def _check(self) -> None:
+        if not self._order.num_batches:
+            why = (
+                f"fewer than a batch of {self.batch_size}, and drop_last leaves out the rest"
+                if self.num_samples
+                else ""
+            )
+            raise UsageError(f"there is nothing to feed: the source has {self.num_samples} samples{why and ', '}{why}.")
+        num_workers = self._slicing.num_workers
+        if self._plan.leases and self._sharding.size != num_workers:
+            raise UsageError(
+                f"the model is cut over the workers, {num_workers // self._sharding.size} for each replica, which "
+                f"would have to be dealt the same batches. {_FIXED}"
+            )
+
+
+def _contents(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[Any]:
+    """Yield what is in those batches that have something; all are noted as waiting to be handed out."""
+    for batch in batches:
+        waiting.append(batch)
+        if batch.num_samples:
+            yield batch.content
+
+
+def _check(name: str, number: int, least: int, most: int | None = None) -> None:
+    is_number = isinstance(number, int) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_number or number < least or (most is not None and number > most):
+        upto = "or more" if most is None else f"to {most}"
+        raise UsageError(f"{name} is {number!r}, expected {least} {upto}.")

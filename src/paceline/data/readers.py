@@ -1,0 +1,37 @@
+"""The readers of a session: in this process, or where data servers are; opened for its loaders, closed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.feeding.reader import LocalReader, Reader
+from paceline.feeding.recipe import Recipe
+
+# Opens a recipe, of which so many batches are to be made before they are read.
+OpenReader = Callable[[Recipe, int], Reader]
+
+
+def read_here(recipe: Recipe, _prefetch: int) -> Reader:
+    """Read in this process, and only what is asked for."""
+    return LocalReader(recipe)
+
+
+@dataclass(slots=True)
+class Readers:
+    """Opens readers, and closes them with the session."""
+
+    open_reader: OpenReader = read_here
+    _opened: list[Reader] = field(default_factory=list[Reader])
+
+    def open(self, recipe: Recipe, prefetch: int) -> Reader:
+        """Open a reader; what it raises is said by `Reader`."""
+        reader = self.open_reader(recipe, prefetch)
+        self._opened.append(reader)
+        return reader
+
+    def close(self) -> None:
+        """Close all that were opened."""
+        opened, self._opened = self._opened, []
+        for reader in opened:
+            reader.close()

@@ -1,0 +1,50 @@
+"""The entry of a data server: `python -m paceline.launch.data_server SPEC RANK`.
+
+It listens, publishes its address, and serves batches until its standard input says `stop`. The end of that input means
+that the launcher is gone: then it ends at once. It decides nothing, so that it may also be killed and started again.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+from paceline.feeding.server import FeedNode
+from paceline.launch.addresses import address_path
+from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.keys.holders import Holder
+from paceline.launch.keys.revocation import revoked_path, watching_revoked
+from paceline.launch.serving import orders, run_program, tell_misunderstood
+from paceline.launch.spec import ClusterSpec, write_private
+from paceline.observe.trace import Trace, trace_path
+
+
+def serve(spec: ClusterSpec, rank: int) -> None:
+    """Serve batches to the workers of the job; blocks until told to stop."""
+    transport = make_transport(spec, Holder("data", rank), lambda text: print(text, file=sys.stderr))
+    listener = transport.listen(listen_address(spec, rank, role="data"))
+    run_dir = Path(spec.run_dir)
+    trace = Trace(trace_path(run_dir, "data", rank))
+    node = FeedNode(rank, listener, transport, spec.generation, trace=trace)
+    threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
+    write_private(address_path(run_dir, "data", rank), listener.address.encode())
+    with watching_revoked(revoked_path(spec), node.expel):
+        node.run()
+
+
+def _obey(node: FeedNode) -> None:
+    for words in orders():
+        match words:
+            case ["stop"]:
+                node.stop()
+                return
+            case _:
+                tell_misunderstood(words, "data server")
+
+
+def main() -> None:
+    """Serve as the command line says; the launcher stops data servers when the workers have ended."""
+    run_program(lambda: serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()
