@@ -88,8 +88,10 @@ class Cut:
 
 
 def run(num: int, sharding: Sharding) -> slice:
-    """Return this worker's part of so many things in a row: as long as those of others, or one more or less."""
-    return slice(num * sharding.rank // sharding.size, num * (sharding.rank + 1) // sharding.size)
+    """Return this worker's part of so many things in a row; those of the first workers may be longer by one."""
+    each, num_longer = divmod(num, sharding.size)
+    start = each * sharding.rank + min(sharding.rank, num_longer)
+    return slice(start, start + each + (sharding.rank < num_longer))
 
 
 def is_hashed_to(key: Key, sharding: Sharding) -> bool:

@@ -1,0 +1,111 @@
+"""Iterables are read by everyone, each item is one worker's, and reading goes on where it was left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.data.test_sharding import Recorder
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from paceline.data.partition import Cut
+from paceline.data.sharding import shard_source
+from paceline.data.streams import ShardedStream
+from paceline.errors import UsageError
+
+
+class Numbers:
+    """Can be read again and again."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num))
+
+
+class OwnPart(IterableDataset[int]):
+    """Sees to it itself that the processes of a loader read different items."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(12) if info is None else range(info.id, 12, info.num_workers))
+
+
+def streams_of(source: Any, size: int, cut: Cut | None = None) -> list[ShardedStream]:
+    owned = [shard_source(source, Recorder(rank, size).sharding, cut or Cut()) for rank in range(size)]
+    assert all(isinstance(own, ShardedStream) for own in owned)
+    return owned
+
+
+@given(num=st.integers(1, 40), before=st.integers(1, 5), after=st.integers(1, 5), turns=st.integers(0, 9))
+def test_items_by_turns_go_on_for_any_number_of_workers(num: int, before: int, after: int, turns: int) -> None:
+    first = streams_of(Numbers(num), before)
+    turns = min(turns, -(-num // before))  # reading is left before it ends
+    seen = [list(islice(stream, turns)) for stream in first]
+    state = first[0].state_dict() if turns else {"epoch": 0, "num_done": 0}
+    again = streams_of(Numbers(num), after)
+    for stream in again:
+        stream.load_state_dict(state)
+    rest = [list(stream) for stream in again]
+    assert sorted(chain(*seen, *rest)) == list(range(num))
+    assert sorted(chain(*seen)) == list(range(min(num, before * turns)))
+    assert sorted(chain(*(list(stream) for stream in again))) == list(range(num)), "the next epoch has all of it"
+
+
+@given(num=st.integers(1, 40), size=st.integers(1, 5), turns=st.integers(1, 9), by_key=st.booleans())
+def test_hashed_items_go_on_for_each_worker_alone(num: int, size: int, turns: int, by_key: bool) -> None:
+    cut = Cut("hashed", key=(lambda item: item // 3) if by_key else None)
+    first, again = streams_of(Numbers(num), size, cut), streams_of(Numbers(num), size, cut)
+    seen = [list(islice(stream, turns)) for stream in first]
+    for old, new in zip(first, again, strict=True):
+        new.load_state_dict(old.state_dict())
+    rest = [list(stream) for stream in again]
+    whole = [list(stream) for stream in streams_of(Numbers(num), size, cut)]
+    assert sorted(chain(*whole)) == list(range(num))
+    ended = [len(own) < turns for own in whole]  # then the next epoch is all that is left
+    assert [one + other for one, other, end in zip(seen, rest, ended, strict=True) if not end] == [
+        own for own, end in zip(whole, ended, strict=True) if not end
+    ]
+    if by_key:
+        assert all(len({item // 3 for item in own}) == len(set(range(0, num, 3)) & set(own)) for own in whole)
+
+
+def test_the_state_of_hashed_items_is_one_workers() -> None:
+    cut = Cut("hashed")
+    one, other = streams_of(Numbers(9), 2, cut)
+    with pytest.raises(UsageError, match=r"worker 0, not 1"):
+        other.load_state_dict(one.state_dict())
+    with pytest.raises(UsageError, match=r"num_workers 2, not 3"):
+        streams_of(Numbers(9), 3, cut)[0].load_state_dict(one.state_dict())
+    with pytest.raises(UsageError, match="a state with epoch, num_done is not of this source"):
+        one.load_state_dict(streams_of(Numbers(9), 2)[0].state_dict())
+
+
+def test_a_loader_over_a_stream_goes_on_behind_the_batches_that_it_gave() -> None:
+    (stream,) = streams_of(Numbers(10), 1)
+    batches = iter(DataLoader(stream, batch_size=3))
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    (again,) = streams_of(Numbers(10), 1)
+    again.load_state_dict(stream.state_dict())
+    assert [batch.tolist() for batch in DataLoader(again, batch_size=3)] == [[6, 7, 8], [9]]
+
+
+@pytest.mark.parametrize("source", [Numbers(12), OwnPart()], ids=["iterable", "dataset"])
+def test_processes_of_a_loader_read_each_item_once(source: Any) -> None:
+    loaders = [DataLoader(stream, batch_size=2, num_workers=2) for stream in streams_of(source, 2)]
+    parts = [sorted(chain(*(batch.tolist() for batch in loader))) for loader in loaders]
+    assert sorted(chain(*parts)) == list(range(12))
+    if not isinstance(source, OwnPart):
+        assert parts[0] == list(range(0, 12, 2))
+
+
+@pytest.mark.parametrize("source", [Numbers(0), iter(())])
+def test_what_has_no_items_is_refused_when_that_is_known(source: Any) -> None:
+    owned = shard_source(source, Recorder(0, 2).sharding)
+    with pytest.raises(UsageError, match=r"the \w+ that is read by workers has no items at all"):
+        list(owned)
