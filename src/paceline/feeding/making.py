@@ -75,10 +75,10 @@ class Maker:
         records = turn.volume.records
         if records is None:
             raise DataError("the source was closed here in the meantime")
-        prepared = records.prepare(turn.ask)
+        prepared = records.prepare(turn.ask())
         if prepared.size_bytes > self.max_batch_bytes:
             raise UsageError(
-                f"a batch of {len(turn.ask.indices)} samples has {prepared.size_bytes} bytes, at most "
+                f"a batch of {turn.indices.size} samples has {prepared.size_bytes} bytes, at most "
                 f"{self.max_batch_bytes} are served: choose a smaller batch size"
             )
         pieces.append(turn.caller.lending.take(prepared.size_bytes))

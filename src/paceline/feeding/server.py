@@ -12,13 +12,12 @@ from typing import Final
 import numpy as np
 
 from paceline.errors import PeerError, ProtocolBug, UsageError
-from paceline.feeding.batches import Ask
 from paceline.feeding.callers import Caller, meet
 from paceline.feeding.library import MAX_OPEN_BY_WORKER, Library, OpenRecords, Volume
 from paceline.feeding.making import Maker
 from paceline.feeding.outbox import Answer
 from paceline.feeding.records import open_recipe
-from paceline.feeding.turns import Turn, Turns
+from paceline.feeding.turns import Indices, Turn, Turns
 from paceline.feeding.wire import INDEX_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.mishaps import story
@@ -141,16 +140,18 @@ class FeedNode:
         try:
             if item.frame is None:
                 self._forget(connection)
-            elif any(known is connection for known in self._inbox.connections()):  # else it was ended here
-                self._dispatch(self._caller(connection), decode(item.frame.header), item.frame.body)
+                return
+            caller = self._callers.get(id(connection)) or self._meet(connection)
+            if caller is not None:
+                self._dispatch(caller, decode(item.frame.header), item.frame.body)
         except PeerError as error:
             self.trace.record(Refusal(time.monotonic(), self.rank, -1, "", f"{connection.peer}: {error}"))
             self._forget(connection)
 
-    def _caller(self, connection: Connection) -> Caller:
-        known = self._callers.get(id(connection))
-        if known is not None:
-            return known
+    def _meet(self, connection: Connection) -> Caller | None:
+        """Return who has begun to speak; None where it was ended here, and this was said before."""
+        if all(known is not connection for known in self._inbox.connections()):
+            return None
         caller = meet(connection, self.transport, self.generation, self._turns.look)
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
@@ -186,8 +187,7 @@ class FeedNode:
             text = f"a batch has an index that is none of the {volume.num_samples} samples of the source"
             caller.outbox.put(Answer(encode(Failed.of(message.number, UsageError(text), text))))
             return
-        ask = Ask(message.epoch, tuple(indices.tolist()))
-        self._turns.put(Turn(caller, message.number, volume, ask), urgent=message.urgent)
+        self._turns.put(Turn(caller, message.number, volume, message.epoch, indices), urgent=message.urgent)
 
     def _forget(self, connection: Connection) -> None:
         """Let go of everything that a connection stands for."""
@@ -222,7 +222,7 @@ def _place(header: bytes, size_bytes: int) -> None:
             raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes")
 
 
-def _indices(message: Read, body: memoryview) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _indices(message: Read, body: memoryview) -> Indices:
     """Return the samples that are asked for, in memory that nobody else can change."""
     if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
         raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")

@@ -5,20 +5,33 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
+import numpy as np
+
+from paceline.errors import PeerError
 from paceline.feeding.batches import Ask
 from paceline.feeding.callers import Caller
 from paceline.feeding.library import Volume
 
+MAX_WAITING: Final = 1 << 24  # samples that one worker waits for
 
-@dataclass(frozen=True, slots=True)
+Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A batch that a worker has asked for under this number."""
 
     caller: Caller
     number: int
     volume: Volume
-    ask: Ask
+    epoch: int
+    indices: Indices
+
+    def ask(self) -> Ask:
+        """Return what is wanted; it takes more memory than the indices, so this is asked when it is made."""
+        return Ask(self.epoch, tuple(self.indices.tolist()))
 
 
 @dataclass(slots=True)
@@ -31,9 +44,15 @@ class Turns:
     _closed: bool = False
 
     def put(self, turn: Turn, *, urgent: bool) -> None:
-        """Add a batch; an urgent one goes before the others of its worker."""
+        """Add a batch; an urgent one goes before the others of its worker.
+
+        Raises:
+            PeerError: this worker waits for more than can be remembered.
+        """
         with self._changed:
             queue = self._waiting.setdefault(turn.caller.hello.rank, deque())
+            if sum(other.indices.size for other in queue) > MAX_WAITING:
+                raise PeerError(f"a worker waits for more than {MAX_WAITING} samples")
             queue.appendleft(turn) if urgent else queue.append(turn)
             self._changed.notify_all()
 

@@ -1,0 +1,390 @@
+"""What a data server owes to many workers at once, and what a faulty or hostile one of them cannot do to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from tests.feeding.feeders import (
+    DEADLINE_S,
+    GENERATION,
+    ODD,
+    RECIPE,
+    Feeders,
+    Numbers,
+    ask,
+    feeders,
+    hello,
+    is_right,
+    open_numbers,
+    until,
+)
+
+from paceline import sources
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.feeding.batches import Ask
+from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
+from paceline.feeding.library import MAX_OPEN, MAX_OPEN_BY_WORKER, Library, Volume
+from paceline.feeding.recipe import Recipe, encode_recipe
+from paceline.feeding.server import _place
+from paceline.feeding.wire import (
+    MAX_SAMPLES,
+    MAX_UNANSWERED,
+    NO_LOAN,
+    Failed,
+    Message,
+    Open,
+    Opened,
+    Parcel,
+    Read,
+    decode,
+    encode,
+)
+from paceline.node.inbox import Incoming
+from paceline.node.wire import Hello
+from paceline.node.wire import encode as encode_hello
+from paceline.transport import MemoryTransport, ShmTransport
+from paceline.transport.base import EMPTY, Connection, Frame
+
+T = TypeVar("T")
+OPEN = Open(0, encode_recipe(RECIPE))
+
+
+class Caller:
+    """A worker that says whatever the test wants."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def say(self, message: Message | bytes, body: memoryview = EMPTY) -> None:
+        header = message if isinstance(message, bytes) else encode(message)
+        self.connection.send(header, body, timeout_s=DEADLINE_S)
+
+    def hear(self, kind: type[T]) -> T:
+        message = decode(self.connection.receive(timeout_s=DEADLINE_S).header)
+        assert isinstance(message, kind), message
+        return message
+
+    def opens(self, recipe: Recipe = RECIPE, number: int = 0) -> Opened:
+        self.say(Open(number, encode_recipe(recipe)))
+        return self.hear(Opened)
+
+    def reads(self, asked: Ask, number: int = 1, *, urgent: bool = False, returned: tuple[int, ...] = ()) -> None:
+        self.say(Read(number, 0, asked.epoch, len(asked.indices), urgent, returned), body_of(asked.indices))
+
+    def is_cut_off(self) -> bool:
+        try:
+            while True:
+                self.connection.receive(timeout_s=DEADLINE_S)
+        except DeadlineExceeded:
+            return False
+        except ConnectionLost:
+            return True
+
+
+def body_of(indices: Sequence[int]) -> memoryview:
+    return memoryview(np.array(indices, dtype=np.int64).tobytes())
+
+
+@contextmanager
+def caller(running: Feeders, identity: Hello | bytes | None = None) -> Iterator[Caller]:
+    raw = identity if isinstance(identity, bytes) else encode_hello(identity or hello(7))
+    connection = running.transport.connect(running.addresses[0], raw, timeout_s=DEADLINE_S)
+    try:
+        yield Caller(connection)
+    finally:
+        connection.close()
+
+
+def recipe_of(number: int) -> Recipe:
+    return Recipe(sources.arrays("numbers.npy"), seed=number)
+
+
+# -- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_who_asks_for_much_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    gate = threading.Event()
+    numbers = Numbers(RECIPE, gate)
+    with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running:
+        node = running.nodes[0]
+        with caller(running, hello(0)) as greedy, caller(running, hello(1)) as modest:
+            assert greedy.opens() == modest.opens()
+            for number in range(1, 21):
+                greedy.reads(ask(number), number)
+            until(lambda: sum(map(len, node._turns._waiting.values())) == 19)
+            modest.reads(ask(100))
+            until(lambda: sum(map(len, node._turns._waiting.values())) == 20)
+            gate.set()
+            modest.hear(Parcel)
+            assert numbers.asked.index(ask(100)) <= 2
+            for _ in range(20):
+                greedy.hear(Parcel)
+
+
+def test_what_a_loop_waits_for_goes_before_what_it_has_made_ahead(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with feeders("memory", tmp_path, open_records=lambda *_: Numbers(RECIPE, gate)) as running:
+        node = running.nodes[0]
+        with caller(running) as worker:
+            worker.opens()
+            for number in range(1, 6):
+                worker.reads(ask(number), number)
+            until(lambda: sum(map(len, node._turns._waiting.values())) == 4)
+            worker.reads(ask(9), 9, urgent=True)
+            until(lambda: sum(map(len, node._turns._waiting.values())) == 5)
+            gate.set()
+            assert [worker.hear(Parcel).number for _ in range(6)] == [1, 9, 2, 3, 4, 5]
+
+
+def test_who_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> None:
+    with feeders("tcp", tmp_path) as running, running.reader(rank=1) as reader, caller(running) as stalled:
+        stalled.opens()
+        large = ask(0, num=1000)  # 5 MB, more than the line holds
+        for number in range(1, MAX_UNANSWERED + 1):
+            stalled.reads(large, number)
+        for number in range(20):
+            assert is_right(reader.read(ask(number)), ask(number))
+        assert running.nodes[0]._maker.num_batches <= 20 + 8
+
+
+def test_a_source_that_takes_long_to_open_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    gate, opened = threading.Event(), threading.Event()
+
+    def open_slowly(recipe: Recipe, _: object) -> Numbers:
+        if recipe == ODD:
+            opened.set()
+            assert gate.wait(DEADLINE_S)
+        return Numbers(recipe)
+
+    with (
+        feeders("memory", tmp_path, open_records=open_slowly) as running,
+        running.reader(rank=1) as reader,
+        caller(running) as slow,
+    ):
+        slow.say(Open(0, encode_recipe(ODD)))
+        assert opened.wait(DEADLINE_S)
+        assert is_right(reader.read(ask(0)), ask(0))
+        gate.set()
+        slow.hear(Opened)
+
+
+def test_what_all_workers_read_is_open_once_and_closed_in_the_end(tmp_path: Path) -> None:
+    opened: list[Numbers] = []
+
+    def opening(recipe: Recipe, _: object) -> Numbers:
+        opened.append(Numbers(recipe))
+        return opened[-1]
+
+    with feeders("memory", tmp_path, open_records=opening) as running:
+        for rank in range(5):
+            with running.reader(rank=rank) as reader:
+                reader.read(ask(rank))
+        assert len(opened) == 1
+        assert not opened[0].is_closed
+    assert opened[0].is_closed
+
+
+def test_a_connection_that_ends_is_forgotten(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with feeders("memory", tmp_path, open_records=lambda *_: Numbers(RECIPE, gate)) as running:
+        node = running.nodes[0]
+        with caller(running) as worker:
+            worker.opens()
+            for number in range(1, 6):
+                worker.reads(ask(number), number)
+            until(lambda: bool(node._turns._waiting))
+        until(lambda: not node._callers)
+        assert not node._turns._waiting
+        assert not next(iter(node._library._volumes.values())).readers
+        gate.set()
+
+
+# -- what may not be said --------------------------------------------------------------------------------------------
+
+READ = Read(1, 0, 0, 2, urgent=False, returned=())
+TWO = body_of([3, 4])
+HOSTILE: list[tuple[Message | bytes, memoryview]] = [
+    (b"", EMPTY),
+    (b"\xff nonsense", EMPTY),
+    (encode(READ)[:-1], TWO),
+    (Opened(0, 10, "f00d"), EMPTY),
+    (Failed(0, "usage", "no"), EMPTY),
+    (Open(0, encode_recipe(RECIPE)), EMPTY),
+    (Open(1, b"no recipe"), EMPTY),
+    (Open(1, encode_recipe(RECIPE)[:-1]), EMPTY),
+    (Read(1, 5, 0, 2, urgent=False, returned=()), TWO),
+    (Read(1, 0, -1, 2, urgent=False, returned=()), TWO),
+    (Read(1, 0, 1 << 60, 2, urgent=False, returned=()), TWO),
+    (Read(1, 0, 0, 3, urgent=False, returned=()), TWO),
+    (Read(1, 0, 0, -2, urgent=False, returned=()), TWO),
+    (Read(1, 0, 0, MAX_SAMPLES + 1, urgent=False, returned=()), body_of(range(MAX_SAMPLES + 1))),
+    (Read(1, 0, 0, 2, urgent=False, returned=(0,)), TWO),
+    (READ, memoryview(bytes(100_000))),
+]
+
+
+@pytest.mark.parametrize(("message", "body"), HOSTILE)
+def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
+    message: Message | bytes, body: memoryview, tmp_path: Path
+) -> None:
+    with feeders("memory", tmp_path) as running, running.reader() as reader, caller(running) as rogue:
+        reader.read(ask(0))
+        rogue.opens()
+        rogue.say(message, body)
+        assert rogue.is_cut_off()
+        assert is_right(reader.read(ask(1)), ask(1))
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [b"nobody", Hello("server", 0, 0, GENERATION), Hello("data", 0, 0, GENERATION), Hello("worker", 0, 0, 9)],
+)
+def test_who_is_no_worker_of_this_job_is_cut_off(identity: Hello | bytes, tmp_path: Path) -> None:
+    with feeders("memory", tmp_path) as running, caller(running, identity) as stranger:
+        stranger.say(OPEN)
+        assert stranger.is_cut_off()
+
+
+def test_who_asks_too_much_at_once_is_cut_off(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with feeders("memory", tmp_path, open_records=lambda *_: Numbers(RECIPE, gate)) as running:
+        with caller(running) as rogue:
+            rogue.opens()
+            for number in range(1, MAX_UNANSWERED + 2):
+                rogue.reads(ask(0), number)
+            assert rogue.is_cut_off()
+        with caller(running) as rogue:
+            rogue.opens()
+            for number in range(1, MAX_OPEN_BY_WORKER + 1):
+                rogue.say(Open(number, encode_recipe(RECIPE)))
+            assert rogue.is_cut_off()
+        gate.set()
+
+
+def test_a_worker_that_calls_again_and_again_is_cut_off(tmp_path: Path) -> None:
+    with feeders("memory", tmp_path) as running, running.reader(rank=1) as reader:
+        connect = running.transport.connect
+        calls = [connect(running.addresses[0], encode_hello(hello(7)), timeout_s=1) for _ in range(65)]
+        for connection in calls:
+            Caller(connection).say(OPEN)
+        assert Caller(calls[-1]).is_cut_off()
+        assert is_right(reader.read(ask(1)), ask(1))
+        for connection in calls:
+            connection.close()
+
+
+def test_what_was_said_before_an_end_means_nothing_after_it(tmp_path: Path) -> None:
+    with feeders("memory", tmp_path) as running, caller(running) as rogue:
+        node = running.nodes[0]
+        rogue.opens()
+        (connection,) = node._inbox.connections()
+        rogue.say(b"")
+        assert rogue.is_cut_off()
+        node._take_in(Incoming(connection, Frame(encode(OPEN), EMPTY)))
+        assert not node._callers
+
+
+def test_large_bodies_are_refused_before_they_come() -> None:
+    _place(encode(Read(1, 0, 0, MAX_SAMPLES, urgent=False, returned=())), MAX_SAMPLES * 8)
+    for message, size_bytes in (
+        (OPEN, 1 << 20),
+        (READ, 1 << 20),
+        (Read(1, 0, 0, 1 << 40, urgent=False, returned=()), 8 << 40),
+    ):
+        with pytest.raises(PeerError, match="came with"):
+            _place(encode(message), size_bytes)
+
+
+def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path) -> None:
+    with feeders("memory", tmp_path, max_batch_bytes=100_000) as running, running.reader() as reader:
+        with pytest.raises(UsageError, match="at most 100000 are served: choose a smaller batch size"):
+            reader.read(ask(0, num=1000))
+        assert is_right(reader.read(ask(0)), ask(0))
+
+
+# -- sources ---------------------------------------------------------------------------------------------------------
+
+
+def library(told: list[Volume]) -> Library:
+    return Library(open_numbers, None, told.append)
+
+
+def settle_all(shelves: Library, told: list[Volume]) -> None:
+    for thread in shelves._threads:
+        thread.join(DEADLINE_S)
+    while told:
+        shelves.settle(told.pop())
+
+
+def test_what_nobody_reads_is_closed_where_there_is_no_room() -> None:
+    told: list[Volume] = []
+    shelves = library(told)
+    volumes = [shelves.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
+    settle_all(shelves, told)
+    first = volumes[5].records
+    assert isinstance(first, Numbers)
+    with pytest.raises(PeerError, match="more than one data server serves"):
+        shelves.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
+    shelves.leave(volumes[5], 0)
+    shelves.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
+    settle_all(shelves, told)
+    assert first.is_closed
+    assert len(shelves._volumes) == MAX_OPEN
+    shelves.close()
+
+
+def test_one_worker_cannot_take_all_the_room() -> None:
+    told: list[Volume] = []
+    shelves = library(told)
+    for number in range(MAX_OPEN_BY_WORKER):
+        volume = shelves.open(encode_recipe(recipe_of(number)), 7, lambda _: None)
+        shelves.leave(volume, 7)  # over a connection that has ended, which does not end the opening
+    with pytest.raises(PeerError, match="worker 7 reads more than 16 sources"):
+        shelves.open(encode_recipe(recipe_of(99)), 7, lambda _: None)
+    shelves.open(encode_recipe(recipe_of(99)), 8, lambda _: None)
+    settle_all(shelves, told)
+    shelves.open(encode_recipe(recipe_of(100)), 7, lambda _: None)
+    settle_all(shelves, told)
+    shelves.close()
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_lent_until_it_is_given_back() -> None:
+    lending = Lending(ShmTransport("lending"))
+    first = lending.take(5000)
+    second = lending.take(5000)
+    assert (first.memory.nbytes, first.whole is second.whole) == (5000, False)
+    assert lending.give_back(first.loan)
+    assert not lending.give_back(first.loan)
+    third = lending.take(4000)
+    assert third.whole is first.whole
+    assert third.loan not in (first.loan, second.loan)
+    lending.drop(third)
+    assert lending.take(8192).whole is first.whole
+    lending.clear()
+
+
+def test_who_keeps_very_much_is_sent_copies() -> None:
+    lending = Lending(ShmTransport("lending"))
+    pieces = [lending.take(1) for _ in range(MAX_LOANS + 1)]
+    assert [piece.loan == NO_LOAN for piece in pieces] == [False] * MAX_LOANS + [True]
+    assert all(lending.give_back(piece.loan) for piece in pieces[:-1])
+    assert len(lending._shared._free) == MAX_FREE
+    lending.clear()
+
+
+def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:
+    lending = Lending(MemoryTransport())
+    first = lending.take(5000)
+    assert first.loan == NO_LOAN
+    lending.on_sent(first)
+    assert lending.take(100).whole is first.whole
+    lending.clear()
