@@ -1,0 +1,332 @@
+"""Loops that are fed: the same bits wherever batches are made, each sample once whoever gets it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.data.feeding_jobs import BATCH_SIZE, Training, fed, fed_job, partitioned, write_numbers
+from tests.data.test_reassignment import WAIT_S, Death, Lagging, run_until_death
+from tests.jobs import run_job
+from tests.training.recipes import mlp
+
+import paceline
+from paceline import sources
+from paceline.errors import DataError, RecordError, UsageError
+from paceline.observe.trace import Epoch, Trace
+from paceline.session import Session
+
+NUM_WORKERS = 3
+OWN = "tests.feeding.own"
+Results = list[tuple[list[float], torch.Tensor, int]]
+
+
+def together() -> Any:
+    """Let all workers have a batch before one goes on, so that nobody is through early and takes another's."""
+    gate = threading.Barrier(NUM_WORKERS)
+    return lambda worker, number: gate.wait(WAIT_S)
+
+
+# -- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
+    """What the same loop does over a loader of torch's own, by the number of samples."""
+    return {
+        num: run_job(
+            tmp_path_factory.mktemp("plain"),
+            Training(partitioned(num, shuffle=True), num_epochs=2),
+            workers=NUM_WORKERS,
+            servers=2,
+        )
+        for num in (36, 47)
+    }
+
+
+@pytest.mark.parametrize(
+    ("data_servers", "carrier", "leases", "num"),
+    [
+        (0, "memory", False, 47),
+        (0, "memory", True, 36),
+        (1, "memory", True, 36),
+        (2, "memory", False, 47),
+        (2, "shm", True, 36),
+        (2, "tcp", False, 47),
+    ],
+)
+def test_fed_and_partitioned_runs_have_the_same_bits(
+    data_servers: int, carrier: str, leases: bool, num: int, plain: dict[int, Results], tmp_path: Path
+) -> None:
+    source = write_numbers(tmp_path, num)
+    before = together() if leases else lambda worker, number: None
+    training = Training(fed(source, shuffle=True, leases=leases), num_epochs=2, before=before)
+
+    with fed_job(tmp_path, data_servers=data_servers, carrier=carrier, workers=NUM_WORKERS, servers=2) as started:
+        found = started.run(training)
+
+    for (losses, values, clock), (expected_losses, expected, expected_clock) in zip(found, plain[num], strict=True):
+        assert losses == expected_losses
+        assert torch.equal(values, expected)
+        assert clock == expected_clock
+    assert training.all_counted() == sorted([*range(num)] * 2)
+
+
+@pytest.mark.parametrize(("data_servers", "slices"), [(0, 3), (2, 3), (2, 1)])
+def test_whoever_lags_is_helped_and_values_are_the_same_to_rounding(
+    data_servers: int, slices: int, plain: dict[int, Results], tmp_path: Path
+) -> None:
+    source = write_numbers(tmp_path, 47)
+    training = Training(fed(source, shuffle=True, slices=slices), num_epochs=2, before=Lagging(slices))
+
+    with fed_job(tmp_path, data_servers=data_servers, workers=NUM_WORKERS, servers=2) as started:
+        found = started.run(training)
+
+    for (_, values, clock), (_, expected, expected_clock) in zip(found, plain[47], strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
+        assert clock == expected_clock
+    assert training.all_counted() == sorted([*range(47)] * 2)
+
+
+def test_what_a_transform_draws_is_the_samples_own(tmp_path: Path) -> None:
+    source = sources.dataset(f"{OWN}:pairs")
+    options = {"batch_size": 2, "transform": f"{OWN}:noisy", "shuffle": True, "leases": False}
+
+    def work(_: Session) -> list[list[torch.Tensor]]:
+        loader = paceline.feed(source, **options)  # pyright: ignore[reportArgumentType]
+        return [*loader, *loader]
+
+    here = run_job(tmp_path, work)[0]
+    with fed_job(tmp_path, data_servers=2) as started:
+        there = started.run(work)[0]
+    assert [[part.tolist() for part in batch] for batch in here] == [
+        [part.tolist() for part in batch] for batch in there
+    ]
+    labels = torch.cat([batch[1] for batch in here])
+    images = torch.cat([batch[0] for batch in here])[labels.argsort()]
+    assert labels.bincount().tolist() == [2] * 6
+    assert not torch.equal(images[0], images[1]), "another epoch, another draw"
+
+
+# -- death -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_worker_had_is_dealt_again_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told, is_dead, taken = list[Epoch](), threading.Event(), threading.Barrier(NUM_WORKERS)
+
+    def before(worker: Session, number: int) -> None:
+        if worker.node.clock == 1 and number == 0:
+            taken.wait(WAIT_S)
+            if worker.rank == 2:
+                raise Death
+            assert is_dead.wait(WAIT_S)
+
+    source = write_numbers(tmp_path, 54)
+    training = Training(fed(source), before=before)
+    monkeypatch.setattr(Trace, "record", lambda _, record: told.append(record) if isinstance(record, Epoch) else None)
+    with fed_job(tmp_path, data_servers=1, workers=NUM_WORKERS, servers=2) as started:
+        run_until_death(started, training, is_dead.set)  # pyright: ignore[reportArgumentType]
+    assert training.all_counted() == list(range(54))
+    assert sum(epoch.again for epoch in told) == BATCH_SIZE
+    assert sum(epoch.samples for epoch in told) == 54 - BATCH_SIZE, "the dead worker's first batch counts"
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "again" in line]
+    assert line.endswith("was dealt 6 samples of epoch 0 again, which a worker had that has died")
+
+
+# -- records that cannot be decoded ----------------------------------------------------------------------------------
+
+
+def write_lines(folder: Path, num: int, bad: set[int]) -> sources.Source:
+    path = folder / "numbers.txt"
+    path.write_text("".join(f"{'none' if number in bad else number}\n" for number in range(num)))
+    return sources.lines(path)
+
+
+@pytest.mark.parametrize(("leases", "slices"), [(False, 1), (True, 1), (True, 3)])
+def test_records_that_cannot_be_decoded_are_left_out_counted_and_told(
+    leases: bool, slices: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A whole batch, a whole slice at the end of a clock, one at its beginning, and a single record of another."""
+    bad = {*range(6, 12), 16, 17, 18, 19, 33}
+    source = write_lines(tmp_path, 36, bad)
+
+    def work(worker: Session) -> tuple[list[int], torch.Tensor, int, int]:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0))
+        loader = paceline.feed(
+            source, batch_size=6, transform=f"{OWN}:number", on_error="skip", leases=leases, slices=slices
+        )
+        seen = list[int]()
+        for batch in loader:
+            optimizer.zero_grad()
+            (weight * batch).mean().backward()
+            optimizer.step()
+            seen += batch.int().tolist()
+        worker.barrier()
+        with optimizer.snapshot():
+            return seen, weight.detach().clone(), worker.node.clock, worker.num_samples
+
+    with fed_job(tmp_path, data_servers=1, workers=2) as started:
+        found = started.run(work)
+    assert sorted(found[0][0] + found[1][0]) == [number for number in range(36) if number not in bad]
+    assert sum(num for *_, num in found) == 36 - len(bad)
+    means = [[number for number in range(clock * 12, clock * 12 + 12) if number not in bad] for clock in range(3)]
+    expected = -sum(sum(numbers) / len(numbers) for numbers in means)
+    for _, weight, clock, _ in found:
+        assert weight.item() == pytest.approx(expected, rel=1e-12), "each clock is the mean of the records that it had"
+        assert clock == 3
+    told = [line for line in capfd.readouterr().err.splitlines() if "left out" in line]
+    assert sum(int(line.split("left out ")[1].split()[0]) for line in told) == len(bad)
+    assert all("could not be decoded: " in line and "numbers.txt" in line for line in told)
+
+
+def test_a_record_that_cannot_be_decoded_ends_the_loop_where_none_is_skipped(tmp_path: Path) -> None:
+    source = write_lines(tmp_path, 12, {7})
+
+    def work(_: Session) -> int:
+        batches = iter(paceline.feed(source, batch_size=3, transform=f"{OWN}:number", leases=False))
+        read = list(islice(batches, 2))
+        with pytest.raises(RecordError, match=r"numbers\.txt"):
+            next(batches)
+        return len(read)
+
+    for data_servers in (0, 1):
+        with fed_job(tmp_path, data_servers=data_servers) as started:
+            assert started.run(work) == [2]
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_has_whole_batches_and_leaves_no_trace(tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 20)
+
+    def work(worker: Session) -> tuple[list[int], Any, int, int]:
+        loader = paceline.feed(source, batch_size=6, slices=3)
+        with torch.no_grad():
+            sizes = [len(batch["indices"]) for batch in loader for _ in range(1)]
+        return sizes, loader.state_dict()["epoch"], worker.node.clock, worker.num_samples
+
+    with fed_job(tmp_path, data_servers=1, workers=2) as started:
+        assert started.run(work) == [([6, 6], 0, 0, 0), ([6, 2], 0, 0, 0)]
+
+
+def test_fewer_batches_than_workers_leave_some_without(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = write_numbers(tmp_path, 8)
+    training = Training(fed(source, leases=False))
+    with fed_job(tmp_path, data_servers=1, workers=3) as started:
+        assert [clock for *_, clock in started.run(training)] == [1, 1, 1]
+    assert training.all_counted() == list(range(8))
+    assert capfd.readouterr().err.count("1 of 3 workers get nothing") == 1
+
+
+@pytest.mark.parametrize("leases", [False, True])
+def test_reading_goes_on_where_it_was_left_with_another_number_of_workers(leases: bool, tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 47)
+
+    def work(state: dict[str, int] | None, num_clocks: int | None) -> Any:
+        def live(worker: Session) -> tuple[list[int], dict[str, int]]:
+            optimizer = paceline.distributed(torch.optim.SGD(mlp().double().parameters(), lr=0.1))
+            loader = paceline.feed(source, batch_size=6, shuffle=True, leases=leases)
+            loader.load_state_dict(state or loader.state_dict())
+            seen = list[int]()
+            for batch in loader:
+                if worker.node.clock == num_clocks:
+                    break
+                seen += batch["indices"].tolist()
+                optimizer.step()
+            return seen, loader.state_dict()
+
+        return live
+
+    with fed_job(tmp_path, data_servers=1, workers=2) as started:
+        first = started.run(work(None, 2))
+    if not leases:  # the batch of the loop that was left counts, and is what the state says
+        first = [(seen, {**state, "num_done": 4}) for seen, state in first]
+    assert [state["num_done"] for _, state in first] == [4, 4]
+    with fed_job(tmp_path, data_servers=2, workers=3) as started:
+        rest = started.run(work(first[0][1], None))
+    assert Counter(index for seen, _ in first + rest for index in seen) == Counter(range(47))
+    assert [(state["epoch"], state["num_done"]) for _, state in rest] == [(1, 0)] * 3
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
+        ({"batch_size": True}, "batch_size is True, expected 1 or more"),
+        ({"slices": 7}, "slices is 7, expected 1 to 6"),
+        ({"slices": 2, "leases": False}, "slices=2 are parts of a batch that are dealt out"),
+        ({"prefetch": -1}, "prefetch is -1, expected 0 to 32"),
+        ({"on_error": "ignore"}, "on_error is 'ignore', expected \"raise\""),
+        ({"transform": "nowhere:function"}, "nowhere"),
+        ({"batch_size": 9, "drop_last": True}, "the source has 8 samples, fewer than a batch of 9"),
+        ({"source": [1, 2]}, "cannot feed from a list: expected what a function of paceline.sources returns"),
+        ({"source": sources.dataset(f"{OWN}:squares", num=0)}, "nothing to feed: the source has 0 samples"),
+    ],
+)
+@pytest.mark.parametrize("data_servers", [0, 1])
+def test_what_makes_no_sense_is_refused(
+    data_servers: int, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    def work(_: Session) -> None:
+        with pytest.raises(UsageError, match=message):
+            fed(**{"source": write_numbers(tmp_path, 8), **options})()
+
+    with fed_job(tmp_path, data_servers=data_servers) as started:
+        started.run(work)
+
+
+@pytest.mark.parametrize("data_servers", [0, 2])
+def test_a_file_that_is_missing_is_named(data_servers: int, tmp_path: Path) -> None:
+    def work(_: Session) -> None:
+        with pytest.raises(DataError, match=r"nowhere\.npy"):
+            paceline.feed(sources.arrays(tmp_path / "nowhere.npy"), batch_size=4)
+
+    with fed_job(tmp_path, data_servers=data_servers) as started:
+        started.run(work)
+
+
+def test_leases_need_an_optimizer_that_can_add_up(tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 12)
+
+    def work(_: Session) -> None:
+        loader = paceline.feed(source, batch_size=3)
+        with pytest.raises(UsageError, match=r"needs an optimizer .* Or give paceline.feed leases=False"):
+            next(iter(loader))
+        model = mlp().double()
+        everyone = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy="all-reduce", model=model)
+        with pytest.raises(UsageError, match=r"does not go with all-reduce.* leases=False"):
+            next(iter(loader))
+        assert sum(1 for _ in paceline.feed(source, batch_size=3, leases=False)) == 4
+        del everyone
+
+    run_job(tmp_path, work)
+
+
+def test_rows_can_be_asked_for_ahead_where_batches_are_not_dealt(tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 12)
+
+    def work(_: Session) -> None:
+        for leases in (False, True):
+            loader = paceline.feed(source, batch_size=3, leases=leases)
+            ahead = paceline.prefetch(loader, {})
+            if leases:
+                with pytest.raises(UsageError, match="known only when it is asked for: give feed leases=False"):
+                    next(iter(ahead))
+            else:
+                assert [len(batch["indices"]) for batch in ahead] == [3, 3, 3, 3]
+            with torch.no_grad():
+                assert len(list(ahead)) == 4
+
+    run_job(tmp_path, work)
