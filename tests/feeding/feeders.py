@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from paceline.feeding.recipe import Recipe
 from paceline.feeding.records import Faults
 from paceline.feeding.server import FeedNode
 from paceline.node.wire import Hello
-from paceline.transport import Transport
+from paceline.transport import FaultPlan, FaultyTransport, Transport
 
 NUM_SAMPLES = 10_000
 DEADLINE_S = 20.0  # by then whatever a test waits for has happened, or the test fails
@@ -130,14 +130,14 @@ class Feeders:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), "a data server hangs"
 
+    def new_reader(self, recipe: Recipe = RECIPE, rank: int = 0, **options: Any) -> RemoteReader:
+        patience = ReaderOptions(**{"timeout_s": DEADLINE_S, **options})
+        return RemoteReader(recipe, lambda: tuple(self.addresses), self.transport, hello(rank), patience)
+
     @contextmanager
     def reader(self, recipe: Recipe = RECIPE, rank: int = 0, **options: Any) -> Iterator[RemoteReader]:
-        patience = ReaderOptions(**{"timeout_s": DEADLINE_S, **options})
-        opened = RemoteReader(recipe, lambda: tuple(self.addresses), self.transport, hello(rank), patience)
-        try:
+        with closing(self.new_reader(recipe, rank, **options)) as opened:
             yield opened
-        finally:
-            opened.close()
 
 
 def hello(rank: int = 0) -> Hello:
@@ -146,10 +146,16 @@ def hello(rank: int = 0) -> Hello:
 
 @contextmanager
 def feeders(
-    kind: str, directory: Path, num: int = 1, open_records: OpenRecords = open_numbers, **options: Any
+    kind: str,
+    directory: Path,
+    num: int = 1,
+    open_records: OpenRecords = open_numbers,
+    plan: FaultPlan | None = None,
+    **options: Any,
 ) -> Iterator[Feeders]:
     """Run data servers; everything has ended afterwards."""
-    running = Feeders(kind, directory, make_transport(kind, directory))
+    transport = make_transport(kind, directory)
+    running = Feeders(kind, directory, transport if plan is None else FaultyTransport(transport, plan, seed=0))
     try:
         for server in range(num):
             running.start(server, open_records, **options)

@@ -22,10 +22,11 @@ from tests.feeding.feeders import (
     is_right,
     until,
 )
-from tests.node.cluster import CARRIERS
+from tests.node.cluster import CARRIERS, counts_of
 
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.feeding.client import ReaderOptions
+from paceline.transport import FaultPlan
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -146,6 +147,16 @@ def test_a_data_server_that_was_started_again_is_found_where_it_is_then(kind: st
             running.start(0)
             assert is_right(reader.read(ask(number)), ask(number))
         assert is_right(kept, ask(0))
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp"])
+def test_batches_are_the_same_over_a_line_that_breaks_again_and_again(kind: str, tmp_path: Path) -> None:
+    plan = FaultPlan(cut=0.1, delay=0.2, delay_s=(0.0, 0.002))
+    with feeders(kind, tmp_path, num=2, plan=plan) as running, running.reader() as reader:
+        for number in range(60):
+            reader.expect([ask(number + ahead) for ahead in range(3)])
+            assert is_right(reader.read(ask(number)), ask(number))
+        assert counts_of(running.transport).cut >= 5
 
 
 def test_when_none_is_left_the_loop_is_told_what_it_waited_for_and_what_to_do(tmp_path: Path) -> None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import pytest
 from tests.feeding.feeders import (
     DEADLINE_S,
     GENERATION,
     ODD,
     RECIPE,
-    Feeders,
     Numbers,
     ask,
     feeders,
@@ -24,10 +19,10 @@ from tests.feeding.feeders import (
     open_numbers,
     until,
 )
+from tests.feeding.speaking import Caller, body_of, caller
 
 from paceline import sources
-from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.feeding.batches import Ask
+from paceline.errors import PeerError, UsageError
 from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
 from paceline.feeding.library import MAX_OPEN, MAX_OPEN_BY_WORKER, Library, Volume
 from paceline.feeding.recipe import Recipe, encode_recipe
@@ -42,63 +37,15 @@ from paceline.feeding.wire import (
     Opened,
     Parcel,
     Read,
-    decode,
     encode,
 )
 from paceline.node.inbox import Incoming
 from paceline.node.wire import Hello
 from paceline.node.wire import encode as encode_hello
 from paceline.transport import MemoryTransport, ShmTransport
-from paceline.transport.base import EMPTY, Connection, Frame
+from paceline.transport.base import EMPTY, Frame
 
-T = TypeVar("T")
 OPEN = Open(0, encode_recipe(RECIPE))
-
-
-class Caller:
-    """A worker that says whatever the test wants."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-
-    def say(self, message: Message | bytes, body: memoryview = EMPTY) -> None:
-        header = message if isinstance(message, bytes) else encode(message)
-        self.connection.send(header, body, timeout_s=DEADLINE_S)
-
-    def hear(self, kind: type[T]) -> T:
-        message = decode(self.connection.receive(timeout_s=DEADLINE_S).header)
-        assert isinstance(message, kind), message
-        return message
-
-    def opens(self, recipe: Recipe = RECIPE, number: int = 0) -> Opened:
-        self.say(Open(number, encode_recipe(recipe)))
-        return self.hear(Opened)
-
-    def reads(self, asked: Ask, number: int = 1, *, urgent: bool = False, returned: tuple[int, ...] = ()) -> None:
-        self.say(Read(number, 0, asked.epoch, len(asked.indices), urgent, returned), body_of(asked.indices))
-
-    def is_cut_off(self) -> bool:
-        try:
-            while True:
-                self.connection.receive(timeout_s=DEADLINE_S)
-        except DeadlineExceeded:
-            return False
-        except ConnectionLost:
-            return True
-
-
-def body_of(indices: Sequence[int]) -> memoryview:
-    return memoryview(np.array(indices, dtype=np.int64).tobytes())
-
-
-@contextmanager
-def caller(running: Feeders, identity: Hello | bytes | None = None) -> Iterator[Caller]:
-    raw = identity if isinstance(identity, bytes) else encode_hello(identity or hello(7))
-    connection = running.transport.connect(running.addresses[0], raw, timeout_s=DEADLINE_S)
-    try:
-        yield Caller(connection)
-    finally:
-        connection.close()
 
 
 def recipe_of(number: int) -> Recipe:

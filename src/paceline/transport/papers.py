@@ -12,7 +12,7 @@ from paceline.transport.base import ANY, Papers
 # How the names in certificates begin that are ours: paceline://mnist-7/worker/3, or paceline://mnist-7/any.
 SCHEME: Final = "paceline://"
 
-_NAME: Final = re.compile(r"paceline://([^/]*)/(?:any|(server|worker)/(0|[1-9]\d{0,8}))")
+_NAME: Final = re.compile(r"paceline://([^/]*)/(?:any|(server|worker|data)/(0|[1-9]\d{0,8}))")
 _SERIAL: Final = re.compile(r"[0-9a-fA-F]+")
 
 

@@ -1,0 +1,66 @@
+"""A worker as an attacker or a broken program would play it: whatever the test wants, over a real connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+from tests.feeding.feeders import DEADLINE_S, RECIPE, Feeders, hello
+
+from paceline.errors import ConnectionLost, DeadlineExceeded
+from paceline.feeding.batches import Ask
+from paceline.feeding.recipe import Recipe, encode_recipe
+from paceline.feeding.wire import Message, Open, Opened, Read, decode, encode
+from paceline.node.wire import Hello
+from paceline.node.wire import encode as encode_hello
+from paceline.transport.base import EMPTY, Connection
+
+T = TypeVar("T")
+
+
+class Caller:
+    """A worker that says whatever the test wants."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def say(self, message: Message | bytes, body: memoryview = EMPTY) -> None:
+        header = message if isinstance(message, bytes) else encode(message)
+        self.connection.send(header, body, timeout_s=DEADLINE_S)
+
+    def hear(self, kind: type[T]) -> T:
+        message = decode(self.connection.receive(timeout_s=DEADLINE_S).header)
+        assert isinstance(message, kind), message
+        return message
+
+    def opens(self, recipe: Recipe = RECIPE, number: int = 0) -> Opened:
+        self.say(Open(number, encode_recipe(recipe)))
+        return self.hear(Opened)
+
+    def reads(self, asked: Ask, number: int = 1, *, urgent: bool = False, returned: tuple[int, ...] = ()) -> None:
+        self.say(Read(number, 0, asked.epoch, len(asked.indices), urgent, returned), body_of(asked.indices))
+
+    def is_cut_off(self) -> bool:
+        try:
+            while True:
+                self.connection.receive(timeout_s=DEADLINE_S)
+        except DeadlineExceeded:
+            return False
+        except ConnectionLost:
+            return True
+
+
+def body_of(indices: Sequence[int]) -> memoryview:
+    return memoryview(np.array(indices, dtype=np.int64).tobytes())
+
+
+@contextmanager
+def caller(running: Feeders, identity: Hello | bytes | None = None) -> Iterator[Caller]:
+    raw = identity if isinstance(identity, bytes) else encode_hello(identity or hello(7))
+    connection = running.transport.connect(running.addresses[0], raw, timeout_s=DEADLINE_S)
+    try:
+        yield Caller(connection)
+    finally:
+        connection.close()

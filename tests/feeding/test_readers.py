@@ -1,0 +1,148 @@
+"""What holds for every reader: made in this process or by a data server, a batch is the same, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.feeding.feeders import feeders
+from tests.feeding.made import same
+from tests.node.cluster import CARRIERS
+
+from paceline import sources
+from paceline.errors import DataError, RecordError, UsageError
+from paceline.feeding.batches import Ask
+from paceline.feeding.reader import LocalReader, Reader
+from paceline.feeding.recipe import Recipe
+from paceline.feeding.records import open_recipe
+
+Readers: TypeAlias = "Callable[[Recipe], Reader]"
+
+NUM = 12
+IMAGES = torch.arange(NUM * 600, dtype=torch.float32).view(NUM, 20, 30)
+OWN = "tests.feeding.own"
+POEM = "so much depends\nupon\na red wheel\nbarrow\nglazed with rain\nwater\n"
+RECIPES: dict[str, Recipe] = {
+    "arrays": Recipe(sources.arrays("digits.npz", "images", "labels")),
+    "named": Recipe(sources.arrays(images="x.npy", labels="y.npy")),
+    "tensors": Recipe(sources.tensors("both.safetensors", "images")),
+    "lines": Recipe(sources.lines("poem.txt")),
+    "bytes": Recipe(sources.lines("poem.txt", binary=True)),
+    "transform": Recipe(sources.tensors("both.safetensors", "images", "labels"), f"{OWN}:noisy", seed=3),
+    "dataset": Recipe(sources.dataset(f"{OWN}:pairs")),
+    "mixed": Recipe(sources.lines("poem.txt"), f"{OWN}:letters"),
+}
+ASKS = (Ask(0, (3, 0, 5)), Ask(0, (1,)), Ask(1, (3, 0, 5)), Ask(0, (2, 2, 4)), Ask(7, ()))
+SKIPPING = Recipe(sources.dataset(f"{OWN}:squares", num=10, bad=4), on_error="skip")
+RAISING = Recipe(sources.dataset(f"{OWN}:squares", num=10, bad=4))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    labels = torch.arange(NUM)
+    np.savez("digits.npz", images=IMAGES.numpy(), labels=labels.numpy())
+    np.save("x.npy", IMAGES.numpy())
+    np.save("y.npy", labels.numpy())
+    save_file({"images": IMAGES, "labels": labels}, "both.safetensors")
+    Path("poem.txt").write_text(POEM)
+
+
+@contextmanager
+def opening(kind: str, directory: Path) -> Iterator[Readers]:
+    """Yield what opens readers of one kind; all are closed afterwards."""
+    if kind == "here":
+        yield LocalReader
+        return
+    with feeders(kind, directory / "sockets", num=2, open_records=open_recipe) as running:
+        opened: list[Reader] = []
+
+        def open_remote(recipe: Recipe) -> Reader:
+            opened.append(running.new_reader(recipe))
+            return opened[-1]
+
+        yield open_remote
+        for reader in opened:
+            reader.close()
+
+
+@pytest.fixture(params=["here", *CARRIERS])
+def readers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Readers]:
+    (tmp_path / "sockets").mkdir()
+    with opening(request.param, tmp_path) as open_one:
+        yield open_one
+
+
+def test_a_batch_is_a_function_of_recipe_and_question(readers: Readers) -> None:
+    for name, recipe in RECIPES.items():
+        with closing(LocalReader(recipe)) as here, closing(readers(recipe)) as reader:
+            assert reader.num_samples == here.num_samples, name
+            reader.expect(ASKS)
+            for asked in (*ASKS, *reversed(ASKS)):
+                found, expected = reader.read(asked), here.read(asked)
+                assert same(found.content, expected.content), (name, asked)
+                assert (found.num_samples, found.num_skipped) == (expected.num_samples, expected.num_skipped)
+
+
+def test_a_batch_outlives_its_reader_and_can_be_written_to(readers: Readers) -> None:
+    with closing(readers(RECIPES["arrays"])) as reader:
+        images, labels = reader.read(Ask(0, (3, 1))).content
+    assert torch.equal(images, IMAGES[[3, 1]])
+    labels += 1
+    assert labels.tolist() == [4, 2]
+    with closing(readers(RECIPES["arrays"])) as reader:
+        assert reader.read(Ask(0, (3, 1))).content[1].tolist() == [3, 1]
+
+
+def test_what_was_expected_and_is_not_read_does_no_harm(readers: Readers) -> None:
+    with closing(readers(RAISING)) as reader:
+        reader.expect([Ask(0, (4,)), Ask(0, (99,)), Ask(0, (1, 2))])
+        assert reader.read(Ask(0, (3,))).content.tolist() == [9]
+        reader.expect([])
+        assert reader.read(Ask(0, (1, 2))).content.tolist() == [1, 4]
+
+
+def test_a_record_that_cannot_be_decoded_fails_its_batch_alone(readers: Readers) -> None:
+    with closing(readers(RAISING)) as reader:
+        with pytest.raises(RecordError, match="could not be made part of a batch"):
+            reader.read(Ask(0, (3, 4)))
+        assert reader.read(Ask(0, (3, 5))).content.tolist() == [9, 25]
+
+
+def test_records_that_are_left_out_are_counted(readers: Readers) -> None:
+    with closing(readers(SKIPPING)) as reader:
+        some, none = reader.read(Ask(0, (3, 4, 5))), reader.read(Ask(0, (4,)))
+        assert (some.content.tolist(), some.num_samples, some.num_skipped) == ([9, 25], 2, 1)
+        assert (none.content, none.num_samples, none.num_skipped) == (None, 0, 1)
+        assert reader.faults().num_skipped == 2
+        assert "on_error='skip'" in reader.faults().reasons[0]
+
+
+@pytest.mark.parametrize("index", [-1, NUM])
+def test_an_index_that_is_no_sample_is_refused(index: int, readers: Readers) -> None:
+    with closing(readers(RECIPES["arrays"])) as reader, pytest.raises(UsageError, match="12"):
+        reader.read(Ask(0, (0, index)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "words"),
+    [
+        (Recipe(sources.arrays("nowhere.npy")), DataError, "nowhere.npy"),
+        (Recipe(sources.lines("*.csv")), DataError, "no file matches"),
+        (Recipe(sources.lines("poem.txt"), f"{OWN}:nothing"), UsageError, "nothing"),
+        (Recipe(sources.dataset(f"{OWN}:broken")), DataError | UsageError, "no folder train"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_by_name(
+    recipe: Recipe, error: type[Exception], words: str, readers: Readers
+) -> None:
+    kinds = (DataError, UsageError)
+    with pytest.raises(kinds, match=words) as caught, closing(readers(recipe)) as reader:
+        reader.read(Ask(0, (0,)))
+    assert isinstance(caught.value, error)
