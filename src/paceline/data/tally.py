@@ -39,6 +39,7 @@ class Tally:
         trace.record(
             Epoch(time.monotonic(), self.worker, self.epoch, self.num_samples, self.num_skipped, self.num_again)
         )
+        trace.flush()  # what was told is to be there, whatever becomes of this process
         if self.num_skipped:
             why = f": {reasons[0]}" if reasons else ""
             tell(
