@@ -13,10 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attacks.malformed import seeds
+from tests.feeding.test_wire import MESSAGES as FED
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import hello
 
 from paceline.errors import CheckpointError, PacelineError, PeerError, UsageError
+from paceline.feeding.recipe import decode_recipe
+from paceline.feeding.wire import decode as decode_for_feeding
+from paceline.feeding.wire import encode as encode_for_feeding
 from paceline.launch.entering.meeting import Invitation
 from paceline.launch.entering.presence import card
 from paceline.launch.spec import ClusterSpec
@@ -92,6 +96,14 @@ def is_read_or_refused(read: Callable[[], object], refusal: type[PacelineError])
 def test_messages(data: bytes) -> None:
     message = is_read_or_refused(lambda: decode(data), PeerError)
     assert message is None or type(decode(encode(message))) is type(message)
+
+
+@given(any_bytes(*map(encode_for_feeding, FED)))
+@settings(deadline=None, max_examples=100)
+def test_what_workers_and_data_servers_say(data: bytes) -> None:
+    message = is_read_or_refused(lambda: decode_for_feeding(data), PeerError)
+    assert message is None or decode_for_feeding(encode_for_feeding(message)) == message  # type: ignore[arg-type]
+    is_read_or_refused(lambda: decode_recipe(data), PeerError)
 
 
 @given(any_bytes(TABLE))

@@ -25,6 +25,7 @@ from paceline import sources
 from paceline.errors import PeerError, UsageError
 from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
 from paceline.feeding.library import MAX_OPEN, MAX_OPEN_BY_WORKER, Library, Volume
+from paceline.feeding.parcel import Prepared
 from paceline.feeding.recipe import Recipe, encode_recipe
 from paceline.feeding.server import _place
 from paceline.feeding.wire import (
@@ -253,6 +254,34 @@ def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path
         with pytest.raises(UsageError, match="at most 100000 are served: choose a smaller batch size"):
             reader.read(ask(0, num=1000))
         assert is_right(reader.read(ask(0)), ask(0))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError("no"), MemoryError(), OSError("no")])
+def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, tmp_path: Path) -> None:
+    numbers = Numbers(RECIPE)
+
+    def fail(_: object) -> Prepared:
+        raise error
+
+    with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running, running.reader() as reader:
+        prepare, numbers.prepare = numbers.prepare, fail  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match=f"data server 0 at memory://server-0: {type(error).__name__}"):
+            reader.read(ask(0))
+        numbers.prepare = prepare  # type: ignore[method-assign]
+        assert is_right(reader.read(ask(0)), ask(0))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError("no")])
+def test_whatever_happens_as_a_source_is_opened_is_told(error: BaseException, tmp_path: Path) -> None:
+    def fail(_: object, __: object) -> Numbers:
+        raise error
+
+    with (
+        feeders("memory", tmp_path, open_records=fail) as running,
+        running.reader() as reader,
+        pytest.raises(PeerError, match=f"data server 0 at memory://server-0: {type(error).__name__}"),
+    ):
+        reader.read(ask(0))
 
 
 # -- sources ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from paceline.node.mishaps import MISHAPS
 
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
+CODE_MISHAPS: Final = (*MISHAPS, SystemExit)  # what datasets and transforms of the user's may raise
 _JOIN_TIMEOUT_S: Final = 5.0
 
 OpenRecords: TypeAlias = Callable[[Recipe, AbstractSet[str] | None], Records]
@@ -33,7 +34,7 @@ class Volume:
     records: Records | None = None
     num_samples: int = 0
     fingerprint: str = ""
-    problem: Exception | None = None
+    problem: BaseException | None = None
     settled: bool = False  # it has been seen whether it can be opened
     lock: threading.Lock = field(default_factory=threading.Lock)
     # One rank for each time that a connection opened it.
@@ -138,7 +139,7 @@ class Library:
             records = self.open_records(recipe, self.allowed_paths)
             volume.num_samples, volume.fingerprint = records.num_samples, records.fingerprint()
             volume.records, volume.problem = records, None
-        except MISHAPS as error:
+        except CODE_MISHAPS as error:
             volume.problem = error
         finally:
             self.tell(volume)

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from paceline.errors import DataError, UsageError
 from paceline.feeding.lending import Piece
+from paceline.feeding.library import CODE_MISHAPS
 from paceline.feeding.outbox import Answer
 from paceline.feeding.turns import Turn, Turns
 from paceline.feeding.wire import Failed, Parcel, encode
-from paceline.node.mishaps import MISHAPS, story
+from paceline.node.mishaps import story
 from paceline.observe.trace import Fed
 from paceline.transport.base import Limits
 
-_MAX_HEADER_BYTES = Limits().max_header_bytes
+_MAX_HEADER_BYTES: Final = Limits().max_header_bytes
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Maker:
             header = encode(parcel)
             if len(header) > _MAX_HEADER_BYTES:
                 raise UsageError("a batch is of too many parts to be described in one message")
-        except MISHAPS as error:
+        except CODE_MISHAPS as error:
             for piece in pieces:
                 lending.drop(piece)
             return Answer(encode(Failed.of(turn.number, error, story(error))))

@@ -92,7 +92,7 @@ class Failed:
     text: str
 
     @staticmethod
-    def of(number: int, error: Exception, text: str) -> Failed:
+    def of(number: int, error: BaseException, text: str) -> Failed:
         """Return how this error is told."""
         for kind, blame in _BLAMES:
             if isinstance(error, kind):

@@ -17,7 +17,7 @@ MISHAPS: Final = (
 _MOST_CHARACTERS: Final = 4000  # a story goes into the header of a frame, and what it quotes may be as long as one
 
 
-def story(error: Exception) -> str:
+def story(error: BaseException) -> str:
     """Say what went wrong, at bearable length.
 
     >>> story(ZeroDivisionError("division by zero"))
