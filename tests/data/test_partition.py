@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -13,12 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_sharding import MapStyle, Recorder, loader_of
+from tests.jobs import run_job
 from torch.utils.data import Subset, TensorDataset
 
+import paceline
 from paceline.data.hashing import Key, fixed_hash
 from paceline.data.partition import Cut, Partition
 from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
+from paceline.session import Session
 
 partitions = st.sampled_from(get_args(Partition))
 KINDS = {"list": list, "tuple": tuple, "tensor": torch.tensor, "array": np.array, "dataset": MapStyle}
@@ -143,6 +147,25 @@ def test_runs_of_batches_are_as_long_as_those_of_others(num: int, batch_size: in
     assert lengths == [len(part) for part in parts]
     rounds = -(-len(loader) // size)
     assert [len(recorder.samples) + recorder.num_skipped for recorder in recorders] == [rounds] * size
+
+
+# -- the call --------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_says_how_data_are_cut(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[list[int], ...]:
+        source = list(range(30))
+        return (
+            paceline.shard(source, partition="contiguous"),
+            paceline.shard(source, partition="hashed", key=lambda sample: sample % 10),
+            paceline.shard(source, shuffle=True, seed=3),
+        )
+
+    first, second = run_job(tmp_path, work, workers=2)
+    assert (first[0], second[0]) == (list(range(15)), list(range(15, 30)))
+    hashed = parts_of(list(range(30)), 2, Cut("hashed", key=lambda sample: sample % 10))
+    assert [first[1], second[1]] == hashed
+    assert [first[2], second[2]] == parts_of(list(range(30)), 2, Cut(shuffled=True), seed=3)
 
 
 # -- what is said and refused ----------------------------------------------------------------------------------------

@@ -42,19 +42,23 @@ def streams_of(source: Any, size: int, cut: Cut | None = None) -> list[ShardedSt
     return owned
 
 
-@given(num=st.integers(1, 40), before=st.integers(1, 5), after=st.integers(1, 5), turns=st.integers(0, 9))
-def test_items_by_turns_go_on_for_any_number_of_workers(num: int, before: int, after: int, turns: int) -> None:
-    first = streams_of(Numbers(num), before)
-    turns = min(turns, -(-num // before))  # reading is left before it ends
-    seen = [list(islice(stream, turns)) for stream in first]
-    state = first[0].state_dict() if turns else {"epoch": 0, "num_done": 0}
-    again = streams_of(Numbers(num), after)
-    for stream in again:
+@given(num=st.integers(1, 40), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), turns=st.integers(0, 4))
+def test_items_by_turns_go_on_for_any_number_of_workers(num: int, sizes: list[int], turns: int) -> None:
+    """Left again and again; then all of the rest, and the epoch behind it."""
+    seen, state = list[int](), {"epoch": 0, "num_done": 0}
+    for size in sizes:
+        streams = streams_of(Numbers(num), size)
+        for stream in streams:
+            stream.load_state_dict(state)
+        turns = min(turns, -(-(num - len(seen)) // size))  # reading is left before it ends
+        seen += chain(*(list(islice(stream, turns)) for stream in streams))
+        assert sorted(seen) == list(range(len(seen)))
+        state = streams[0].state_dict()
+    streams = streams_of(Numbers(num), sizes[0])
+    for stream in streams:
         stream.load_state_dict(state)
-    rest = [list(stream) for stream in again]
-    assert sorted(chain(*seen, *rest)) == list(range(num))
-    assert sorted(chain(*seen)) == list(range(min(num, before * turns)))
-    assert sorted(chain(*(list(stream) for stream in again))) == list(range(num)), "the next epoch has all of it"
+    assert sorted(chain(seen, *(list(stream) for stream in streams))) == list(range(num))
+    assert sorted(chain(*(list(stream) for stream in streams))) == list(range(num))
 
 
 @given(num=st.integers(1, 40), size=st.integers(1, 5), turns=st.integers(1, 9), by_key=st.booleans())

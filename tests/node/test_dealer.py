@@ -121,3 +121,27 @@ def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> N
     dealer.take(ONE, beginning(2, start=0, epoch=1))
     dealer.release()
     assert [dealing.start for _, dealing in sent] == [4, 0, 0]
+
+
+def test_who_is_started_again_before_anybody_begins_says_where_the_first_epoch_begins() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    dealer.take((1, 1), beginning(1, start=6))
+    dealer.take(ONE, beginning(1, start=6))
+    dealer.release()
+    assert [(rank, dealing.start) for rank, dealing in sent] == [(0, 6), (1, 6)]
+
+
+def test_who_waits_for_the_end_of_an_epoch_that_others_left_for_a_later_one_is_told() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    dealer.take(OTHER, beginning(1, start=4))
+    dealer.release()
+    dealer.take(ONE, TakePiece(1, "slices", 0, 1, (), (3, 3, 2, 0, 0), 4))
+    dealer.release()
+    assert [rank for rank, _ in sent] == [1], "the piece is not settled"
+    dealer.take(OTHER, beginning(2, start=0, epoch=2))
+    dealer.release()
+    assert [rank for rank, _ in sent] == [1, 1], "it counts when its holder goes on, which only then is known"
+    dealer.release()
+    assert sent[-1] == (0, Dealing(Answer("over", Round(0, 1)), 4))
