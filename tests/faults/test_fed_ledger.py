@@ -65,9 +65,8 @@ def test_under_ssp_what_counts_twice_was_dealt_again_and_the_first_server_counts
     )
     handed_out = Counter(index for _, indices, *_ in said(run, "has") for index in indices)
     dealt_again = {index: num - NUM_EPOCHS for index, num in handed_out.items()}
-    had_by_the_dead = {
-        index for _, indices, rank, life in said(run, "has") for index in indices if (rank, life) != (0, 0)
-    }
+    lost = ([1, 0], [2, 0])
+    had_by_the_dead = {index for _, indices, *life in said(run, "has") for index in indices if life in lost}
     for index, num in enumerate(second):
         assert num - NUM_EPOCHS <= dealt_again[index], "counts twice, and was not dealt again"
         assert num == NUM_EPOCHS or index in had_by_the_dead
