@@ -39,8 +39,8 @@ def test_what_cannot_go_into_a_batch(record: object, why: str) -> None:
 
 
 def test_what_is_said_of_a_record() -> None:
-    record = {"b": [1, 2.0, True], "a": (np.zeros((2, 3), np.float32), "x", b"y")}
-    assert describe(flatten(record).kind) == "{a: [tensor of float32 (2, 3), str, bytes], b: [int, float, bool]}"
+    record = {"b": [1, 2.0, True, np.int8(3)], "a": (np.zeros((2, 3), np.float32), np.str_("x"), b"y")}
+    assert describe(flatten(record).kind) == "{a: [tensor of float32 (2, 3), str, bytes], b: [int, float, bool, int8]}"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,10 @@ def test_arrays_as_they_come() -> None:
     array = np.arange(6, dtype=">i4").reshape(2, 3)[::-1, ::2]
     array.flags.writeable = False
     assert same(through_memory(prepared_of([array])).content, torch.tensor([[[3, 5], [0, 2]]], dtype=torch.int32))
+
+
+def test_an_array_that_runs_backwards() -> None:
+    assert same(through_memory(prepared_of([np.arange(3)[::-1]])).content, torch.tensor([[2, 1, 0]]))
 
 
 def test_a_named_tuple_is_a_tuple_and_a_gradient_is_left_behind() -> None:

@@ -68,12 +68,14 @@ def test_memory_that_is_too_small() -> None:
 
 # -- layouts that lie ------------------------------------------------------------------------------------------------
 
-HONEST = prepared_of([{"x": torch.ones(2), "y": "ab", "z": True}] * 2).layout
+RECORDS = [{"x": torch.ones(2), "y": "ab", "z": True}] * 2
+HONEST = prepared_of(RECORDS).layout
 
 
 def changed(change: Callable[[TensorPart, TextPart, TensorPart], tuple[Part, ...]], **fields: Any) -> Layout:
     assert isinstance(HONEST.content, DictPart)
-    content = DictPart(HONEST.content.names, change(*HONEST.content.items))  # pyright: ignore[reportArgumentType]
+    names = fields.pop("names", HONEST.content.names)
+    content = DictPart(names, change(*HONEST.content.items))  # pyright: ignore[reportArgumentType]
     return Layout(**{"content": content, "num_samples": 2, "num_skipped": 0, "size_bytes": HONEST.size_bytes, **fields})
 
 
@@ -93,39 +95,49 @@ def deep() -> Part:
     return part
 
 
-LIES: dict[str, Layout] = {
-    "negative offset": changed(lambda x, y, z: (tensor(x, offset=-64), y, z)),
-    "overlapping": changed(lambda x, y, z: (x, y, tensor(z, offset=y.offset))),
-    "inside another": changed(lambda x, y, z: (tensor(x, shape=(2, 40)), y, z)),
-    "beyond the end": changed(lambda x, y, z: (x, y, tensor(z, offset=1 << 20))),
-    "not aligned": changed(lambda x, y, z: (x, y, tensor(z, offset=z.offset - 1))),
-    "huge": changed(lambda x, y, z: (tensor(x, shape=(2, 1 << 62)), y, z)),
-    "huge and empty": changed(lambda x, y, z: (tensor(x, shape=(2, 0, 1 << 62, 1 << 62)), y, z)),
-    "negative size": changed(lambda x, y, z: (tensor(x, shape=(2, -1)), y, z)),
-    "other number of samples": changed(lambda x, y, z: (tensor(x, shape=(1, 4)), y, z)),
-    "no first dimension": changed(lambda x, y, z: (tensor(x, shape=()), y, z)),
-    "many dimensions": changed(lambda x, y, z: (tensor(x, shape=(2, *[1] * 70)), y, z)),
-    "unknown type": changed(lambda x, y, z: (tensor(x, dtype="qint8"), y, z)),
-    "type of another kind": changed(lambda x, y, z: (tensor(x, dtype="float32.numpy"), y, z)),
-    "many texts": changed(lambda x, y, z: (x, text(y, num=1 << 61), z)),
-    "negative texts": changed(lambda x, y, z: (x, text(y, size_bytes=-1), z)),
-    "longer texts": changed(lambda x, y, z: (x, text(y, size_bytes=5), z)),
-    "a part too few": changed(lambda x, y, z: (x, y)),
-    "no content": changed(lambda x, y, z: (x, y, z), content=None),
-    "content of nothing": changed(lambda x, y, z: (x, y, z), num_samples=0),
-    "negative samples": Layout(None, -1, 0, 0),
-    "negative skipped": Layout(None, 0, -1, 0),
-    "smaller than its parts": changed(lambda x, y, z: (x, y, z), size_bytes=HONEST.size_bytes - 1),
-    "larger than its memory": changed(lambda x, y, z: (x, y, z), size_bytes=HONEST.size_bytes + 1),
-    "negative memory": changed(lambda x, y, z: (x, y, z), size_bytes=-1),
-    "deep": Layout(deep(), 2, 0, 16),
+LIES: dict[str, tuple[Layout, str]] = {
+    "negative offset": (changed(lambda x, y, z: (tensor(x, offset=-64), y, z)), "lies at -64"),
+    "overlapping": (changed(lambda x, y, z: (x, y, tensor(z, offset=y.offset))), "lies at 64"),
+    "inside another": (changed(lambda x, y, z: (tensor(x, shape=(2, 10)), y, z)), "lies at 64"),
+    "beyond the end": (changed(lambda x, y, z: (x, y, tensor(z, offset=1 << 20))), "reach to 1048578"),
+    "not aligned": (changed(lambda x, y, z: (x, y, tensor(z, offset=z.offset - 1))), "lies at 127"),
+    "huge": (changed(lambda x, y, z: (tensor(x, shape=(2, 1 << 62)), y, z)), "of shape"),
+    "huge and empty": (changed(lambda x, y, z: (tensor(x, shape=(2, 0, 1 << 62, 1 << 62)), y, z)), "of shape"),
+    "negative size": (changed(lambda x, y, z: (tensor(x, shape=(2, -1)), y, z)), "of shape"),
+    "other number of samples": (changed(lambda x, y, z: (tensor(x, shape=(1, 4)), y, z)), "of shape"),
+    "no first dimension": (changed(lambda x, y, z: (tensor(x, shape=()), y, z)), "of shape"),
+    "many dimensions": (changed(lambda x, y, z: (tensor(x, shape=(2, *[1] * 70)), y, z)), "of shape"),
+    "unknown type": (changed(lambda x, y, z: (tensor(x, dtype="qint8"), y, z)), "tensors of 'qint8'"),
+    "type of another kind": (changed(lambda x, y, z: (tensor(x, dtype="Tensor"), y, z)), "tensors of 'Tensor'"),
+    "fewer texts": (changed(lambda x, y, z: (x, text(y, num=1, size_bytes=2), z)), "1 texts of 2 bytes for 2 samples"),
+    "many texts": (changed(lambda x, y, z: (x, text(y, num=1 << 61), z)), "texts of"),
+    "negative texts": (changed(lambda x, y, z: (x, text(y, size_bytes=-1), z)), "texts of -1 bytes"),
+    "huge texts": (changed(lambda x, y, z: (x, text(y, size_bytes=1 << 60), z)), "texts of"),
+    "longer texts": (changed(lambda x, y, z: (x, text(y, size_bytes=5), z)), "do not lie"),
+    "a part too few": (changed(lambda x, y, z: (x, y)), "3 names for 2 parts"),
+    "a name twice": (changed(lambda x, y, z: (x, y, z), names=("x", "y", "x")), "3 names for 3 parts"),
+    "no content": (changed(lambda x, y, z: (x, y, z), content=None), "2 samples and no content"),
+    "content of nothing": (changed(lambda x, y, z: (x, y, z), num_samples=0), "0 samples and some content"),
+    "negative samples": (Layout(None, -1, 0, 0), "-1 samples"),
+    "negative skipped": (Layout(None, 0, -1, 0), "skipped -1"),
+    "smaller than its parts": (changed(lambda x, y, z: (x, y, z), size_bytes=129), "it takes 129 bytes"),
+    "larger than its memory": (changed(lambda x, y, z: (x, y, z), size_bytes=131), "takes 131 bytes, and came in 130"),
+    "negative memory": (changed(lambda x, y, z: (x, y, z), size_bytes=-1), "takes -1 bytes"),
+    "deep": (Layout(deep(), 2, 0, 16), "deep in each other"),
 }
+
+
+def memory_of(prepared: Prepared) -> memoryview:
+    memory = memoryview(bytearray(prepared.size_bytes))
+    prepared.fill(memory)
+    return memory
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_layout_that_lies_is_refused(lie: str) -> None:
-    with pytest.raises(PeerError, match=r"cannot be read|do not lie"):
-        unpack(LIES[lie], memoryview(bytearray(HONEST.size_bytes)))
+    layout, why = LIES[lie]
+    with pytest.raises(PeerError, match=why):
+        unpack(layout, memory_of(prepared_of(RECORDS)))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +145,8 @@ def test_a_layout_that_lies_is_refused(lie: str) -> None:
     [(64, 0xFF, "one after the other"), (71, 0x80, "one after the other"), (80, 0xFF, "is none"), (128, 2, "truth")],
 )
 def test_content_that_lies_is_refused(at: int, value: int, why: str) -> None:
-    prepared = prepared_of([{"x": torch.ones(2), "y": "ab", "z": True}] * 2)
-    memory = memoryview(bytearray(prepared.size_bytes))
-    prepared.fill(memory)
+    prepared = prepared_of(RECORDS)
+    memory = memory_of(prepared)
     memory[at] = value
     with pytest.raises(PeerError, match=why):
         unpack(prepared.layout, memory)
@@ -169,8 +180,7 @@ def test_any_layout_over_any_memory_is_read_or_refused(layout: Layout, data: byt
 @settings(deadline=None, max_examples=100)
 def test_any_byte_of_a_batch_may_be_wrong(at: int, value: int, records: list[Any]) -> None:
     prepared = prepared_of(records)
-    memory = memoryview(bytearray(prepared.size_bytes))
-    prepared.fill(memory)
+    memory = memory_of(prepared)
     if at < len(memory):
         memory[at] = value
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -102,6 +103,9 @@ def damaged() -> None:
     np.save("objects.npy", np.array([{}, None]))
     np.savez("objects.npz", a=np.array([{}, None]))
     np.savez_compressed("packed.npz", a=np.array([{}, None]))
+    with ZipFile("cut.npz", "w") as archive:
+        archive.writestr("a.npy", Path("y.npy").read_bytes()[:-8])
+        archive.writestr("b.npy", Path("y.npy").read_bytes())
     np.save("words.npy", np.array(["a", "b"]))
     np.save("swapped.npy", np.arange(3, dtype=">i4"))
 
@@ -121,6 +125,7 @@ def damaged() -> None:
         (lambda: sources.arrays("objects.npy"), "Arrays of objects are not taken"),
         (lambda: sources.arrays("objects.npz", "a"), "Arrays of objects are not taken"),
         (lambda: sources.arrays("packed.npz", "a"), "Arrays of objects are not taken"),
+        (lambda: sources.arrays("cut.npz", "a"), r"it has 72 bytes, which are no array of shape \(10,\)"),
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),
         (lambda: sources.arrays("swapped.npy"), "native byte order"),
         (lambda: sources.tensors("none.safetensors", "a"), "cannot be read"),

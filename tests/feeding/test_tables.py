@@ -76,16 +76,17 @@ def test_rows_of_many_groups_and_files_though_few_are_kept(
 
 def test_a_missing_value_is_a_fault_of_its_row(tmp_path: Path, arrow: Any) -> None:
     columns = {
-        "x": arrow.array([1, None, 3, 4], arrow.int16()),
-        "y": ["a", "b", None, "d"],
-        "z": [[1], [2], [3], [None]],
+        "x": arrow.array([1, None, 3, 4, 5], arrow.int16()),
+        "y": ["a", "b", None, "d", "e"],
+        "z": [[1], [2], [3], [None], None],
     }
     write(tmp_path / "a.parquet", arrow, columns)
-    batch = read(opened(tmp_path / "a.parquet", skip=True), 0, 1, 2, 3)
-    assert (batch.content["x"].tolist(), batch.content["x"].dtype, batch.num_skipped) == ([1], torch.int16, 3)
+    batch = read(opened(tmp_path / "a.parquet", skip=True), 0, 1, 2, 3, 4)
+    assert (batch.content["x"].tolist(), batch.content["x"].dtype, batch.num_skipped) == ([1], torch.int16, 4)
     for row, why in (
         (1, r"row 1 of row group 0 of .*column x has no value"),
         (2, "column y has no value"),
+        (4, "column z has no value"),
         (3, r"row 0 of row group 1 .*the list in column z has a value missing"),
     ):
         with pytest.raises(RecordError, match=why):

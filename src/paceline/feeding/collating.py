@@ -22,7 +22,7 @@ _KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, l
 
 # What records have in common that go into one batch: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
 Kind: TypeAlias = tuple[Any, ...]
-Leaf: TypeAlias = Tensor | bool | int | float | bytes
+Leaf: TypeAlias = Tensor | np.generic | bool | int | float | bytes
 
 
 class Unfit(ValueError):
@@ -55,6 +55,8 @@ def describe(kind: Kind) -> str:
     match kind:
         case ("tensor", dtype, shape):
             return f"tensor of {str(dtype).removeprefix('torch.')} {shape}"
+        case ("scalar", dtype):
+            return str(dtype).removeprefix("torch.")
         case ("list", *items):
             return f"[{', '.join(map(describe, items))}]"
         case ("dict", names, *items):
@@ -68,7 +70,10 @@ def _take(value: object, leaves: list[Leaf], depth: int) -> Kind:
     if depth > MAX_DEPTH:
         raise Unfit(f"it has more than {MAX_DEPTH} lists and dicts in each other")
     match value:
-        case Tensor() | np.ndarray() | np.generic():
+        case np.generic() if value.dtype.name in DTYPES:
+            leaves.append(value)
+            return ("scalar", DTYPES[value.dtype.name])
+        case Tensor() | np.ndarray():
             tensor = _plain_tensor(value)
             leaves.append(tensor)
             return ("tensor", tensor.dtype, tuple(tensor.shape))
@@ -108,8 +113,8 @@ def _take_dict(value: dict[Any, Any], leaves: list[Leaf], depth: int) -> Kind:
     return ("dict", names, *(_take(value[name], leaves, depth + 1) for name in names))
 
 
-def _plain_tensor(value: Tensor | np.ndarray[Any, Any] | np.generic) -> Tensor:
-    tensor = value.detach() if isinstance(value, Tensor) else _from_numpy(np.asarray(value))
+def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    tensor = value.detach() if isinstance(value, Tensor) else _from_numpy(value)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
         raise Unfit(
             f"it has a tensor of layout {tensor.layout} on {tensor.device}, expected a dense one in main memory"
@@ -140,6 +145,8 @@ def _column(kind: Kind, leaves: Iterator[tuple[Any, ...]], num: int) -> Column:
             return TextColumn(kind[0], list(next(leaves)))
         case ("tensor", dtype, shape):
             return TensorColumn(dtype, (num, *shape), partial(_stack, next(leaves)))
+        case ("scalar", dtype):
+            return TensorColumn(dtype, (num,), partial(_write_scalars, next(leaves)))
         case _:
             return TensorColumn(_NUMBERS[kind[0]], (num,), partial(_write_numbers, next(leaves)))
 
@@ -155,6 +162,10 @@ def _ordered_as(record: Any, column: Column) -> Column:  # noqa: ANN401 - whatev
 
 def _stack(tensors: tuple[Tensor, ...], out: Tensor) -> None:
     torch.stack(tensors, out=out)
+
+
+def _write_scalars(scalars: tuple[np.generic, ...], out: Tensor) -> None:
+    out.copy_(torch.from_numpy(np.array(scalars, dtype=scalars[0].dtype.newbyteorder("="))))
 
 
 def _write_numbers(numbers: tuple[float, ...], out: Tensor) -> None:

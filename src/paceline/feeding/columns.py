@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -144,10 +143,11 @@ def _member(archive: ZipFile, name: str, raw: IO[bytes]) -> np.ndarray[Any, Any]
     if name not in known:
         raise ValueError(f"it has no array {name}, only {', '.join(sorted(known)) or 'none'}")
     if known[name].compress_type == ZIP_STORED:
-        raw.seek(_start(known[name], raw))
+        start = _start(known[name], raw)
+        raw.seek(start)
         version = np.lib.format.read_magic(raw)
         if version in _HEADERS:
-            return _mapped(raw, *_HEADERS[version](raw))
+            return _mapped(raw, start + known[name].file_size, *_HEADERS[version](raw))
     with archive.open(known[name]) as member:
         return np.lib.format.read_array(member)
 
@@ -160,12 +160,14 @@ def _start(info: ZipInfo, raw: IO[bytes]) -> int:
     return info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
 
 
-def _mapped(raw: IO[bytes], shape: tuple[int, ...], is_fortran: bool, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _mapped(
+    raw: IO[bytes], end: int, shape: tuple[int, ...], is_fortran: bool, dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
     if dtype.hasobject:
         raise ValueError("it is an array of objects")
     offset = raw.tell()
-    if os.fstat(raw.fileno()).st_size < offset + math.prod(shape) * dtype.itemsize:
-        raise ValueError("the file ends before the array does")
+    if end != offset + math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"it has {end - offset} bytes, which are no array of shape {shape} and {dtype}")
     return np.memmap(raw, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if is_fortran else "C")
 
 

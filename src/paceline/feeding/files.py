@@ -91,9 +91,7 @@ class OpenFiles:
             data = os.pread(self._descriptor(number), size_bytes, offset)
         if len(data) < size_bytes:
             self.check()
-            raise DataError(
-                f"{self.paths[number]} ended at {offset + len(data)}, expected {offset + size_bytes} bytes."
-            )
+            raise DataError(f"{self.paths[number]} ends at {offset + len(data)}, expected {offset + size_bytes}.")
         return data
 
     def check(self) -> None:

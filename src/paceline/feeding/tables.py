@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -33,13 +35,15 @@ class _Decoded:
     Args:
         numbers: the columns of numbers.
         missing: which of their rows have none.
-        others: columns of Arrow, of texts and lists.
+        texts: the columns of texts.
+        lists: the other columns, which Arrow keeps.
     """
 
     size_bytes: int
     numbers: dict[str, np.ndarray[Any, Any]]
     missing: dict[str, np.ndarray[Any, Any]]
-    others: dict[str, Any]
+    texts: dict[str, list[str | bytes | None]]
+    lists: dict[str, Any]
 
 
 class TableRows:
@@ -55,12 +59,12 @@ class TableRows:
         self._schema: Any = None
         self._columns = source.columns or ()
         sizes = [size for path in paths for size in self._open(path, source.columns)]
-        self._firsts = np.cumsum([0, *sizes])  # the first sample of each group, and then their number
+        self._firsts = list(accumulate(sizes, initial=0))  # the first sample of each group, and then their number
 
     @property
     def num_samples(self) -> int:
         """How many there are."""
-        return int(self._firsts[-1])
+        return self._firsts[-1]
 
     def gather(self, indices: Sequence[int]) -> None:
         """Return None: each row may have something missing."""
@@ -84,7 +88,7 @@ class TableRows:
     def describe(self) -> object:
         """Return names, sizes, columns and types."""
         types = [(name, str(self._schema.field(name).type)) for name in self._columns]
-        return [self._files.describe(), types, self._firsts.tolist()]
+        return [self._files.describe(), types, self._firsts]
 
     def close(self) -> None:
         """Drop what is decoded; the files are open only while they are read."""
@@ -122,9 +126,13 @@ class TableRows:
         types = self._arrow.types
         if types.is_dictionary(kind):
             return self._is_text(kind.value_type)
-        if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        if self._is_list(kind):
             return self._is_number(kind.value_type)
         return self._is_number(kind) or self._is_text(kind)
+
+    def _is_list(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
     def _is_number(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
         types = self._arrow.types
@@ -138,8 +146,8 @@ class TableRows:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _place(self, index: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return number, index - int(self._firsts[number])
+        number = bisect_right(self._firsts, index) - 1
+        return number, index - self._firsts[number]
 
     def _decoded(self, number: int) -> _Decoded:
         if number in self._kept:
@@ -158,8 +166,9 @@ class TableRows:
         numbers = {name: column for name, column in columns.items() if self._is_number(column.type)}
         values = {name: self._numbers(column) for name, column in numbers.items()}
         missing = {name: column.is_null().to_numpy(False) for name, column in numbers.items() if column.null_count}
-        others = {name: column for name, column in columns.items() if name not in numbers}
-        return _Decoded(table.nbytes, values, missing, others)
+        lists = {name: column for name, column in columns.items() if self._is_list(column.type)}
+        texts = {name: column.to_pylist() for name, column in columns.items() if name not in {**numbers, **lists}}
+        return _Decoded(table.nbytes, values, missing, texts, lists)
 
     def _numbers(self, column: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - pyarrow has no types
         """Return the values of a column, with 0 for what is missing, so that the type stays."""
@@ -167,18 +176,23 @@ class TableRows:
         return filled.to_numpy(zero_copy_only=False)
 
     def _value(self, group: _Decoded, name: str, row: int) -> object:
-        if name in group.numbers:
-            if name in group.missing and group.missing[name][row]:
-                raise Unfit(f"column {name} has no value in it")
-            return group.numbers[name][row]
-        value = group.others[name][row]
-        if not value.is_valid:
+        value = None
+        if name in group.texts:
+            value = group.texts[name][row]
+        elif name in group.lists:
+            value = self._list(group.lists[name][row], name)
+        elif name not in group.missing or not group.missing[name][row]:
+            value = group.numbers[name][row]
+        if value is None:
             raise Unfit(f"column {name} has no value in it")
-        if not isinstance(value, self._arrow.ListScalar):  # as those of lists of any kind are
-            return value.as_py()
-        if value.values.null_count:
+        return value
+
+    def _list(self, found: Any, name: str) -> np.ndarray[Any, Any] | None:  # noqa: ANN401 - pyarrow has no types
+        if not found.is_valid:
+            return None
+        if found.values.null_count:
             raise Unfit(f"the list in column {name} has a value missing")
-        return value.values.to_numpy(zero_copy_only=False)
+        return found.values.to_numpy(zero_copy_only=False)
 
     @contextmanager
     def _reading(self, path: str) -> Generator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -25,12 +27,14 @@ class TextLines:
         self._encoding = source.encoding
         self._files = OpenFiles(find_files(source.paths))
         self._starts = [_line_starts(path) for path in self._files.paths]
-        self._firsts = np.cumsum([0, *map(len, self._starts)])  # the first sample of each file, and then their number
+        self._firsts = list(
+            accumulate(map(len, self._starts), initial=0)
+        )  # the first sample of each file, and then their number
 
     @property
     def num_samples(self) -> int:
         """How many there are."""
-        return int(self._firsts[-1])
+        return self._firsts[-1]
 
     def gather(self, indices: Sequence[int]) -> None:
         """Return None: each line is decoded."""
@@ -55,15 +59,15 @@ class TextLines:
 
     def describe(self) -> object:
         """Return names, sizes and numbers of lines."""
-        return [self._files.describe(), self._firsts.tolist()]
+        return [self._files.describe(), self._firsts]
 
     def close(self) -> None:
         """Close the files."""
         self._files.close()
 
     def _place(self, index: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return number, index - int(self._firsts[number])
+        number = bisect_right(self._firsts, index) - 1
+        return number, index - self._firsts[number]
 
 
 def _line_starts(path: str) -> NDArray[np.int64]:
