@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from tests.training.recipes import mlp
 
 import paceline
 from paceline import sources
+from paceline.data.readers import Readers
 from paceline.errors import DataError, RecordError, UsageError
+from paceline.feeding.batches import Ask, Batch
+from paceline.feeding.reader import LocalReader
+from paceline.feeding.recipe import Recipe
 from paceline.observe.trace import Epoch, Trace
 from paceline.session import Session
 
@@ -330,3 +335,34 @@ def test_rows_can_be_asked_for_ahead_where_batches_are_not_dealt(tmp_path: Path)
                 assert len(list(ahead)) == 4
 
     run_job(tmp_path, work)
+
+
+# -- what is expected ------------------------------------------------------------------------------------------------
+
+
+class Foretold(LocalReader):
+    """Counts what was read without having been expected."""
+
+    num_surprises = 0
+    most_expected = 0
+
+    def expect(self, asks: Sequence[Ask]) -> None:
+        self._expected = list(asks)
+        self.most_expected = max(self.most_expected, len(self._expected))
+
+    def read(self, ask: Ask) -> Batch:
+        self.num_surprises += ask not in self._expected
+        return super().read(ask)
+
+
+@pytest.mark.parametrize("options", [{"leases": False}, {}, {"slices": 3}], ids=["fixed", "leases", "slices"])
+def test_what_is_read_was_expected_unless_it_is_another_workers(options: dict[str, Any], tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 36)
+
+    def work(worker: Session) -> tuple[int, int]:
+        reader = Foretold(Recipe(source))
+        worker.readers = Readers(lambda recipe, prefetch: reader)
+        Training(fed(source, shuffle=True, prefetch=3, **options), num_epochs=2)(worker)
+        return reader.num_surprises, reader.most_expected
+
+    assert run_job(tmp_path, work) == [(0, 4)]
