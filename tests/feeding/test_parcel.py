@@ -112,7 +112,7 @@ LIES: dict[str, tuple[Layout, str]] = {
     "fewer texts": (changed(lambda x, y, z: (x, text(y, num=1, size_bytes=2), z)), "1 texts of 2 bytes for 2 samples"),
     "many texts": (changed(lambda x, y, z: (x, text(y, num=1 << 61), z)), "texts of"),
     "negative texts": (changed(lambda x, y, z: (x, text(y, size_bytes=-1), z)), "texts of -1 bytes"),
-    "huge texts": (changed(lambda x, y, z: (x, text(y, size_bytes=1 << 60), z)), "texts of"),
+    "huge texts": (changed(lambda x, y, z: (x, text(y, size_bytes=1 << 60), z)), "lies at 128"),
     "longer texts": (changed(lambda x, y, z: (x, text(y, size_bytes=5), z)), "do not lie"),
     "a part too few": (changed(lambda x, y, z: (x, y)), "3 names for 2 parts"),
     "a name twice": (changed(lambda x, y, z: (x, y, z), names=("x", "y", "x")), "3 names for 3 parts"),

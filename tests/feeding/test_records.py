@@ -35,7 +35,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_arrays() -> None:
     """The same numbers in every form."""
     images, labels = IMAGES.numpy(), LABELS.numpy()
-    np.savez("plain.npz", images=images, labels=labels, one=np.array(3), short=labels[:9])
+    np.savez("plain.npz", images=images, labels=labels, one=np.array(3), short=labels[:9], turned=images.T)
     np.savez_compressed("small.npz", images=images, labels=labels)
     np.save("x.npy", np.asfortranarray(images))
     np.save("y.npy", labels)
@@ -74,6 +74,7 @@ def test_names_make_a_dict_and_one_array_stands_for_itself() -> None:
     named = sources.arrays(pixels="x.npy", labels="y.npy")
     assert same(read(opened(named), 3).content, {"pixels": IMAGES[3:4], "labels": LABELS[3:4]})
     assert same(read(opened(sources.arrays("x.npy")), 3).content, IMAGES[3:4])
+    assert same(read(opened(sources.arrays("plain.npz", "turned")), 2).content, IMAGES.permute(2, 1, 0)[2:3])
     assert same(read(opened(sources.arrays("plain.npz", "labels")), 3, 1).content, torch.tensor([3, 1]))
 
 
@@ -123,7 +124,7 @@ def damaged() -> None:
         (lambda: sources.arrays("short.npy"), "cannot be read as a .npy file"),
         (lambda: sources.arrays("empty.npy"), "cannot be read as a .npy file"),
         (lambda: sources.arrays("objects.npy"), "Arrays of objects are not taken"),
-        (lambda: sources.arrays("objects.npz", "a"), "Arrays of objects are not taken"),
+        (lambda: sources.arrays("objects.npz", "a"), "it is an array of objects"),
         (lambda: sources.arrays("packed.npz", "a"), "Arrays of objects are not taken"),
         (lambda: sources.arrays("cut.npz", "a"), r"it has 72 bytes, which are no array of shape \(10,\)"),
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),

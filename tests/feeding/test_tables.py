@@ -74,6 +74,40 @@ def test_rows_of_many_groups_and_files_though_few_are_kept(
     assert len({records.fingerprint(), opened(tmp_path / "a.parquet").fingerprint()}) == 2
 
 
+@pytest.mark.parametrize(
+    ("kept_bytes", "rows", "num_decoded"),
+    [
+        (1000, (0, 3, 6, 9, 0, 3, 6, 9), 4),
+        (50, (0, 3, 0, 6, 0), 3),  # of two that fit, the one used last stays
+        (50, (0, 3, 6, 0), 4),
+        (0, (0, 1, 2, 3, 4), 2),  # one is kept however large it is
+    ],
+)
+def test_the_groups_used_last_are_kept(
+    tmp_path: Path,
+    arrow: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_bytes: int,
+    rows: tuple[int, ...],
+    num_decoded: int,
+) -> None:
+    import pyarrow.parquet as parquet
+
+    decoded: list[int] = []
+    read_row_group = parquet.ParquetFile.read_row_group
+
+    def counted(file: Any, number: int, **options: Any) -> Any:
+        decoded.append(number)
+        return read_row_group(file, number, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr("paceline.feeding.tables._MOST_DECODED_BYTES", kept_bytes)
+    write(tmp_path / "a.parquet", arrow, {"x": list(range(12))})
+    records = opened(tmp_path / "a.parquet")
+    assert [read(records, row).content["x"].item() for row in rows] == [*rows]
+    assert len(decoded) == num_decoded
+
+
 def test_a_missing_value_is_a_fault_of_its_row(tmp_path: Path, arrow: Any) -> None:
     columns = {
         "x": arrow.array([1, None, 3, 4, 5], arrow.int16()),
