@@ -55,7 +55,7 @@ class Session:
         rank: number of this worker, from 0.
         size: number of workers that were started.
         local_rank: number of this worker on its machine.
-        num_samples: how many samples loaders from `shard` have handed out for training so far.
+        num_samples: how many samples loaders from `shard` and `feed` have handed out for training so far.
 
     Example:
         >>> import paceline

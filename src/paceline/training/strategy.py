@@ -76,7 +76,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         Args:
             closure: computes the loss and its gradients first, once.
             samples: how many samples the gradients stand for, their weight under scale="samples". By default as many
-                as loaders from `shard` have handed out since the last step, or 1 where there are none.
+                as loaders from `shard` and `feed` have handed out since the last step, or 1 where there are none.
 
         Returns:
             What the closure returned.
