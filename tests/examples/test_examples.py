@@ -17,8 +17,11 @@ GOALS = {
     "one_line.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
     "logistic_regression.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
     "embedding.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.93),
+    "digits_fed.py": (r"accuracy (\d\.\d+)", lambda value: value > 0.9),
     "custom_rule.py": (r"at most (\d\.\d+) from", lambda value: value < 0.05),
 }
+
+OPTIONS = {"digits_fed.py": ["--data-servers", "1"]}
 
 
 @pytest.mark.parametrize("name", sorted(GOALS))
@@ -29,7 +32,7 @@ def test_an_example_reaches_its_goal_alone(name: str, alone: Alone) -> None:
 @pytest.mark.parametrize("name", sorted(GOALS))
 def test_an_example_reaches_its_goal_as_a_job(name: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [*JOB, str(EXAMPLES / name)]
+    command = [*JOB, *OPTIONS.get(name, []), str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
     assert_goal(name, done)
 
