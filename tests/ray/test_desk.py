@@ -121,6 +121,29 @@ def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> Non
     assert (spec.addresses, spec.run_dir) == (("tcp://10.0.0.0:7", "tcp://10.0.0.1:7"), str(tmp_path / "there"))
 
 
+def test_data_servers_have_places_too_and_workers_hear_where_one_listens_later(tmp_path: Path) -> None:
+    run = LocalRun(script=Path("train.py"), num_workers=1, num_servers=1, num_data_servers=1)
+    launches = plan_launches(run, DEFAULT_PROGRAMS, tmp_path, {})
+    for folder in ("run/trace", "apart"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_token(tmp_path / "run")
+    nodes = {("server", 0): "a", ("data", 0): "b", ("worker", 0): "a"}
+    desk = Desk(run, OPTIONS, tmp_path / "run", nodes, "a")
+    asked = request(tmp_path / "apart", Holder("data", 0))
+    [data] = [launch for launch in launches if launch.role == "data"]
+
+    order = desk.order(data, Arrival("10.0.0.2", str(tmp_path / "apart"), VERSION, asked))
+
+    assert "keys/data-0.pem" in order.files
+    planned = plan(order, tmp_path)
+    assert planned.command[2:] == ("paceline.launch.data_server", str(tmp_path / "spec.json"), "0", "10.0.0.2")
+    assert desk.book.missing() == ["server 0", "data server 0"]
+    for port in (7, 8):
+        desk.keep(data, News([], f"tcp://10.0.0.2:{port}", b"", None))
+        assert desk.data_addresses() == {"data-0.address": b"tcp://10.0.0.2:%d" % port}
+    assert Desk(run, OPTIONS, tmp_path / "run", dict.fromkeys(nodes, "b"), "a").data_addresses() == {}
+
+
 def test_a_process_is_started_as_the_next_life_that_it_is(tmp_path: Path) -> None:
     orders = orders_of(desk_of(tmp_path / "run", "abbab"), tmp_path / "apart")
     again = plan(msgspec.structs.replace(orders[-1], incarnation=3), tmp_path)

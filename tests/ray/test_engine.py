@@ -59,6 +59,17 @@ print(os.environ["COLOUR"], sys.argv[1:], os.getcwd(), flush=True)
 sys.exit("no data")
 """
 
+# What the other script makes itself.
+SAMPLES = """
+import torch
+def make():
+    torch.manual_seed(0)
+    torch.nn.Linear(4, 2)
+    return torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+"""
+OWN = "paceline.shard(torch.utils.data.DataLoader(data, batch_size=4), seed=1)"
+FED = 'paceline.feed(paceline.sources.dataset("samples:make"), batch_size=4, leases=False)'
+
 WAIT = """
 import signal, subprocess, sys
 child = subprocess.Popen(["sleep", "600"])
@@ -137,15 +148,20 @@ def launcher() -> Iterator[Launcher]:
 
 def test_over_two_nodes_the_bits_are_those_of_one_machine(launcher: Launcher, tmp_path: Path) -> None:
     script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    write(tmp_path / "samples.py", SAMPLES)
 
-    code, lines = launcher.run(script, TRAIN, quiet=False, run_dir=str(run_dir), **ON_SECOND)
+    assert OWN in TRAIN
+    fed = TRAIN.replace(OWN, FED)
+    code, lines = launcher.run(script, fed, quiet=False, data_servers=1, run_dir=str(run_dir), **ON_SECOND)
 
     assert code == 0, lines
     assert "paceline: Ray has placed the processes on 2 nodes; they talk over TCP, encrypted" in lines
+    write(script, TRAIN)
     line = [sys.executable, "-m", "paceline", "run", "--quiet", str(script)]
     local = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True)
     assert sorted(line for line in lines if " has " in line and "]" in line) == sorted(local.stdout.splitlines())
     assert {path.name for path in (run_dir / "trace").iterdir()} == {
+        "data-0.jsonl",
         "server-0.jsonl",
         "worker-0.jsonl",
         "worker-1.jsonl",

@@ -55,7 +55,6 @@ def test_what_cannot_be_is_refused(options: RayOptions, complaint: str) -> None:
     [
         ({"transport": "memory"}, "memory is one process, and Ray starts many"),
         ({"pin": True}, "--pin is for one machine"),
-        ({"num_data_servers": 1}, "Ray places none: leave them out"),
     ],
 )
 def test_what_is_for_one_machine_is_refused(settings: dict[str, object], complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""The entry of a data server: `python -m paceline.launch.data_server SPEC RANK`.
+"""The entry of a data server: `python -m paceline.launch.data_server SPEC RANK [HOST]`.
 
 It listens, publishes its address, and serves batches until its standard input says `stop`. The end of that input means
 that the launcher is gone: then it ends at once. It decides nothing, so that it may also be killed and started again.
@@ -13,15 +13,16 @@ from paceline.launch.addresses import address_path
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.revocation import revoked_path, watching_revoked
+from paceline.launch.machines import LOOPBACK
 from paceline.launch.serving import orders, run_program, tell_misunderstood
 from paceline.launch.spec import ClusterSpec, write_private
 from paceline.observe.trace import Trace, trace_path
 
 
-def serve(spec: ClusterSpec, rank: int) -> None:
-    """Serve batches to the workers of the job; blocks until told to stop."""
+def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
+    """Serve batches to the workers of the job; blocks until told to stop. By TCP it listens at `host`."""
     transport = make_transport(spec, Holder("data", rank), lambda text: print(text, file=sys.stderr))
-    listener = transport.listen(listen_address(spec, rank, role="data"))
+    listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
     trace = Trace(trace_path(run_dir, "data", rank))
     node = FeedNode(rank, listener, transport, spec.generation, trace=trace)
@@ -43,7 +44,7 @@ def _obey(node: FeedNode) -> None:
 
 def main() -> None:
     """Serve as the command line says; the launcher stops data servers when the workers have ended."""
-    run_program(lambda: serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2])))
+    run_program(lambda: serve(ClusterSpec.read(Path(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:]))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def run(
     *,
     workers: int = 2,
     servers: int = 1,
+    data_servers: int = 0,
     address: str | None = None,
     consistency: str | None = None,
     strategy: str | None = None,
@@ -57,6 +58,7 @@ def run(
         args: its arguments.
         workers: number of worker processes.
         servers: number of server processes.
+        data_servers: number of processes that read and prepare batches for `paceline.feed`.
         address: the cluster: "auto" or HOST:PORT. By default the one that this process has joined with `ray.init`, or
             else one that is started on this machine and ends with the job.
         consistency: as in `paceline.ssp(3)`, by its name: "ssp:3".
@@ -68,14 +70,14 @@ def run(
         run_dir: new or empty folder that keeps the run's traces, on this machine.
         trace: how much is recorded.
         quiet: show only what the script prints, and errors.
-        place_servers: over how many nodes servers go.
+        place_servers: over how many nodes servers go, and data servers.
         place_workers: over how many nodes workers go.
         worker_cpus: what each worker takes of a node's CPUs.
         worker_gpus: GPUs of each worker.
         worker_resources: what each worker takes of other resources of the cluster.
-        server_cpus: what each server takes of a node's CPUs.
+        server_cpus: what each server, or data server, takes of a node's CPUs.
         working_dir: folder with the script that every node gets a copy of.
-        env: more variables for the environment of workers and servers.
+        env: more variables for the environment of all of them.
         pip: packages that Ray installs for them.
         start_timeout_s: how long to wait for room on the cluster, and then for servers to listen.
 
@@ -93,6 +95,7 @@ def run(
         args=tuple(args),
         num_workers=workers,
         num_servers=servers,
+        num_data_servers=data_servers,
         consistency=consistency,
         scale=scale,
         strategy=strategy,

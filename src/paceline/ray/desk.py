@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from paceline.errors import PeerError
-from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook, address_path
 from paceline.launch.entering.cards import VERSION
 from paceline.launch.keys.certificates import Authority
 from paceline.launch.keys.holders import AUTHORITY_NAME, KEYS_NAME, Holder
@@ -17,7 +17,7 @@ from paceline.launch.machines import LOOPBACK
 from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.spec import TOKEN_NAME, write_private
 from paceline.observe.trace import trace_path
-from paceline.ray.orders import Arrival, News, Order
+from paceline.ray.orders import Arrival, News, Order, Role
 
 if TYPE_CHECKING:
     from paceline.launch.child import Launch
@@ -68,7 +68,7 @@ class Desk:
             self._folder = arrival.folder
         folder = arrival.folder if self._folder is None else self._folder
         return Order(
-            role="server" if launch.role == "server" else "worker",
+            role=_role(launch),
             name=launch.name,
             rank=launch.rank,
             incarnation=launch.incarnation,
@@ -86,10 +86,10 @@ class Desk:
 
     def keep(self, launch: Launch, news: News) -> None:
         """Keep what a process has left in its own folder."""
-        if news.address:
-            write_private(self._run_dir / f"server-{launch.rank}.address", news.address.encode())
+        role = _role(launch)
+        if news.address and role != "worker":
+            write_private(address_path(self._run_dir, role, launch.rank), news.address.encode())
         if news.trace:
-            role = "server" if launch.role == "server" else "worker"
             with trace_path(self._run_dir, role, launch.rank).open("ab") as file:
                 file.write(news.trace)
 
@@ -98,9 +98,15 @@ class Desk:
         path = self._run_dir / name
         return {} if self._is_here or not path.exists() else {name: path.read_bytes()}
 
+    def data_addresses(self) -> dict[str, bytes]:
+        """Return the files that say where data servers listen now, for workers that have a folder of their own."""
+        ranks = range(self._run.num_data_servers if self.encrypted else 0)  # on one node they write where all look
+        paths = (address_path(self._run_dir, "data", rank) for rank in ranks)
+        return {name: content for path in paths for name, content in self.news(path.name).items()}
+
     def _local_rank(self, launch: Launch) -> int:
         """Count the workers of lower rank on the same node; a server has no use for that."""
-        if launch.role == "server":
+        if launch.role != "worker":
             return 0
         here = self._nodes["worker", launch.rank]
         return sum(self._nodes["worker", rank] == here for rank in range(launch.rank))
@@ -108,14 +114,19 @@ class Desk:
     def _files(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
         names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, CALLED_OFF_NAME)
         known = {name: content for each in names for name, content in self.news(each).items()}
-        return known | self._keys(launch, arrival)
+        return known | (self.data_addresses() if launch.role == "worker" else {}) | self._keys(launch, arrival)
 
     def _keys(self, launch: Launch, arrival: Arrival) -> dict[str, bytes]:
         """Sign for the key that the actor has made; the authority's own key never leaves this process."""
         if self._authority is None:
             return {}
-        holder = Holder("server" if launch.role == "server" else "worker", launch.rank)
+        holder = Holder(_role(launch), launch.rank)
         return {
             f"{KEYS_NAME}/{AUTHORITY_NAME}.pem": self._authority.pem,
             f"{KEYS_NAME}/{holder}.pem": self._authority.sign(arrival.request, holder),
         }
+
+
+def _role(launch: Launch) -> Role:
+    assert launch.role != "nursery", "on a cluster none is planned"
+    return launch.role

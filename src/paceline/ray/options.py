@@ -24,7 +24,8 @@ class RayOptions:
     address
         The cluster: auto, or HOST:PORT; without it one is started on this machine for this run.
     place_servers
-        Over how many nodes servers go: spread over many or packed onto few, if that can be (strict: else not at all).
+        Over how many nodes servers go, and data servers: spread over many or packed onto few, if that can be (strict:
+        else not at all).
     place_workers
         The same of workers.
     worker_cpus
@@ -34,11 +35,11 @@ class RayOptions:
     worker_resources
         What each worker takes of a resource that the cluster has a name for: NAME=AMOUNT.
     server_cpus
-        What each server takes of a node's CPUs.
+        What each server, or data server, takes of a node's CPUs.
     working_dir
         Folder with the script that every node gets a copy of; by default that of the script, when there is a cluster.
     env
-        A variable for the environment of workers and servers: NAME=VALUE.
+        A variable for the environment of all of them: NAME=VALUE.
     pip
         A package that Ray installs for them.
     dashboard_host
@@ -64,11 +65,6 @@ class RayOptions:
         """Raise UsageError for what cannot be."""
         if run.transport == "memory":
             raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
-        if run.num_data_servers:
-            raise UsageError(
-                f"--data-servers is {run.num_data_servers}, and Ray places none: leave them out, and paceline.feed "
-                "reads on the workers, or run on one machine with --engine local"
-            )
         if run.pin:
             raise UsageError("--pin is for one machine of your own; under Ray give every worker --worker-cpus")
         if self.address is not None and "://" in self.address:

@@ -9,6 +9,8 @@ import msgspec
 
 EXIT_NOT_STARTED: Final = 126  # as a shell says it
 
+Role = Literal["server", "data", "worker"]
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Which process an actor is to start.
@@ -17,7 +19,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     folder, and wants to hear of it.
     """
 
-    role: Literal["server", "worker"]
+    role: Role
     name: str
     rank: int
     incarnation: int

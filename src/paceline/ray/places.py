@@ -1,4 +1,4 @@
-"""Room on a cluster for the processes of a job: kept as a whole or not at all, in two placement groups."""
+"""Room on a cluster for the processes of a job: kept as a whole or not at all, in a placement group for each role."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from paceline.ray.options import RayOptions
 
 TELL_INTERVAL_S: Final = 5.0
+_NAMES: Final = {"worker": "worker", "server": "server", "data": "data server"}
 
 
 @final
 class Places:
-    """Where servers and workers go. Ask for room, look whether it is there, and give it back."""
+    """Where workers, servers and data servers go. Ask for room, look whether it is there, and give it back."""
 
     def __init__(self, run: LocalRun, options: RayOptions, cluster: Cluster, console: Console) -> None:
         """Plan it."""
@@ -30,10 +31,12 @@ class Places:
         self._cluster = cluster
         self._console = console
         # Workers first: they may need what few nodes have, and servers take what is left.
-        self._counts = {"worker": run.num_workers, "server": run.num_servers}
+        counts = {"worker": run.num_workers, "server": run.num_servers, "data": run.num_data_servers}
+        self._counts = {role: count for role, count in counts.items() if count}
         self._needs: dict[str, dict[str, float]] = {
             "worker": options.worker_needs(),
             "server": {"CPU": options.server_cpus},
+            "data": {"CPU": options.server_cpus},
         }
         self._ray_util: ModuleType = load_ray().util
         self._groups: dict[str, Any] = {}
@@ -43,9 +46,9 @@ class Places:
         self._start_s = self._told_s = time.monotonic()
         if self._cluster.is_own:
             self._check_enough()
-        spreads = {"server": self._options.place_servers, "worker": self._options.place_workers}
         for role, count in self._counts.items():
-            strategy = spreads[role].upper().replace("-", "_")
+            spread = self._options.place_workers if role == "worker" else self._options.place_servers
+            strategy = spread.upper().replace("-", "_")
             self._groups[role] = self._ray_util.placement_group(
                 [dict(self._needs[role]) for _ in range(count)], strategy
             )
@@ -101,7 +104,7 @@ class Places:
 
     def _asked(self) -> str:
         return " and ".join(
-            f"{count} {role}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
+            f"{count} {_NAMES[role]}{'s' if count > 1 else ''} of {listed(self._needs[role])}"
             for role, count in self._counts.items()
         )
 

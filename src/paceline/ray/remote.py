@@ -98,15 +98,17 @@ class Remote:
         """Kill the actor, and with it the process and all that it started."""
         self._kill(self._actor)
 
-    def take(self, answer: bytes) -> None:
-        """Take the answer to the open question, and ask the next one."""
+    def take(self, answer: bytes) -> bool:
+        """Take the answer to the open question, and ask the next one; return whether it says where it listens."""
+        listens = False
         if self._arrived:
-            self._hear(msgspec.msgpack.decode(answer, type=News))
+            listens = self._hear(msgspec.msgpack.decode(answer, type=News))
         else:
             order = self._desk.order(self.launch, msgspec.msgpack.decode(answer, type=Arrival))
             self._actor.start.remote(msgspec.msgpack.encode(order))
             self._arrived = True
         self.question = self._actor.news.options(concurrency_group="news").remote()
+        return listens
 
     def is_late(self, now_s: float) -> bool:
         """Tell whether the actor should long have said where it is (`now_s`: monotonic)."""
@@ -121,11 +123,12 @@ class Remote:
         self._exit_code = LOST if self._arrived or self.launch.incarnation else EXIT_NOT_STARTED
         self.kill()
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: News) -> bool:
         for to_stderr, line in news.lines:
             self._say(line, to_stderr=to_stderr)
         self._desk.keep(self.launch, news)
         self._exit_code = news.exit_code
+        return bool(news.address)
 
     def _say(self, line: str, *, to_stderr: bool) -> None:
         if to_stderr:

@@ -7,7 +7,6 @@ however that ends: the kernel and the guard see to it, as they do for a launcher
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from paceline.launch.environment import Place, child_environment, with_import_pa
 from paceline.launch.guard import Guard, clear
 from paceline.launch.keys.holders import KEYS_NAME, Holder, Role
 from paceline.launch.pipes import Pump
+from paceline.launch.plan import DEFAULT_PROGRAMS
 from paceline.launch.spec import ClusterSpec, write_private
 from paceline.ray.engine import load_ray
 from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, Order
@@ -137,15 +137,20 @@ def plan(order: Order, folder: Path) -> Launch:
     """Say how the process is started here."""
     script = Path.cwd() / order.script
     environment = child_environment(1, 1, traceback=order.traceback) | order.variables
-    if order.role == "server":
-        command = (sys.executable, "-m", "paceline.launch.server", str(folder / SPEC_NAME), str(order.rank), order.host)
-        environment = with_import_path(environment, script.parent)
-        return Launch(role="server", name=order.name, rank=order.rank, command=command, environment=environment)
+    if order.role != "worker":
+        program = DEFAULT_PROGRAMS.server if order.role == "server" else DEFAULT_PROGRAMS.data_server
+        return Launch(
+            role=order.role,
+            name=order.name,
+            rank=order.rank,
+            command=(*program, str(folder / SPEC_NAME), str(order.rank), order.host),
+            environment=with_import_path(environment, script.parent),
+        )
     return Launch(
         role="worker",
         name=order.name,
         rank=order.rank,
-        command=(sys.executable, "-m", "paceline.launch.worker", str(script), *order.args),
+        command=(*DEFAULT_PROGRAMS.worker, str(script), *order.args),
         environment=environment,
         place=Place(folder / CLUSTER_NAME, order.rank, order.local_rank, order.incarnation),
     )

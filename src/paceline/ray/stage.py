@@ -119,6 +119,14 @@ class RayStage:
         assert self._desk is not None
         return self._desk.book.missing()
 
+    def _tell_addresses(self) -> None:
+        """Tell workers where a data server listens that was started again."""
+        assert self._desk is not None
+        for name, content in self._desk.data_addresses().items():
+            for member in self._members:
+                if member.launch.role == "worker":
+                    member.put(name, content)
+
     def _can_go_on(self, member: Remote) -> bool:
         """Tell whether its answer can be used now: the first order may have to be that of server 0."""
         assert self._desk is not None
@@ -127,7 +135,8 @@ class RayStage:
 
     def _take(self, member: Remote) -> None:
         try:
-            member.take(self._ray.get(member.question))
+            if member.take(self._ray.get(member.question)) and member.launch.incarnation:
+                self._tell_addresses()
         except self._ray.exceptions.RayError as error:
             member.lose(f"Ray: {_cause(error)}")
         except PacelineError as error:

@@ -3,9 +3,11 @@
 import os
 from io import BufferedReader
 from pathlib import Path
-from typing import Final, Literal, final
+from typing import Final, final
 
+from paceline.launch.addresses import address_path
 from paceline.observe.trace import trace_path
+from paceline.ray.orders import Role
 from paceline.ray.outbox import Outbox
 
 CHUNK_BYTES: Final = 256 * 1024
@@ -15,8 +17,8 @@ CHUNK_BYTES: Final = 256 * 1024
 class Tail:
     """The files of one process, in a folder that its launcher does not see."""
 
-    def __init__(self, folder: Path, role: Literal["worker", "server"], rank: int) -> None:
-        self._address = folder / f"server-{rank}.address" if role == "server" else None
+    def __init__(self, folder: Path, role: Role, rank: int) -> None:
+        self._address = None if role == "worker" else address_path(folder, role, rank)
         self._trace = trace_path(folder, role, rank)
         self._file: BufferedReader | None = None  # open from its first line on: the folder may go before we do
 
