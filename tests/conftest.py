@@ -1,8 +1,12 @@
 """What holds for all tests."""
 
 import gc
+import signal
 
 import pytest
+
+# A background shell ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,8 +50,7 @@ def run(
 ) -> int:
     """Run a script as a job on a Ray cluster, as `paceline run --engine ray` does, and return its exit code.
 
-    Blocks until the job has ended; call it from the main thread, because it answers Ctrl-C and SIGTERM meanwhile. The
-    arguments are the options of `paceline run`.
+    Blocks until the job has ended; call it from the main thread: it answers Ctrl-C and SIGTERM. Arguments are options.
 
     Args:
         script: what every worker runs.
@@ -59,8 +58,7 @@ def run(
         workers: number of worker processes.
         servers: number of server processes.
         data_servers: number of processes that read and prepare batches for `paceline.feed`.
-        address: the cluster: "auto" or HOST:PORT. By default the one that this process has joined with `ray.init`, or
-            else one that is started on this machine and ends with the job.
+        address: "auto" or HOST:PORT; by default the cluster joined with `ray.init`, or else one started for the job.
         consistency: as in `paceline.ssp(3)`, by its name: "ssp:3".
         strategy: how workers share the work where the script says nothing.
         scale: how the gradients of several workers become one.
