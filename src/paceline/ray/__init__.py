@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.launch.plan import LocalRun
+from paceline.launch.policy import Policy
+
 if TYPE_CHECKING:
     from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel
     from paceline.ray.options import Spread
@@ -50,7 +53,8 @@ def run(
 ) -> int:
     """Run a script as a job on a Ray cluster, as `paceline run --engine ray` does, and return its exit code.
 
-    Blocks until the job has ended; call it from the main thread: it answers Ctrl-C and SIGTERM. Arguments are options.
+    Blocks until the job has ended; call it from the main thread, because it answers Ctrl-C and SIGTERM meanwhile. The
+    arguments are the options of `paceline run`.
 
     Args:
         script: what every worker runs.
@@ -58,7 +62,8 @@ def run(
         workers: number of worker processes.
         servers: number of server processes.
         data_servers: number of processes that read and prepare batches for `paceline.feed`.
-        address: "auto" or HOST:PORT; by default the cluster joined with `ray.init`, or else one started for the job.
+        address: the cluster: "auto" or HOST:PORT. By default the one that this process has joined with `ray.init`, or
+            else one that is started on this machine and ends with the job.
         consistency: as in `paceline.ssp(3)`, by its name: "ssp:3".
         strategy: how workers share the work where the script says nothing.
         scale: how the gradients of several workers become one.
@@ -83,8 +88,6 @@ def run(
         UsageError: settings that make no run, or Ray is not installed.
         PeerError: there is no such cluster, or it has no room in time.
     """
-    from paceline.launch.plan import LocalRun
-    from paceline.launch.policy import Policy
     from paceline.ray.driver import run_on_ray
     from paceline.ray.options import RayOptions
 
