@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.launch.plan import LocalRun
-from paceline.launch.policy import Policy
-
 if TYPE_CHECKING:
     from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel
     from paceline.ray.options import Spread
@@ -88,10 +85,10 @@ def run(
         UsageError: settings that make no run, or Ray is not installed.
         PeerError: there is no such cluster, or it has no room in time.
     """
-    from paceline.ray.driver import run_on_ray
-    from paceline.ray.options import RayOptions
+    from paceline.launch import plan, policy
+    from paceline.ray import driver, options
 
-    asked = LocalRun(
+    asked = plan.LocalRun(
         script=Path(script),
         args=tuple(args),
         num_workers=workers,
@@ -102,11 +99,11 @@ def run(
         strategy=strategy,
         trace=trace,
         run_dir=None if run_dir is None else Path(run_dir),
-        policy=Policy(on_crash, on_error, max_restarts),
+        policy=policy.Policy(on_crash, on_error, max_restarts),
         progress=not quiet,
         quiet=quiet,
     )
-    options = RayOptions(
+    placed = options.RayOptions(
         address=address,
         place_servers=place_servers,
         place_workers=place_workers,
@@ -119,4 +116,4 @@ def run(
         pip=tuple(pip),
         start_timeout=start_timeout_s,
     )
-    return run_on_ray(asked, options)
+    return driver.run_on_ray(asked, placed)
