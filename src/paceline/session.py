@@ -93,7 +93,7 @@ class Session:
         """Start without tables."""
         self.tables = Opening(self.rank, self.node, self.meter)
         self.named = Named(self.tables)
-        self.slicing = Slicing(self.size, self.node.calls, self._optimizers)
+        self.slicing = Slicing(self.size, self.node.calls, self._optimizers, lambda: self.node.clock)
 
     def __enter__(self) -> Self:
         """Return this session."""

@@ -98,6 +98,18 @@ def test_a_worker_that_was_started_again_begins_where_the_hindmost_is() -> None:
     assert leases.ask((1, 1), SECOND, (1, 1)) == Answer("rest", SECOND)
 
 
+def test_a_worker_that_was_started_again_begins_in_the_round_of_the_clock_at_which_it_joins() -> None:
+    """Where all have finished the clock of a round, and none has come to the next, it is the first there."""
+    for clock, round_ in ((7, FIRST), (8, SECOND)):
+        leases = Leases()
+        for rank in range(2):
+            assert leases.ask((rank, 0), FIRST, (1, 1, 0), clock=7) is not None
+        leases.end((1, 0))
+        assert leases.ask((1, 1), Round(0, 0), (1, 1, 0), clock) == (
+            Answer("elsewhere", SECOND) if round_ == SECOND else Answer("piece", FIRST, 1, 0, again=True)
+        )
+
+
 # -- time, in slices of a fast worker --------------------------------------------------------------------------------
 
 

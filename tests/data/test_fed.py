@@ -18,8 +18,10 @@ from tests.training.recipes import mlp
 
 import paceline
 from paceline import sources
+from paceline.current import bind
 from paceline.data.readers import Readers
-from paceline.errors import DataError, RecordError, UsageError
+from paceline.data.slicing import Dealt
+from paceline.errors import DataError, RecordError, Refused, UsageError
 from paceline.feeding.batches import Ask, Batch
 from paceline.feeding.reader import LocalReader
 from paceline.feeding.recipe import Recipe
@@ -143,6 +145,68 @@ def test_what_a_dead_worker_had_is_dealt_again_and_told(
     assert sum(epoch.samples for epoch in told) == 54 - len(training.counted[2]), "what the dead worker had done counts"
     [line] = [line for line in capfd.readouterr().err.splitlines() if "again" in line]
     assert line.endswith("was dealt 6 samples of epoch 0 again, which a worker had that has died")
+
+
+@pytest.mark.parametrize("between", [(0, 1), (1,)], ids=["all", "one"])
+def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step_with_them(
+    between: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all would wait for each other at the end: it for a clock that they never begin."""
+    is_dead, is_back, through = threading.Event(), threading.Event(), threading.Semaphore(0)
+    source, answer = write_numbers(tmp_path, 72), Dealt.answer
+    counted, clocks = list[int](), list[int]()
+    got = list[int]()  # by the one that came back
+
+    def answered(dealt: Dealt, asked: Any, place: Any) -> Any:
+        dealing = answer(dealt, asked, place)
+        if dealing.answer.word == "elsewhere":
+            is_back.set()
+        return dealing
+
+    def work(worker: Session) -> None:
+        optimizer = paceline.distributed(torch.optim.SGD(mlp().double().parameters(), lr=0.1))
+        for batch in paceline.feed(source, batch_size=6):
+            if worker.node.clock == 1 and not is_dead.is_set():
+                if worker.rank == 2:
+                    raise Death
+                assert is_dead.wait(WAIT_S)
+            optimizer.step()
+            counted.extend(batch["indices"].tolist())
+            if is_back.is_set() and worker.rank == 2:
+                got.extend(batch["indices"].tolist())
+            if worker.node.clock == 2 and worker.rank in between:
+                through.release()
+                assert is_back.wait(WAIT_S)
+        worker.barrier()
+        clocks.append(worker.node.clock)
+
+    def come_back() -> None:
+        is_dead.set()
+        for _ in between:
+            assert through.acquire(timeout=WAIT_S)
+        with started.join(2, incarnation=1) as worker:
+            bind(worker)
+            work(worker)
+
+    monkeypatch.setattr(Dealt, "answer", answered)
+    with fed_job(tmp_path, workers=NUM_WORKERS, wait_timeout_s=10.0) as started:
+        run_until_death(started, work, come_back)  # pyright: ignore[reportArgumentType]
+    assert clocks == [4] * NUM_WORKERS
+    assert sorted(counted) == list(range(72))
+    assert got, "it has got something to do"
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"drop_last": True}, {"seed": 4}], ids=str)
+def test_workers_that_are_fed_in_another_order_are_told(options: dict[str, Any], tmp_path: Path) -> None:
+    source = write_numbers(tmp_path, 36)
+    training = Training(lambda: fed(source, **(options if paceline.rank() else {}))())
+    with (
+        fed_job(tmp_path, workers=2) as started,
+        pytest.raises(
+            Refused, match=r"workers . and . do not cut the slices of loader 1 alike: .* drop last, shuffled"
+        ),
+    ):
+        started.run(training)
 
 
 # -- records that cannot be decoded ----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Worker:
             on_missing=lambda: self.events.append(("missing", 1)),
             tell=self.lines.append,
         )
-        slicing = Slicing(size, calls=None, optimizers=[])  # pyright: ignore[reportArgumentType] - nothing is dealt
+        slicing = Slicing(size, calls=None, optimizers=[], clock=int)  # pyright: ignore[reportArgumentType] - nothing is dealt
         self.loader = FedLoader(reader, plan, sharding, slicing, Trace(None))
 
     def read(self, stage: Stage) -> list[Event]:

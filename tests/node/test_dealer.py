@@ -8,7 +8,7 @@ import pytest
 
 from paceline.core.leases import Answer, Life, Round
 from paceline.errors import UsageError
-from paceline.node.dealer import Dealer, Dealing, read_answer
+from paceline.node.dealer import MAX_WORKS, Dealer, Dealing, read_answer
 from paceline.node.requests import Done, Failed, TakePiece
 
 ONE, OTHER = (0, 0), (1, 0)
@@ -142,6 +142,34 @@ def test_who_waits_for_the_end_of_an_epoch_that_others_left_for_a_later_one_is_t
     assert [rank for rank, _ in sent] == [1], "the piece is not settled"
     dealer.take(OTHER, beginning(2, start=0, epoch=2))
     dealer.release()
-    assert [rank for rank, _ in sent] == [1, 1], "it counts when its holder goes on, which only then is known"
-    dealer.release()
+    assert [rank for rank, _ in sent] == [1, 1, 0], "the piece counts when its holder goes on, after the other was seen"
     assert sent[-1] == (0, Dealing(Answer("over", Round(0, 1)), 4))
+
+
+def test_an_older_copy_takes_nothing_from_the_request_that_waits() -> None:
+    table = Table()
+    assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
+    assert [table.ask(ONE, 1, sizes=(0, 1)), table.ask(ONE, 2, 1, ())] == [Answer("rest", Round(0, 0)), None]
+    assert table.ask(ONE, 1, sizes=(0, 1)) == Answer("rest", Round(0, 0)), "a copy, late"
+    table.dealer.settle(OTHER)
+    assert table.sent[-1] == (ONE, Answer("over", Round(0, 1)))
+
+
+def test_what_is_agreed_on_for_one_work_is_kept_when_another_comes_to_later_epochs() -> None:
+    sent: list[tuple[int, Dealing]] = []
+    dealer = Dealer(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
+    dealer.take(ONE, beginning(1, start=4))
+    dealer.release()
+    dealer.take(ONE, replace(beginning(2, start=0, epoch=9), work="others"))
+    dealer.release()
+    dealer.take((1, 1), beginning(1, start=6))
+    dealer.release()
+    assert sent[-1] == (1, Dealing(Answer("elsewhere", Round(0, 0)), 4))
+
+
+def test_more_works_than_a_job_can_have_are_refused_with_what_to_do() -> None:
+    table = Table()
+    for number in range(MAX_WORKS):
+        table.ask(ONE, number + 1, work=f"slices of loader {number}")
+    with pytest.raises(UsageError, match="1024 loaders are dealt out already: make each loader once, before the loop"):
+        table.ask(ONE, MAX_WORKS + 1, work="one more")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
@@ -66,6 +66,12 @@ class _Lease:
     taken_in: Round  # where its holder was
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Stand:
+    round: Round
+    clock: int  # that was under way when its holder came there
+
+
 @dataclass(slots=True)
 class Leases:
     """The pieces of one work, from the first round that somebody comes to."""
@@ -76,13 +82,13 @@ class Leases:
     _free: dict[Round, dict[int, list[int]]] = field(default_factory=dict[Round, dict[int, list[int]]])
     _held: dict[Life, list[_Lease]] = field(default_factory=dict[Life, list[_Lease]])
     # Where each life is that has ever asked and has not ended. Invariant: nobody goes back.
-    _places: dict[Life, Round] = field(default_factory=dict[Life, Round])
+    _places: dict[Life, _Stand] = field(default_factory=dict[Life, _Stand])
     _num_taken: dict[Life, int] = field(default_factory=dict[Life, int])  # by each of those, since it came there
     _returned: set[Piece] = field(default_factory=set[Piece])  # of the newest epoch, by lives that have ended
     # Rounds behind the last one of their epoch, for pieces that came back late.
     _extra: set[Round] = field(default_factory=set[Round])
 
-    def ask(self, life: Life, place: Round, sizes: Sequence[int]) -> Answer | None:
+    def ask(self, life: Life, place: Round, sizes: Sequence[int], clock: int = 0) -> Answer | None:
         """Return what a life gets in the round to which it has come; None if it has to wait for others.
 
         What it took in earlier rounds is settled by that: whoever goes on has delivered. Asking again after None is
@@ -92,12 +98,13 @@ class Leases:
             life: who asks.
             place: the round to which it has come.
             sizes: pieces of each share, by home; none behind the last round of an epoch, where the end is waited for.
+            clock: that it has begun: how those find a place who were started again, as they begin at a clock.
         """
-        last = self._places.setdefault(life, self._start(life))
+        last = self._places.setdefault(life, _Stand(self._start(life, clock), clock)).round
         if place < last:  # a worker that was started again: its script is at the beginning, the others are not
             return Answer("elsewhere", last)
         if place > last or life not in self._num_taken:
-            self._places[life], self._num_taken[life] = place, 0
+            self._places[life], self._num_taken[life] = _Stand(place, clock), 0
         self._held[life] = [lease for lease in self._held.get(life, []) if lease.taken_in >= place]
         if place > self._newest:
             self._open(place, sizes)
@@ -145,7 +152,7 @@ class Leases:
 
     def _at_work(self, place: Round) -> list[Life]:
         """Return who is in this round and has not delivered yet, and so may ask for more of it."""
-        return [life for life, where in self._places.items() if where == place and self._held.get(life)]
+        return [life for life, where in self._places.items() if where.round == place and self._held.get(life)]
 
     @property
     def num_free(self) -> int:
@@ -179,6 +186,13 @@ class Leases:
             del self._free[first]
         return piece
 
-    def _start(self, life: Life) -> Round:
-        """Return where a life begins: at the beginning, or after another of its rank where the hindmost is."""
-        return min(self._places.values(), default=self._newest) if life[1] > 0 else _BEGINNING
+    def _start(self, life: Life, clock: int) -> Round:
+        """Return where a life begins: at the beginning, or after another of its rank in the round of its clock.
+
+        That is the round of the hindmost, or the one behind it, to which nobody may have come: where all have finished
+        the clock of a round, whoever came into that round would be a clock ahead of them for ever.
+        """
+        if life[1] == 0:
+            return _BEGINNING
+        hindmost = min(self._places.values(), default=_Stand(self._newest, clock))
+        return replace(hindmost.round, number=hindmost.round.number + (clock > hindmost.clock))

@@ -15,7 +15,7 @@ from paceline.data.order import Batches, Order
 from paceline.data.partition import Sharding
 from paceline.data.position import Bookmark, terms_of
 from paceline.data.rounds import Rounds
-from paceline.data.slicing import Dealt, Slicing, Walk
+from paceline.data.slicing import Slicing, Walk
 from paceline.data.tally import Tally
 from paceline.errors import UsageError
 from paceline.feeding.batches import Ask, Batch
@@ -211,10 +211,9 @@ class FedLoader:
         """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
         order, plan, sharding = self._order, self._plan, self._sharding
         number = max(self._next_pass, self.epoch)
-        terms = (order.num_samples, order.batch_size, plan.slices, sharding.seed, self.epoch)
         batches = order.batches(sharding.seed, self.epoch)
         rounds = Rounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
-        dealt = Dealt(self._slicing.calls, self._work, terms)
+        dealt = self._slicing.deal(self._work, order, sharding.seed, plan.slices, self.epoch)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
         own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally)
         try:

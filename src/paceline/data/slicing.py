@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.leases import Answer, Round
 from paceline.data.loader import ShardedLoader
+from paceline.data.order import Order
 from paceline.data.partition import Cut, Sharding
+from paceline.data.position import terms_of
 from paceline.data.rounds import Rounds
 from paceline.errors import UsageError
 from paceline.node.calls import Calls
@@ -56,11 +58,13 @@ class Slicing:
         num_workers: of the job.
         calls: asks servers.
         optimizers: those in use.
+        clock: returns the one that this worker has begun.
     """
 
     num_workers: int
     calls: Calls
     optimizers: Collection[Banks]
+    clock: Callable[[], int]
     _num_loaders: int = 0
     _slices: Slices | None = None  # the last that were begun
 
@@ -68,6 +72,10 @@ class Slicing:
         """Return the name of the work of the next loader; workers make theirs in the same order."""
         self._num_loaders += 1
         return f"the slices of loader {self._num_loaders}"
+
+    def deal(self, work: str, order: Order, seed: int, slices: int, epoch: int) -> Dealt:
+        """Return what is dealt out under this name in an epoch of this order."""
+        return Dealt(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
 
     def begin(self, slices: Slices) -> None:
         """Let optimizers add up the gradients of these slices.
@@ -92,13 +100,17 @@ class Dealt:
     """Work that a server deals out, by name, and what all who take part have to agree on."""
 
     calls: Calls
+    clock: Callable[[], int]
     work: str
     terms: tuple[int, ...]
 
     def ask(self, place: Round, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
         """Ask for a slice in the round to which this worker has come, of those that begin behind so many batches."""
         return self.calls.begin(
-            _DEALER, lambda number: TakePiece(number, self.work, place.epoch, place.number, sizes, self.terms, start)
+            _DEALER,
+            lambda number: TakePiece(
+                number, self.work, place.epoch, place.number, sizes, self.terms, start, self.clock()
+            ),
         )
 
     def answer(self, asked: Future[memoryview], place: Round) -> Dealing:
@@ -211,8 +223,7 @@ class SlicedLoader:
         self._slices = slices
         self._slicing = slicing
         self._work = slicing.name_next()
-        # As the server counts: from 0, or the epoch of a state, so that a worker that was started again counts alike.
-        self._next_pass = 0
+        self._next_pass = 0  # as the dealer counts
         self._walk: Walk | None = None  # the one under way
 
     @property
@@ -271,7 +282,6 @@ class SlicedLoader:
             UsageError: it is of another source, another seed, or another way to cut it; the values are named.
         """
         self._whole.load_state_dict(state)
-        self._next_pass = max(self._next_pass, self._whole.epoch)
 
     def _note(self) -> None:
         """Note how far the pass under way has come."""
@@ -284,12 +294,12 @@ class SlicedLoader:
         return Rounds(whole.batches(), self._sharding.size, self._slices, whole.bookmark.next.num_done)
 
     def _begin(self) -> Walk:
-        sharding, whole, rounds = self._sharding, self._whole, self._rounds()
-        terms = (len(cast("Sized", whole.dataset)), whole.batch_size, self._slices, sharding.seed, whole.epoch)
-        dealt = Dealt(self._slicing.calls, self._work, terms)
-        walk = Walk(dealt, rounds, self._next_pass, sharding.on_missing, sharding.size)
+        """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
+        sharding, whole, number = self._sharding, self._whole, max(self._next_pass, self._whole.epoch)
+        dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
+        walk = Walk(dealt, self._rounds(), number, sharding.on_missing, sharding.size)
         self._slicing.begin(walk)
-        self._next_pass += 1
+        self._next_pass = number + 1
         whole.bookmark.begin()
         return walk
 

@@ -69,21 +69,29 @@ class Dealer:
             self._require_sense(request)
             self._require_agreement(life, request)
             self._go_to(life, request.work)
-            self._answers.pop(life, None)
             self._waiting[life] = request
 
     def release(self) -> None:
-        """Answer those for whom it is clear now what they get, in the order of their ranks."""
-        for life, request in sorted(self._waiting.items()):
-            start = self._agreements[request.work, request.epoch].start
-            answer = Answer("elsewhere", Round(request.epoch, 0))  # asked again, it begins where the others began
-            if start == request.start:
-                answer = self._works[request.work].ask(life, Round(request.epoch, request.round), request.sizes)
-            if answer is not None:
-                del self._waiting[life]
-                content = memoryview(msgspec.msgpack.encode(Dealing(answer, start)))
-                self._answers[life] = request.number, content
-                self.send(*life, Done(request.number), content)
+        """Answer those for whom it is clear now what they get, in the order of their ranks.
+
+        That one is answered, or goes on, may make it clear for those before.
+        """
+        while [life for life, request in sorted(self._waiting.items()) if self._answers_now(life, request)]:
+            pass
+
+    def _answers_now(self, life: Life, request: TakePiece) -> bool:
+        start = self._agreements[request.work, request.epoch].start
+        answer = Answer("elsewhere", Round(request.epoch, 0))  # asked again, it begins where the others began
+        if start == request.start:
+            place = Round(request.epoch, request.round)
+            answer = self._works[request.work].ask(life, place, request.sizes, request.clock)
+        if answer is None:
+            return False
+        del self._waiting[life]
+        content = memoryview(msgspec.msgpack.encode(Dealing(answer, start)))
+        self._answers[life] = request.number, content
+        self.send(*life, Done(request.number), content)
+        return True
 
     def settle(self, life: Life) -> None:
         """Count what a life holds: an update of it is applied, and it has taken no piece since it sent that."""
@@ -113,14 +121,17 @@ class Dealer:
         """Refuse work that is cut so that no job could have cut it so."""
         leases = self._works.get(request.work)
         num_free = 0 if leases is None else leases.num_free
-        numbers = (request.epoch, request.round, request.start, *request.sizes)
+        numbers = (request.epoch, request.round, request.start, request.clock, *request.sizes)
         if min(numbers) < 0 or sum(request.sizes) + num_free > MAX_PIECES:
             raise UsageError(
                 f"round {request.round} of epoch {request.epoch} of {request.work} has {sum(request.sizes)} pieces and "
                 f"{num_free} are left of earlier ones: expected at most {MAX_PIECES} together, and no number below 0"
             )
         if leases is None and len(self._works) >= MAX_WORKS:
-            raise UsageError(f"{len(self._works)} works are dealt out already, expected at most {MAX_WORKS}")
+            raise UsageError(
+                f"the slices of {MAX_WORKS} loaders are dealt out already: make each loader once, before the loop over "
+                "epochs, and not anew in every turn"
+            )
 
     def _require_agreement(self, life: Life, request: TakePiece) -> None:
         """Refuse work that is cut otherwise; or begun otherwise, unless by one who begins again in the middle."""
@@ -128,15 +139,18 @@ class Dealer:
         if (request.work, request.epoch) not in self._agreements:  # older epochs are over: nobody begins one before
             kept = {(waiting.work, waiting.epoch) for waiting in self._waiting.values()}
             self._agreements = {
-                key: agreed for key, agreed in self._agreements.items() if key[1] >= request.epoch - 1 or key in kept
+                (work, epoch): agreed
+                for (work, epoch), agreed in self._agreements.items()
+                if work != request.work or epoch >= request.epoch - 1 or (work, epoch) in kept
             }
         start = request.start if begins or request.work not in works else 0  # only the first epoch begins elsewhere
         new = _Agreement(request.terms, start, life[0])
         agreed = self._agreements.setdefault((request.work, request.epoch), new)
         if agreed.terms != request.terms:
             raise UsageError(
-                f"workers {agreed.rank} and {life[0]} do not cut {request.work} alike: (samples, batch size, slices, "
-                f"seed, epoch) is {agreed.terms} there and {request.terms} here. Give all workers the same loader."
+                f"workers {agreed.rank} and {life[0]} do not cut {request.work} alike: (samples, batch size, drop last, "
+                f"shuffled, seed, slices, epoch) is {agreed.terms} there and {request.terms} here. Give all the same "
+                "loader."
             )
         if begins and agreed.start != request.start:
             raise UsageError(

@@ -87,6 +87,7 @@ class TakePiece:
     `sizes`: how many pieces the share of each home has; none behind the last round of an epoch, where the answer comes
     when all pieces are settled or one is free again. `terms`: what all have to agree on that take pieces of the epoch.
     `start`: what is before the first round of the epoch; who was started again is told where the others begin.
+    `clock`: the one that the worker has begun.
     """
 
     number: int
@@ -96,6 +97,7 @@ class TakePiece:
     sizes: tuple[int, ...]
     terms: tuple[int, ...]
     start: int = 0
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
