@@ -24,12 +24,12 @@ GOALS = {
 OPTIONS = {"digits_fed.py": ["--data-servers", "1"]}
 
 
-@pytest.mark.parametrize("name", sorted(GOALS))
+@pytest.mark.parametrize("name", ["custom_rule.py", "embedding.py", "logistic_regression.py", "one_line.py"])
 def test_an_example_reaches_its_goal_alone(name: str, alone: Alone) -> None:
     assert_goal(name, alone(name))
 
 
-@pytest.mark.parametrize("name", sorted(GOALS))
+@pytest.mark.parametrize("name", ["digits_fed.py", "embedding.py", "one_line.py"])
 def test_an_example_reaches_its_goal_as_a_job(name: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [*JOB, *OPTIONS.get(name, []), str(EXAMPLES / name)]

@@ -8,7 +8,7 @@ from tests.faults.running import run_to_end
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.campaign), 4])
 def test_a_pipeline_computes_what_one_process_does(tmp_path: Path, num_stages: int) -> None:
     options = ("-n", str(num_stages), "--strategy", f"pipeline:{num_stages}")
     code, run = run_to_end(tmp_path / "run", SCRIPTS / "stages.py", "die", options=options)

@@ -19,7 +19,7 @@ BOUNDED: tuple[Consistency, ...] = tuple(point(s) for s in STALENESSES for point
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("least_reads", [1_000, pytest.param(10_000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("least_reads", [400, pytest.param(10_000, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("point", BOUNDED, ids=str)
 def test_of_all_reads_under_a_bound_none_is_too_old(point: Consistency, least_reads: int) -> None:
     """With ten points, that is a hundred thousand reads in the campaign."""
@@ -36,7 +36,7 @@ def test_of_all_reads_under_a_bound_none_is_too_old(point: Consistency, least_re
 
 
 def test_a_swarm_over_all_points_keeps_every_rule_and_everything_rare_happens() -> None:
-    totals = run(range(700))
+    totals = run(range(400))
     assert totals.broken == {}
     assert totals.missing == []
 

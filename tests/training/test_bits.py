@@ -29,7 +29,9 @@ def test_bits_in_memory(tmp_path: Path, alone: dict[tuple[str, int], Tensor], wo
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
-@pytest.mark.parametrize(("workers", "servers"), [(1, 3), (2, 2), (3, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("workers", "servers"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.campaign), (3, 1), (4, 3)]
+)
 def test_bits_between_processes(
     tmp_path: Path, alone: dict[tuple[str, int], Tensor], workers: int, servers: int, carrier: str
 ) -> None:
