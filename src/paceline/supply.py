@@ -71,5 +71,6 @@ def feed(
         batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, leases=leases, slices=slices, prefetch=prefetch
     )
     session = current()
+    sharding = session.sharding(seed)
     reader = session.readers.open(Recipe(source, transform, on_error, seed), prefetch)
-    return FedLoader(reader, plan, session.sharding(seed), session.slicing, session.meter.trace)
+    return FedLoader(reader, plan, sharding, session.slicing, session.meter.trace)

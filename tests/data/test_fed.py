@@ -142,7 +142,7 @@ def test_what_a_dead_worker_had_is_dealt_again_and_told(
         run_until_death(started, training, is_dead.set)  # pyright: ignore[reportArgumentType]
     assert training.all_counted() == list(range(54))
     assert sum(epoch.again for epoch in told) == BATCH_SIZE
-    assert sum(epoch.samples for epoch in told) == 54 - len(training.counted[2]), "what the dead worker had done counts"
+    assert sum(epoch.samples for epoch in told) == 54 + BATCH_SIZE, "the one that has died tells what it had, too"
     [line] = [line for line in capfd.readouterr().err.splitlines() if "again" in line]
     assert line.endswith("was dealt 6 samples of epoch 0 again, which a worker had that has died")
 
@@ -256,6 +256,30 @@ def test_records_that_cannot_be_decoded_are_left_out_counted_and_told(
     assert all("could not be decoded: " in line and "numbers.txt" in line for line in told)
 
 
+@pytest.mark.parametrize(("leases", "line"), [(False, "left out 1 of 4"), (True, "left out 2 of 3")])
+def test_an_epoch_that_is_left_is_told_as_far_as_it_went(
+    leases: bool, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With leases the next slice was read already, for step() to know of it."""
+    told, source = list[Epoch](), write_lines(tmp_path, 12, {1, 2} if leases else {1, 5})
+    monkeypatch.setattr(Trace, "record", lambda _, record: told.append(record) if isinstance(record, Epoch) else None)
+
+    def work(_: Session) -> tuple[int, int]:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0))
+        options = {"leases": leases, "slices": 2 if leases else 1, "transform": f"{OWN}:number", "on_error": "skip"}
+        loader = paceline.feed(source, batch_size=4, **options)  # pyright: ignore[reportArgumentType]
+        for _batch in loader:
+            optimizer.step()
+            break
+        state = loader.state_dict()
+        return state["epoch"], state["num_done"]
+
+    assert run_job(tmp_path, work) == [(0, 0 if leases else 1)]
+    assert f"worker 0 {line} records of epoch 0 that could not be decoded: " in capfd.readouterr().err
+    assert [(epoch.samples, epoch.skipped) for epoch in told] == [(1, 2) if leases else (3, 1)]
+
+
 def test_a_record_that_cannot_be_decoded_ends_the_loop_where_none_is_skipped(tmp_path: Path) -> None:
     source = write_lines(tmp_path, 12, {7})
 
@@ -332,11 +356,14 @@ def test_reading_goes_on_where_it_was_left_with_another_number_of_workers(leases
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0, expected 1 or more"),
-        ({"batch_size": True}, "batch_size is True, expected 1 or more"),
-        ({"slices": 7}, "slices is 7, expected 1 to 6"),
+        ({"batch_size": 0}, "batch_size is 0, expected a whole number from 1 to 1048576"),
+        ({"batch_size": True}, "batch_size is True, expected a whole number from 1"),
+        ({"batch_size": (1 << 20) + 1}, "batch_size is 1048577, expected a whole number from 1 to 1048576"),
+        ({"seed": 1.0}, "seed is 1.0, expected a whole number from -4398046511104"),
+        ({"seed": 1 << 60, "leases": False}, "expected a whole number from -4398046511104 to 4398046511104"),
+        ({"slices": 7}, "slices is 7, expected a whole number from 1 to 6"),
         ({"slices": 2, "leases": False}, "slices=2 are parts of a batch that are dealt out"),
-        ({"prefetch": -1}, "prefetch is -1, expected 0 to 32"),
+        ({"prefetch": -1}, "prefetch is -1, expected a whole number from 0 to 32"),
         ({"on_error": "ignore"}, "on_error is 'ignore', expected \"raise\""),
         ({"transform": "nowhere:function"}, "nowhere"),
         ({"batch_size": 9, "drop_last": True}, "the source has 8 samples, fewer than a batch of 9"),

@@ -50,6 +50,7 @@ class DealtBatches:
             if batch is None:
                 return
             self.num_samples = batch.num_samples
+            self.tally.num_samples += batch.num_samples
             yield batch
 
     def _next(self) -> Batch | None:
@@ -57,7 +58,7 @@ class DealtBatches:
 
     def _read(self, indices: list[int]) -> Batch:
         batch = self.reader.read(Ask(self.tally.epoch, tuple(indices)))
-        self.tally.add(batch)
+        self.tally.num_skipped += batch.num_skipped
         if self.walk.is_again:
             self.tally.num_again += len(indices)
         self._expect()

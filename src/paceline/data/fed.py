@@ -14,15 +14,16 @@ from paceline.data.dealt import DealtBatches
 from paceline.data.order import Batches, Order
 from paceline.data.partition import Sharding
 from paceline.data.position import Bookmark, terms_of
-from paceline.data.rounds import Rounds
+from paceline.data.rounds import Rounds, num_slices
 from paceline.data.slicing import Slicing, Walk
 from paceline.data.tally import Tally
 from paceline.errors import UsageError
 from paceline.feeding.batches import Ask, Batch
+from paceline.feeding.client import MAX_PREFETCH
 from paceline.feeding.reader import Reader
+from paceline.feeding.wire import MAX_SAMPLES
 from paceline.observe.trace import Trace
 
-MAX_PREFETCH: Final = 32
 _FIXED: Final = "Or give paceline.feed leases=False: then every worker has a fixed share."
 
 
@@ -51,7 +52,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check them."""
-        _check("batch_size", self.batch_size, 1)
+        _check("batch_size", self.batch_size, 1, MAX_SAMPLES)
         _check("slices", self.slices, 1, self.batch_size)
         _check("prefetch", self.prefetch, 0, MAX_PREFETCH)
         if self.slices > 1 and not self.leases:
@@ -102,8 +103,8 @@ class FedLoader:
 
         With leases it may be dealt more, or fewer.
         """
-        own, slices = self._own(self._bookmark.next.num_done), self._plan.slices
-        return (len(own) - 1) * slices + min(slices, len(own[-1])) if own else 0
+        batches = self._order.unshuffled()[self._bookmark.next.num_done + self._sharding.rank :: self._sharding.size]
+        return num_slices(batches, self._plan.slices)
 
     def set_epoch(self, epoch: int) -> None:
         """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
@@ -156,15 +157,18 @@ class FedLoader:
         own, tally = self._own(self._bookmark.next.num_done), Tally(self._sharding.rank, epoch)
         num_rounds = -(-(self._order.num_batches - self._bookmark.begin().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not handed out
-        for content in stage(_contents(self._read_all(epoch, own), waiting)):
-            while not self._settle(waiting.popleft(), tally):
-                pass
-            yield content
-        for batch in waiting:
-            self._settle(batch, tally)
-        if num_rounds > len(own):
-            self._sharding.on_missing()
-        self._finish(tally)
+        try:
+            for content in stage(_contents(self._read_all(epoch, own), waiting)):
+                while not self._settle(waiting.popleft(), tally):
+                    pass
+                yield content
+            for batch in waiting:
+                self._settle(batch, tally)
+            if num_rounds > len(own):
+                self._sharding.on_missing()
+        finally:
+            self._tell(tally)
+        self._bookmark.end()
 
     def _own(self, start: int) -> Batches:
         """Return this worker's own batches of the epoch that comes next, but for so many that all have had together."""
@@ -183,7 +187,8 @@ class FedLoader:
 
     def _settle(self, batch: Batch, tally: Tally) -> bool:
         """Count a batch whose turn has come; say whether there is something in it to hand out."""
-        tally.add(batch)
+        tally.num_samples += batch.num_samples
+        tally.num_skipped += batch.num_skipped
         self._bookmark.reach(self._bookmark.reached.num_done + self._sharding.size)
         if batch.num_samples:
             self._sharding.on_samples(batch.num_samples)
@@ -205,7 +210,8 @@ class FedLoader:
             batches.num_samples = 0
             self._note()
             self._walk = None
-        self._finish(tally)
+            self._tell(tally)
+        self._bookmark.end()
 
     def _begin(self, tally: Tally) -> DealtBatches:
         """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
@@ -231,8 +237,8 @@ class FedLoader:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, tally: Tally) -> None:
-        self._bookmark.end()
+    def _tell(self, tally: Tally) -> None:
+        """Tell what became of the samples of an epoch, whether it has ended or was left."""
         tally.tell(self._trace, self._sharding.tell, self._reader.faults().reasons)
 
     def _check(self) -> None:
@@ -259,8 +265,7 @@ def _contents(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[Any]:
             yield batch.content
 
 
-def _check(name: str, number: int, least: int, most: int | None = None) -> None:
+def _check(name: str, number: int, least: int, most: int) -> None:
     is_number = isinstance(number, int) and not isinstance(number, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_number or number < least or (most is not None and number > most):
-        upto = "or more" if most is None else f"to {most}"
-        raise UsageError(f"{name} is {number!r}, expected {least} {upto}.")
+    if not is_number or not least <= number <= most:
+        raise UsageError(f"{name} is {number!r}, expected a whole number from {least} to {most}.")

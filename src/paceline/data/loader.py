@@ -61,7 +61,7 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of batches that this worker gets in the pass that comes next."""
-        return len(self._own(self.batches(), self.bookmark.next.num_done))
+        return len(self._own(self._order.unshuffled(), self.bookmark.next.num_done))
 
     def set_epoch(self, epoch: int) -> None:
         """Continue with this epoch's shuffle, from its beginning unless it is under way. Counted by passes else."""

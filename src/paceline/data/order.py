@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast, overload
 
 import torch
 from torch import Tensor
 
 _EPOCHS_OF_A_SEED = 1_000_003  # before they would be those of the next seed
+MAX_SEED = 1 << 42  # so that the seeds of its epochs have 63 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,11 @@ class Order:
     def batches(self, seed: int, epoch: int) -> Batches:
         """Return the batches of an epoch. Eight bytes a sample are kept where it is shuffled, else none."""
         shuffled = shuffle(self.num_samples, seed, epoch) if self.shuffled else None
-        return Batches(self.num_samples, self.batch_size, range(self.num_batches), shuffled)
+        return replace(self.unshuffled(), shuffled=shuffled)
+
+    def unshuffled(self) -> Batches:
+        """Return the batches of an epoch in ascending order: as many, and as large, as those of every epoch."""
+        return Batches(self.num_samples, self.batch_size, range(self.num_batches), None)
 
 
 def shuffle(num_samples: int, seed: int, epoch: int) -> Tensor:

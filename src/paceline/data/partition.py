@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from paceline.data.hashing import Key, fixed_hash
-from paceline.data.order import shuffle
+from paceline.data.order import MAX_SEED, shuffle
 from paceline.errors import UsageError
 
 Partition = Literal["strided", "contiguous", "hashed"]
@@ -30,6 +30,9 @@ class Sharding:
         on_samples: called with the number of samples of each batch that is handed out for training.
         on_missing: called when an epoch of training ends for which others have one more batch than this worker.
         tell: says something to the user.
+
+    Raises:
+        UsageError: a seed that is no whole number, or a very large one.
     """
 
     rank: int
@@ -38,6 +41,11 @@ class Sharding:
     on_samples: Callable[[int], None]
     on_missing: Callable[[], None]
     tell: Callable[[str], None] = tell
+
+    def __post_init__(self) -> None:
+        """Refuse seeds that generators have no use for."""
+        if not isinstance(self.seed, int) or abs(self.seed) > MAX_SEED:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"seed is {self.seed!r}, expected a whole number from {-MAX_SEED} to {MAX_SEED}.")
 
     def note_size(self, num: int, of: str) -> None:
         """Say it, once for all workers, if there is not one for each of them."""

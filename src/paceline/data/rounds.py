@@ -30,6 +30,16 @@ class Share:
         return self.indices[num * index // parts : num * (index + 1) // parts]
 
 
+def num_slices(batches: Batches, slices: int) -> int:
+    """Count the slices of some batches in a row of an epoch, of which the last may be smaller than the others.
+
+    >>> from paceline.data.order import Order
+    >>> num_slices(Order(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
+    5
+    """
+    return (len(batches) - 1) * slices + len(Share(batches[-1], slices)) if batches else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Rounds(Sequence[list[Share]]):
     """The rounds of an epoch, or of the rest of one, each made when it is asked for.

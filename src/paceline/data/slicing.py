@@ -15,7 +15,7 @@ from paceline.data.loader import ShardedLoader
 from paceline.data.order import Order
 from paceline.data.partition import Cut, Sharding
 from paceline.data.position import terms_of
-from paceline.data.rounds import Rounds
+from paceline.data.rounds import Rounds, num_slices
 from paceline.errors import UsageError
 from paceline.node.calls import Calls
 from paceline.node.dealer import Dealing, read_answer
@@ -243,7 +243,8 @@ class SlicedLoader:
 
     def __len__(self) -> int:
         """Return the number of slices of this worker's own shares in one epoch; it may be dealt more, or fewer."""
-        return sum(len(share[self._sharding.rank]) for share in self._rounds())
+        num_done, sharding = self._whole.bookmark.next.num_done, self._sharding
+        return num_slices(self._whole.order.unshuffled()[num_done + sharding.rank :: sharding.size], self._slices)
 
     def set_epoch(self, epoch: int) -> None:
         """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
@@ -288,16 +289,12 @@ class SlicedLoader:
         if self._walk is not None:
             self._whole.bookmark.reach(self._walk.num_done)
 
-    def _rounds(self) -> Rounds:
-        """Return what is left for all workers in the pass that comes next."""
-        whole = self._whole
-        return Rounds(whole.batches(), self._sharding.size, self._slices, whole.bookmark.next.num_done)
-
     def _begin(self) -> Walk:
         """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
         sharding, whole, number = self._sharding, self._whole, max(self._next_pass, self._whole.epoch)
         dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
-        walk = Walk(dealt, self._rounds(), number, sharding.on_missing, sharding.size)
+        rounds = Rounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
+        walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
         self._slicing.begin(walk)
         self._next_pass = number + 1
         whole.bookmark.begin()

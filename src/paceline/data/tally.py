@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.feeding.batches import Batch
 from paceline.observe.trace import Epoch, Trace
 
 
@@ -21,6 +20,8 @@ class Tally:
         num_skipped: that were left out because they could not be decoded.
         num_again: that were dealt again, because whoever had them before had died with them. Under bsp they count once
             all the same; where updates show on arrival, servers may have got some of them twice.
+
+    What was read and then not handed out, as the loop was left, counts as skipped and as dealt again all the same.
     """
 
     worker: int
@@ -28,11 +29,6 @@ class Tally:
     num_samples: int = 0
     num_skipped: int = 0
     num_again: int = 0
-
-    def add(self, batch: Batch) -> None:
-        """Count a batch."""
-        self.num_samples += batch.num_samples
-        self.num_skipped += batch.num_skipped
 
     def tell(self, trace: Trace, tell: Callable[[str], None], reasons: tuple[str, ...]) -> None:
         """Record it, and say what is not as it should be: records with the first reason why they were skipped."""

@@ -148,9 +148,9 @@ class Dealer:
         agreed = self._agreements.setdefault((request.work, request.epoch), new)
         if agreed.terms != request.terms:
             raise UsageError(
-                f"workers {agreed.rank} and {life[0]} do not cut {request.work} alike: (samples, batch size, drop last, "
-                f"shuffled, seed, slices, epoch) is {agreed.terms} there and {request.terms} here. Give all the same "
-                "loader."
+                f"workers {agreed.rank} and {life[0]} do not cut {request.work} alike: (samples, batch size, "
+                f"drop last, shuffled, seed, slices, epoch) is {agreed.terms} there and {request.terms} here. "
+                "Give all workers the same loader."
             )
         if begins and agreed.start != request.start:
             raise UsageError(

@@ -140,7 +140,7 @@ class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
 
 
 class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
-    """A worker has come to the end of an epoch that it was fed: the samples that it was given.
+    """A worker has come to the end of an epoch that it was fed, or has left it: the samples that it was given.
 
     `skipped` were left out as they could not be decoded; `again` had been dealt before, to workers that have died.
     """
