@@ -59,7 +59,7 @@ class Embedding(nn.Module):
         IdOutOfRange: an `IndexError`; in forward: an id is not one of 0 to `num_embeddings`.
 
     Shape:
-        ids of any shape, int64 or int32, to (*shape of the ids, embedding_dim), where the ids are.
+        ids of any shape, int64 or int32, to `(*shape of the ids, embedding_dim)`, where the ids are.
 
     Example:
         >>> import torch, paceline

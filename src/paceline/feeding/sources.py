@@ -1,7 +1,7 @@
 """Where training examples come from, as plain data. Nothing is opened here: that happens where batches are made.
 
 Paths are relative to the folder in which the job runs, which all its processes share; where data servers are used, the
-files have to be theirs to read. A pattern ("shards/*.tar") stands for the files that match it, sorted by name.
+files have to be theirs to read. A pattern, `shards/*.tar`, stands for the files that match it, sorted by name.
 
 What a record is depends on the source; batches of records are made as torch's `default_collate` makes them.
 
@@ -115,6 +115,11 @@ def arrays(file: Path | None = None, /, *members: str, **named: Path) -> Arrays:
     path = _path(file)
     if not members and not path.endswith(".npy"):
         raise UsageError(f"arrays({path!r}) does not say which arrays: name them, arrays({path!r}, 'images').")
+    if members and path.endswith(".npy"):
+        raise UsageError(
+            f"arrays({path!r}, {members[0]!r}) names a .npy file, which has one array, and something in it: where "
+            f"arrays lie in several files, name them, arrays(images={path!r}, labels={members[0]!r}) for example."
+        )
     names = _names(members, "array") if members else (None,)
     return Arrays(tuple(ArrayFile(path, member) for member in names))
 

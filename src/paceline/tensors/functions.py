@@ -1,11 +1,11 @@
 """Functions that servers run over their part of a table, and what makes one answer of those of all servers.
 
 `table.call(name, **numbers)` has each server run the function of this name over its own part: one of those here, or one
-of yours by its import path, "package.module:function". Over a dense table it is called as
+of yours by its import path, "package.module:function". Over a dense table it is called as::
 
     function(values, start, **numbers)    values: (elements of the server's range,), a copy; start: of its first one
 
-and over a row table as
+and over a row table as::
 
     function(rows, **numbers)             rows: a `RowWalk`, which gives pieces and takes them back
 

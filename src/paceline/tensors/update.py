@@ -194,7 +194,7 @@ def FTRL(  # noqa: N802 - as in the paper
     Args:
         alpha: the step size; a few tenths at most suit most problems.
         beta: keeps the first steps small.
-        l1: what |sum of gradients| has to exceed before a weight leaves 0.
+        l1: what the absolute sum of gradients has to exceed before a weight leaves 0.
         l2: strength of the squared penalty.
 
     Raises:

@@ -48,7 +48,7 @@ class RowFuture:
     clock: int  # of the training step that uses them
 
     def result(self) -> Tensor:
-        """Return the rows, (*shape of the ids, width); blocks until they are there, and raises as `pull` does."""
+        """Return the rows, `(*shape of the ids, width)`; blocks until they are there, and raises as `pull` does."""
         return self.table.finish(self)
 
 
@@ -112,7 +112,7 @@ class RowTable:
                 it lets every worker send what it holds back.
 
         Returns:
-            (*shape of ids, width), the table's dtype; memory of its own.
+            `(*shape of ids, width)`, the table's dtype; memory of its own.
 
         Raises:
             UsageError: ids that are no 64-bit integers.
@@ -142,7 +142,7 @@ class RowTable:
 
         Args:
             ids: int64, any shape; the rows of an id that repeats are summed, in the order given.
-            rows: (*shape of ids, width); converted to the table's dtype.
+            rows: `(*shape of ids, width)`; converted to the table's dtype.
             samples: how many samples they stand for, the weight under scale="samples".
             hyper: one dict of hyperparameters to use from now on, when they changed.
 
