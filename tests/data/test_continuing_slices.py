@@ -84,6 +84,29 @@ def test_a_clock_counts_when_its_last_slice_was_stepped_with(tmp_path: Path) -> 
     assert run_job(tmp_path, work) == [[(0, 0), (0, 1), (1, 1), (1, 2)]]
 
 
+def test_what_was_done_of_a_clock_that_is_left_counts_when_it_is_done_again(tmp_path: Path) -> None:
+    """And not twice: the state says that this clock is not finished."""
+
+    def work(worker: Session) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.nn.Parameter(torch.zeros(12, dtype=torch.float64))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=6.0))
+        rows = paceline.Embedding(12, 1, update=paceline.update.SGD(lr=6.0), init=0.0, dtype=torch.float64)
+        loader: Any = paceline.shard(loader_of(12), slices=3)
+        for left in (True, False):
+            for indices, _ in loader:
+                optimizer.zero_grad()
+                (weight[indices] + rows(indices)[:, 0]).mean().backward()
+                optimizer.step()
+                if left:
+                    break
+            loader.load_state_dict(loader.state_dict())
+        with optimizer.snapshot():
+            return weight.detach().clone(), rows(torch.arange(12))[:, 0]
+
+    for values in run_job(tmp_path, work)[0]:
+        torch.testing.assert_close(values, -torch.ones(12, dtype=torch.float64))
+
+
 def test_workers_with_different_states_are_told(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
         state = {"epoch": 3, "num_done": worker.rank, "drop_last": False}

@@ -206,6 +206,9 @@ class FedLoader:
             for batch in batches:
                 self._sharding.on_samples(batch.num_samples)
                 yield batch.content
+        except BaseException:  # by break, or as something went wrong
+            self._slicing.leave()
+            raise
         finally:
             batches.num_samples = 0
             self._note()

@@ -49,6 +49,10 @@ class Banks(Protocol):
         """Finish a clock only with the last slice that this worker is given in it."""
         ...
 
+    def leave_slices(self) -> None:
+        """Drop what was added up in the clock under way."""
+        ...
+
 
 @dataclass(slots=True)
 class Slicing:
@@ -93,6 +97,11 @@ class Slicing:
         for optimizer in list(self.optimizers):
             optimizer.begin_slices(slices)
         self._slices = slices
+
+    def leave(self) -> None:
+        """Let what optimizers have added up in a clock count for nothing: the loop over its slices was left."""
+        for optimizer in list(self.optimizers):
+            optimizer.leave_slices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +270,9 @@ class SlicedLoader:
             for batch in self._whole.load(walk):
                 self._sharding.on_samples(walk.num_samples)
                 yield batch
+        except BaseException:  # by break, or as something went wrong
+            self._slicing.leave()
+            raise
         finally:
             walk.num_samples = 0
             self._note()

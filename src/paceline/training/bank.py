@@ -63,6 +63,11 @@ class Bank:
         self.lookups.pay(weight, total)
         return total
 
+    def forget(self) -> None:
+        """Drop what was kept: the loop over the slices was left within a clock."""
+        self._sums, self._num_samples = {}, 0.0
+        self.lookups.forget()
+
     def _add(self, parameter: Tensor, gradient: Tensor, weight: float) -> None:
         held = self._sums.get(parameter)
         if held is None:

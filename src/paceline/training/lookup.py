@@ -128,6 +128,10 @@ class Lookup:
         self._collected = [(ids, rows / total) for ids, rows in self._banked]
         self._banked.clear()
 
+    def forget(self) -> None:
+        """Drop what was put aside."""
+        self._banked.clear()
+
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids without repeats, (n,), and the place among them of each, (number of ids,)."""
         if ids.dtype not in (torch.int64, torch.int32):
@@ -202,6 +206,11 @@ class Lookups:
         """Let each have collected the mean over all slices, of which the last has this weight."""
         for lookup in self._all:
             lookup.pay(weight, total)
+
+    def forget(self) -> None:
+        """Drop what each has put aside."""
+        for lookup in self._all:
+            lookup.forget()
 
     @contextmanager
     def exactly(self) -> Generator[None]:

@@ -68,6 +68,11 @@ class Distributed(torch.optim.Optimizer, ABC):
             self._bank = Bank(slices, self._job.lookups)
         self._bank.slices = slices
 
+    def leave_slices(self) -> None:
+        """Drop the gradients of slices whose clock is not finished, as their loop was left."""
+        if self._bank is not None:
+            self._bank.forget()
+
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
     ) -> float | None:
