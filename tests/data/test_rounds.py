@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import chain
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.order import Order
-from paceline.data.rounds import Rounds
+from paceline.data.rounds import Rounds, num_slices
 
 
-@given(num=st.integers(1, 40), workers=st.integers(1, 5), slices=st.integers(1, 4), start=st.integers(0, 20))
-def test_rounds_are_the_batches_behind_the_start_in_turns(num: int, workers: int, slices: int, start: int) -> None:
-    batches = Order(num, 4, drop_last=False, shuffled=True).batches(0, 0)
+@given(
+    num=st.integers(1, 40),
+    workers=st.integers(1, 5),
+    slices=st.integers(1, 4),
+    start=st.integers(0, 20),
+    drop_last=st.booleans(),
+)
+def test_rounds_are_the_batches_behind_the_start_in_turns(
+    num: int, workers: int, slices: int, start: int, drop_last: bool
+) -> None:
+    batches = Order(num, 4, drop_last, shuffled=True).batches(0, 0)
     start = min(start, len(batches))
     rounds = Rounds(batches, workers, slices).starting(start)
-    shares = [[share.indices for share in shares] for shares in rounds]
-    assert [indices for shares in shares for indices in shares if indices] == list(batches[start:])
-    assert [len(shares) for shares in shares] == [workers] * len(rounds)
-    assert len(rounds) == -(-(len(batches) - start) // workers), "none is empty"
+    places = [
+        (number, home, index)
+        for number in range(len(rounds))
+        for home, size in enumerate(rounds.sizes(number))
+        for index in range(size)
+    ]
+    parts = [rounds.slice(*place) for place in places]
+    assert all(parts), "none is empty"
+    assert list(chain(*parts)) == list(chain(*batches[start:]))
+    assert {len(rounds.sizes(number)) for number in range(len(rounds))} <= {workers}
+    assert (len(rounds), rounds.sizes(len(rounds))) == (-(-(len(batches) - start) // workers), ())
     before = [rounds.num_before(number) for number in range(len(rounds) + 3)]
     assert before[: len(rounds)] == list(range(start, len(batches), workers))
     assert before[len(rounds) :] == [len(batches)] * 3
-    for share in rounds[0] if len(rounds) else []:
-        assert [index for part in range(len(share)) for index in share.slice(part)] == share.indices
+    for rank in range(workers):
+        own = [part for part, (_, home, _) in zip(parts, places, strict=True) if home == rank]
+        assert list(rounds.slices_of(rank, 0)) == own
+        assert list(rounds.slices_of(rank, 0, 1)) == own[1:]
+        assert num_slices(batches[start + rank :: workers], slices) == len(own)
 
 
-def test_there_is_no_round_behind_the_last() -> None:
-    rounds = Rounds(Order(10, 4, drop_last=False, shuffled=False).batches(0, 0), num_workers=2, slices=1)
-    assert [share.indices for share in rounds[-1]] == [[8, 9], []]
-    assert [len(share) for share in rounds[1:][0]] == [1, 0]
-    with pytest.raises(IndexError):
-        rounds[2]
+def test_a_share_that_is_smaller_than_the_others_has_slices_of_about_their_size_or_none() -> None:
+    rounds = Rounds(Order(9, 4, drop_last=False, shuffled=False).batches(0, 0), num_workers=2, slices=2)
+    assert [rounds.sizes(number) for number in range(3)] == [(2, 2), (1, 0), ()]

@@ -86,8 +86,15 @@ class Batches(Sequence[list[int]]):
     def __getitem__(self, index: int | slice) -> list[int] | Batches:
         if isinstance(index, slice):
             return Batches(self.num_samples, self.batch_size, self.numbers[index], self.shuffled)
-        first = self.numbers[index] * self.batch_size
-        indices = range(first, min(first + self.batch_size, self.num_samples))
+        indices = self._places(index)
         if self.shuffled is None:
             return list(indices)
         return cast("list[int]", self.shuffled[indices.start : indices.stop].tolist())
+
+    def size(self, index: int) -> int:
+        """Return the number of samples of one of them."""
+        return len(self._places(index))
+
+    def _places(self, index: int) -> range:
+        first = self.numbers[index] * self.batch_size
+        return range(first, min(first + self.batch_size, self.num_samples))

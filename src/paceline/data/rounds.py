@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import overload
 
 from paceline.data.order import Batches
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The batch of one worker in a round: (samples of the batch) indices, cut in parts as even as can be."""
-
-    indices: list[int]
-    slices: int
-
-    def __len__(self) -> int:
-        """Return the number of slices; none is empty."""
-        return min(self.slices, len(self.indices))
-
-    def slice(self, index: int) -> list[int]:
-        """Return one of them.
-
-        >>> [Share([5, 6, 7, 8, 9], slices=3).slice(index) for index in range(3)]
-        [[5], [6, 7], [8, 9]]
-        """
-        num, parts = len(self.indices), len(self)
-        return self.indices[num * index // parts : num * (index + 1) // parts]
-
-
-def num_slices(batches: Batches, slices: int) -> int:
-    """Count the slices of some batches in a row of an epoch, of which the last may be smaller than the others.
-
-    >>> from paceline.data.order import Order
-    >>> num_slices(Order(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
-    5
-    """
-    return (len(batches) - 1) * slices + len(Share(batches[-1], slices)) if batches else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Rounds(Sequence[list[Share]]):
-    """The rounds of an epoch, or of the rest of one, each made when it is asked for.
+class Rounds:
+    """The rounds of an epoch, or of the rest of one, of which nothing is made before it is asked for.
 
     Args:
         batches: of the whole epoch.
-        num_workers: whose shares a round has; in the last one some may be empty.
+        num_workers: whose shares a round has, a batch each; in the last one some may be empty.
         slices: of a share.
         start: batches before the first round, which were handed out earlier.
     """
@@ -59,24 +27,20 @@ class Rounds(Sequence[list[Share]]):
     def __len__(self) -> int:
         return -(-(len(self.batches) - self.start) // self.num_workers)
 
-    @overload
-    def __getitem__(self, index: int) -> list[Share]: ...
+    def sizes(self, number: int) -> tuple[int, ...]:
+        """Return how many slices the share of each worker has in a round; nothing behind the last one."""
+        first = self.num_before(number)
+        own = [num_slices(self.batches[at : at + 1], self.slices) for at in range(first, first + self.num_workers)]
+        return tuple(own) if any(own) else ()
 
-    @overload
-    def __getitem__(self, index: slice) -> list[list[Share]]: ...
-
-    def __getitem__(self, index: int | slice) -> list[Share] | list[list[Share]]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        first = self.num_before(range(len(self))[index])
-        own = [Share(batch, self.slices) for batch in self.batches[first : first + self.num_workers]]
-        return own + [Share([], self.slices)] * (self.num_workers - len(own))
+    def slice(self, number: int, home: int, index: int) -> list[int]:
+        """Return the indices of the samples of one slice of a worker's share of a round."""
+        return part(self.batches[self.num_before(number) + home], self.slices, index)
 
     def slices_of(self, home: int, number: int, index: int = 0) -> Iterator[list[int]]:
         """Yield the slices of one worker's shares, from one of a round on to the end of the epoch."""
         for batch in self.batches[self.start + number * self.num_workers + home :: self.num_workers]:
-            share = Share(batch, self.slices)
-            yield from (share.slice(at) for at in range(index, len(share)))
+            yield from (part(batch, self.slices, at) for at in range(index, min(self.slices, len(batch))))
             index = 0
 
     def starting(self, start: int) -> Rounds:
@@ -86,3 +50,23 @@ class Rounds(Sequence[list[Share]]):
     def num_before(self, number: int) -> int:
         """Count the batches of the epoch that come before a round."""
         return min(self.start + number * self.num_workers, len(self.batches))
+
+
+def part(batch: list[int], slices: int, index: int) -> list[int]:
+    """Return one of the parts of a batch, as even as can be; there are fewer than asked for where one would be empty.
+
+    >>> [part([5, 6, 7, 8, 9], slices=3, index=index) for index in range(3)]
+    [[5], [6, 7], [8, 9]]
+    """
+    num, parts = len(batch), min(slices, len(batch))
+    return batch[num * index // parts : num * (index + 1) // parts]
+
+
+def num_slices(batches: Batches, slices: int) -> int:
+    """Count the slices of some batches of an epoch, in ascending order: the last one may be smaller than the others.
+
+    >>> from paceline.data.order import Order
+    >>> num_slices(Order(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
+    5
+    """
+    return (len(batches) - 1) * slices + min(slices, batches.size(-1)) if batches else 0

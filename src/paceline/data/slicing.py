@@ -183,7 +183,7 @@ class Walk:
             self._next, self.num_samples = None, 0
             match answer.word:
                 case "piece":
-                    indices = self.rounds[answer.round.number][answer.home].slice(answer.index)
+                    indices = self.rounds.slice(answer.round.number, answer.home, answer.index)
                     self._taken, self.num_samples, self._has_stepped = answer, len(indices), False
                     if answer.num_left >= _MANY * self.num_workers:
                         self._ask()
@@ -196,8 +196,8 @@ class Walk:
                     return
 
     def _ask(self) -> None:
-        shares = self.rounds[self._number] if self._number < len(self.rounds) else []
-        self._asked = self.dealt.ask(Round(self.epoch, self._number), tuple(map(len, shares)), self.rounds.start)
+        sizes = self.rounds.sizes(self._number)
+        self._asked = self.dealt.ask(Round(self.epoch, self._number), sizes, self.rounds.start)
 
     def _answer(self) -> Answer:
         """Return what comes next for this worker; blocks until that is known.
