@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.feeding.feeders import (
+    DEADLINE_S,
     MISSING,
     NUM_SAMPLES,
     ODD,
@@ -19,6 +20,7 @@ from tests.feeding.feeders import (
     Numbers,
     ask,
     feeders,
+    hello,
     is_right,
     until,
 )
@@ -26,7 +28,9 @@ from tests.node.cluster import CARRIERS, counts_of
 
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.feeding.client import ReaderOptions
-from paceline.transport import FaultPlan
+from paceline.feeding.line import Line
+from paceline.transport import FaultPlan, MemoryTransport
+from paceline.transport.base import Connection
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -186,6 +190,77 @@ def test_a_wait_ends_at_its_deadline(tmp_path: Path) -> None:
         gate.set()
         until(lambda: bool(reader._orders._of[ask(1)].outcome))
         assert is_right(reader.read(ask(1)), ask(1)), "what comes late is there for who asks again"
+
+
+def test_what_nobody_waits_for_any_more_gives_way(tmp_path: Path) -> None:
+    gate = threading.Event()
+    numbers = Numbers(RECIPE, gate)
+    with (
+        feeders("memory", tmp_path, open_records=lambda *_: numbers) as running,
+        running.reader(timeout_s=0.1, prefetch=0) as reader,
+    ):
+        with pytest.raises(PeerError):
+            reader.read(ask(1))
+        gate.set()
+        until(lambda: bool(reader._orders._of[ask(1)].outcome))
+        reader.expect([ask(2)])
+        until(lambda: ask(2) in numbers.asked)
+
+
+def test_a_machine_that_is_short_of_something_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with feeders("memory", tmp_path) as running, running.reader() as reader:
+        connect, refused = running.transport.connect, list[str]()
+
+        def refuse(address: str, identity: bytes, *, timeout_s: float) -> Connection:
+            if len(refused) < 2:
+                refused.append(address)
+                raise OSError(24, "Too many open files")
+            return connect(address, identity, timeout_s=timeout_s)
+
+        monkeypatch.setattr(running.transport, "connect", refuse)
+        assert is_right(reader.read(ask(0)), ask(0))
+        assert len(refused) == 2
+
+
+class Patience(threading.Event):
+    """Lasts for six pauses, which it notes and does not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pauses: list[float] = []
+
+    def is_set(self) -> bool:
+        return len(self.pauses) == 6
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.pauses.append(timeout)
+        return False
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_who_is_turned_away_comes_again_less_and_less_often(answers: bool) -> None:
+    transport, patience = MemoryTransport(), Patience()
+    listener = transport.listen("memory://server-0")
+
+    def meet() -> None:
+        for _ in range(6):
+            met = listener.accept(timeout_s=DEADLINE_S)
+            if answers:
+                met.send(b"welcome", timeout_s=DEADLINE_S)
+                met.receive(timeout_s=DEADLINE_S)
+            met.close()
+
+    problems: list[str] = []
+    line = Line(0, lambda: listener.address, hello(), transport, b"hello", lambda _: None, problems.append)
+    line._closing = patience
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    line._run()
+    thread.join(DEADLINE_S)
+    listener.close()
+    assert len(problems) == 6
+    assert patience.pauses == ([0.02] * 6 if answers else [0.04, 0.08, 0.16, 0.32, 0.64, 1.0])
 
 
 # -- what cannot be read ---------------------------------------------------------------------------------------------

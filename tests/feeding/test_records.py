@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -356,3 +357,11 @@ def test_a_fingerprint_tells_different_files_apart() -> None:
     np.save("x.npy", IMAGES.numpy().astype(np.int32))
     found["same size, other type"] = opened(sources.arrays("x.npy")).fingerprint()
     assert len(set(found.values())) == len(found)
+
+
+def test_names_that_are_no_text_can_be_told() -> None:
+    Path(os.fsdecode(b"odd\xff.txt")).write_text("1\nnone\n")
+    with closing(opened(sources.lines("odd*.txt"), f"{OWN}:number", skip=True)) as records:
+        assert records.fingerprint()
+        assert read(records, 0, 1).num_skipped == 1
+        assert records.faults().reasons[0].startswith("line 2 of odd\\udcff.txt could not")

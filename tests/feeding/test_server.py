@@ -23,7 +23,6 @@ from tests.feeding.speaking import Caller, body_of, caller
 
 from paceline import sources
 from paceline.errors import PeerError, UsageError
-from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
 from paceline.feeding.library import MAX_OPEN, MAX_OPEN_BY_WORKER, Library, Volume
 from paceline.feeding.parcel import Prepared
 from paceline.feeding.recipe import Recipe, encode_recipe
@@ -31,7 +30,6 @@ from paceline.feeding.server import _place
 from paceline.feeding.wire import (
     MAX_SAMPLES,
     MAX_UNANSWERED,
-    NO_LOAN,
     Failed,
     Message,
     Open,
@@ -43,8 +41,8 @@ from paceline.feeding.wire import (
 from paceline.node.inbox import Incoming
 from paceline.node.wire import Hello
 from paceline.node.wire import encode as encode_hello
-from paceline.transport import MemoryTransport, ShmTransport
 from paceline.transport.base import EMPTY, Frame
+from paceline.transport.deadline import Deadline
 
 OPEN = Open(0, encode_recipe(RECIPE))
 
@@ -167,8 +165,6 @@ HOSTILE: list[tuple[Message | bytes, memoryview]] = [
     (Open(1, b"no recipe"), EMPTY),
     (Open(1, encode_recipe(RECIPE)[:-1]), EMPTY),
     (Read(1, 5, 0, 2, urgent=False, returned=()), TWO),
-    (Read(1, 0, -1, 2, urgent=False, returned=()), TWO),
-    (Read(1, 0, 1 << 60, 2, urgent=False, returned=()), TWO),
     (Read(1, 0, 0, 3, urgent=False, returned=()), TWO),
     (Read(1, 0, 0, -2, urgent=False, returned=()), TWO),
     (Read(1, 0, 0, MAX_SAMPLES + 1, urgent=False, returned=()), body_of(range(MAX_SAMPLES + 1))),
@@ -256,7 +252,7 @@ def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path
         assert is_right(reader.read(ask(0)), ask(0))
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError("no"), MemoryError(), OSError("no")])
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("bad\udcff.txt"), MemoryError(), OSError("no")])
 def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, tmp_path: Path) -> None:
     numbers = Numbers(RECIPE)
 
@@ -271,7 +267,7 @@ def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, 
         assert is_right(reader.read(ask(0)), ask(0))
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError("no")])
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("bad\udcff.txt")])
 def test_whatever_happens_as_a_source_is_opened_is_told(error: BaseException, tmp_path: Path) -> None:
     def fail(_: object, __: object) -> Numbers:
         raise error
@@ -305,14 +301,14 @@ def test_what_nobody_reads_is_closed_where_there_is_no_room() -> None:
     settle_all(shelves, told)
     first = volumes[5].records
     assert isinstance(first, Numbers)
-    with pytest.raises(PeerError, match="more than one data server serves"):
+    with pytest.raises(UsageError, match="the workers read 64 sources"):
         shelves.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
     shelves.leave(volumes[5], 0)
     shelves.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
     settle_all(shelves, told)
     assert first.is_closed
     assert len(shelves._volumes) == MAX_OPEN
-    shelves.close()
+    shelves.close(Deadline.after(DEADLINE_S))
 
 
 def test_one_worker_cannot_take_all_the_room() -> None:
@@ -321,46 +317,45 @@ def test_one_worker_cannot_take_all_the_room() -> None:
     for number in range(MAX_OPEN_BY_WORKER):
         volume = shelves.open(encode_recipe(recipe_of(number)), 7, lambda _: None)
         shelves.leave(volume, 7)  # over a connection that has ended, which does not end the opening
-    with pytest.raises(PeerError, match="worker 7 reads more than 16 sources"):
+    with pytest.raises(UsageError, match="worker 7 reads more than 16 sources"):
         shelves.open(encode_recipe(recipe_of(99)), 7, lambda _: None)
     shelves.open(encode_recipe(recipe_of(99)), 8, lambda _: None)
     settle_all(shelves, told)
     shelves.open(encode_recipe(recipe_of(100)), 7, lambda _: None)
     settle_all(shelves, told)
-    shelves.close()
+    shelves.close(Deadline.after(DEADLINE_S))
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+def test_who_reads_too_many_sources_is_told_so(tmp_path: Path) -> None:
+    with (
+        feeders("memory", tmp_path) as running,
+        caller(running) as reading,
+        running.reader(recipe_of(99), rank=7) as one_more,
+    ):
+        for number in range(MAX_OPEN_BY_WORKER):
+            reading.opens(recipe_of(number), number)
+        with pytest.raises(UsageError, match="worker 7 reads more than 16 sources at once: close the loaders"):
+            _ = one_more.num_samples
 
 
-def test_memory_is_lent_until_it_is_given_back() -> None:
-    lending = Lending(ShmTransport("lending"))
-    first = lending.take(5000)
-    second = lending.take(5000)
-    assert (first.memory.nbytes, first.whole is second.whole) == (5000, False)
-    assert lending.give_back(first.loan)
-    assert not lending.give_back(first.loan)
-    third = lending.take(4000)
-    assert third.whole is first.whole
-    assert third.loan not in (first.loan, second.loan)
-    lending.drop(third)
-    assert lending.take(8192).whole is first.whole
-    lending.clear()
+def test_nothing_of_the_users_that_takes_long_holds_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.feeding.server._CLOSING_TIMEOUT_S", 0.1)
+    gate, opening, before = threading.Event(), list[Recipe](), set(threading.enumerate())
 
+    def open_slowly(recipe: Recipe, _: object) -> Numbers:
+        if recipe != RECIPE:
+            opening.append(recipe)
+            assert gate.wait(DEADLINE_S)
+        return Numbers(recipe, gate)
 
-def test_who_keeps_very_much_is_sent_copies() -> None:
-    lending = Lending(ShmTransport("lending"))
-    pieces = [lending.take(1) for _ in range(MAX_LOANS + 1)]
-    assert [piece.loan == NO_LOAN for piece in pieces] == [False] * MAX_LOANS + [True]
-    assert all(lending.give_back(piece.loan) for piece in pieces[:-1])
-    assert len(lending._shared._free) == MAX_FREE
-    lending.clear()
-
-
-def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:
-    lending = Lending(MemoryTransport())
-    first = lending.take(5000)
-    assert first.loan == NO_LOAN
-    lending.on_sent(first)
-    assert lending.take(100).whole is first.whole
-    lending.clear()
+    with feeders("memory", tmp_path, open_records=open_slowly) as running, caller(running) as worker:
+        worker.opens()
+        worker.reads(ask(0))
+        for number in range(1, 4):
+            worker.say(Open(number, encode_recipe(recipe_of(number))))
+        until(lambda: len(opening) == 3)
+        running.end(0)
+        assert not gate.is_set()
+        gate.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)

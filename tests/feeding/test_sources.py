@@ -54,6 +54,7 @@ for _ in range(40):
         (lambda: sources.arrays(), "takes one file"),
         (lambda: sources.arrays("a.npz", images="x.npy"), "takes one file"),
         (lambda: sources.arrays("a.npz"), "does not say which"),
+        (lambda: sources.arrays("a.npy", "b.npy"), r"name them, arrays\(images='a.npy', labels='b.npy'\)"),
         (lambda: sources.arrays("a.npz", "x", "x"), "x is named twice"),
         (lambda: sources.arrays(images=3), "3 is a int, expected a path"),
         (lambda: sources.arrays(""), "is no path"),

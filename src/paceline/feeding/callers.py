@@ -12,7 +12,7 @@ from paceline.feeding.outbox import Outbox
 from paceline.feeding.wire import MAX_UNANSWERED
 from paceline.node.roles import check_caller
 from paceline.node.wire import Hello, decode
-from paceline.transport.base import Connection, Transport
+from paceline.transport.base import Connection
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +37,13 @@ class Caller:
         self.lending.clear()
 
 
-def meet(connection: Connection, transport: Transport, generation: int, on_room: Callable[[], None]) -> Caller:
+def meet(connection: Connection, generation: int, on_room: Callable[[], None], lending: Lending) -> Caller:
     """Return who calls, ready to be answered; raises PeerError unless it is a worker of this job."""
     hello = check_caller(decode(connection.identity), connection)
     if hello.role != "worker":
         raise PeerError(f"a {hello.role} has nothing to ask of a data server")
     if hello.generation != generation:
         raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
-    caller = Caller(hello, Outbox(connection, on_room), Lending(transport))
+    caller = Caller(hello, Outbox(connection, on_room), lending)
     caller.outbox.open()
     return caller

@@ -59,7 +59,7 @@ class _Source:
     line: Line
     address: str = "an address that is not known yet"
     is_open: bool = False
-    problem: str = "it has not answered yet"
+    problem: str = "it has not said yet that the source is open"
     # Loans that nobody looks at any more, of this connection: finalizers put them there, in any thread.
     returned: deque[int] = field(default_factory=deque[int])
 
@@ -146,7 +146,11 @@ class RemoteReader:
             self._begin()
             order = self._orders.want(ask)
             self._place_orders()
-            self._wait(lambda: order.outcome is not None, f"a batch of {len(ask.indices)} samples of epoch {ask.epoch}")
+            what = f"a batch of {len(ask.indices)} samples of epoch {ask.epoch}"
+            try:
+                self._wait(lambda: order.outcome is not None, what)
+            finally:
+                order.urgent = False  # if nobody waits for it any more, it gives way to what is expected
             self._orders.take(order)
             self._place_orders()
         if isinstance(order.outcome, PacelineError):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.feeding.parcel import DTYPES, MAX_DEPTH, MAX_DIMENSIONS, Column, TensorColumn, TextColumn, encode_text
+from paceline.feeding.views import tensor_over
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, lists and dicts of these"
@@ -127,8 +128,8 @@ def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if array.dtype.name not in DTYPES:
         raise Unfit(f"it has an array of {array.dtype} in it, expected numbers that torch has")
-    # What torch takes as it is, be it read-only: native order, and no axis that runs backwards.
-    return torch.from_dlpack(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C"))
+    # What torch takes as it is: native order, and no axis that runs backwards.
+    return tensor_over(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
 # -- columns ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from paceline.errors import DataError
 from paceline.feeding.files import FixedFiles, reading
 from paceline.feeding.parcel import DTYPES, MAX_DIMENSIONS, Column, TensorColumn
 from paceline.feeding.sources import ArrayFile, Arrays, Tensors
+from paceline.feeding.views import tensor_over
 
 _LOCAL_HEADER_BYTES: Final = 30
 _HEADERS: Final[dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]]] = {
@@ -174,7 +175,7 @@ def _mapped(
 def _from_numpy(array: np.ndarray[Any, Any], title: str) -> Tensor:
     if array.dtype.name not in DTYPES or not array.dtype.isnative:
         raise DataError(f"{title} is an array of {array.dtype}, expected numbers that torch has, in native byte order.")
-    return torch.from_dlpack(array)
+    return tensor_over(array)
 
 
 # -- safetensors -----------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from typing import Final
 
-import msgspec
 import torch
 
 from paceline.errors import PacelineError, RecordError, UsageError
@@ -17,6 +17,7 @@ from paceline.feeding.own_dataset import transform_at
 from paceline.feeding.parcel import Prepared
 from paceline.feeding.recipe import Recipe
 from paceline.feeding.samples import Samples
+from paceline.node.mishaps import story
 
 _MOST_REASONS: Final = 5
 
@@ -53,8 +54,8 @@ class OpenRecords:
 
     def fingerprint(self) -> str:
         """Return what tells different data apart; see `Records.fingerprint`."""
-        described = msgspec.msgpack.encode([self.num_samples, self._samples.describe()], order="sorted")
-        return blake2b(described, digest_size=16).hexdigest()
+        described = json.dumps([self.num_samples, self._samples.describe()], sort_keys=True)
+        return blake2b(described.encode(), digest_size=16).hexdigest()
 
     def prepare(self, ask: Ask) -> Prepared:
         """Read and decode what a batch is made of; see `Records.prepare`."""
@@ -125,4 +126,4 @@ class OpenRecords:
             raise fault
         self._num_skipped += 1
         if len(self._reasons) < _MOST_REASONS:
-            self._reasons.append(str(fault))
+            self._reasons.append(story(fault))

@@ -11,8 +11,9 @@ from paceline.feeding.wire import NO_LOAN
 from paceline.transport.base import EMPTY, Transport
 from paceline.transport.buffers import fresh_buffer
 
-# What one worker may keep of our memory; what it is sent beyond that is a copy of its own.
-MAX_LOANS: Final = 256
+# What may be kept of our memory; beyond that copies are sent. A loan takes two descriptors here, and one at the worker.
+MAX_LOANS: Final = 64  # over one connection
+MAX_LOANS_OF_ALL: Final = 256
 MAX_LENT_BYTES: Final = 2 << 30
 MAX_FREE: Final = 8  # pieces that wait for the next batches
 _PAGE_BYTES: Final = 4096
@@ -55,6 +56,11 @@ class Piece:
     whole: memoryview
 
 
+def new_room() -> threading.Semaphore:
+    """Return what counts the loans of all connections."""
+    return threading.Semaphore(MAX_LOANS_OF_ALL)
+
+
 @dataclass(slots=True)
 class Lending:
     """The memory of one connection. Safe to use from several threads.
@@ -64,11 +70,13 @@ class Lending:
     """
 
     transport: Transport
+    room: threading.Semaphore = field(default_factory=new_room)
     _shared: Pool = field(init=False)
     _own: Pool = field(default_factory=lambda: Pool(fresh_buffer))
     _lent: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
     _lent_bytes: int = 0
     _num_loans: int = 0
+    _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -84,10 +92,14 @@ class Lending:
         if not size_bytes:
             return Piece(NO_LOAN, EMPTY, EMPTY)
         with self._lock:
-            if not self._may_lend(size_bytes):
+            if not (self._may_lend(size_bytes) and self.room.acquire(blocking=False)):
                 whole = self._own.take(size_bytes)
                 return Piece(NO_LOAN, whole[:size_bytes], whole)
-            whole = self._shared.take(size_bytes)
+            try:
+                whole = self._shared.take(size_bytes)
+            except (OSError, MemoryError):
+                self.room.release()
+                raise
             loan, self._num_loans = self._num_loans, self._num_loans + 1
             self._lent[loan] = whole
             self._lent_bytes += whole.nbytes
@@ -112,6 +124,7 @@ class Lending:
                 return False
             self._lent_bytes -= memory.nbytes
             self._shared.give(memory)
+            self.room.release()
             return True
 
     def clear(self) -> None:
@@ -119,12 +132,14 @@ class Lending:
         with self._lock:
             self._shared.clear()
             self._own.clear()
+            for _ in self._lent:
+                self.room.release()
             self._lent.clear()
-            self._lent_bytes = 0
+            self._is_over = True
 
     def _may_lend(self, size_bytes: int) -> bool:
         few = len(self._lent) < MAX_LOANS and self._lent_bytes + size_bytes <= MAX_LENT_BYTES
-        return self.transport.maps_memory and few
+        return self.transport.maps_memory and few and not self._is_over
 
 
 def _size(memory: memoryview) -> int:

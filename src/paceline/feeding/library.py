@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeAlias
 
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.feeding.recipe import Recipe, decode_recipe
 from paceline.feeding.records import Records
 from paceline.node.mishaps import MISHAPS
+from paceline.transport.deadline import Deadline
 
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
 CODE_MISHAPS: Final = (*MISHAPS, SystemExit)  # what datasets and transforms of the user's may raise
-_JOIN_TIMEOUT_S: Final = 5.0
+_CLOSING_TIMEOUT_S: Final = 5.0
 
 OpenRecords: TypeAlias = Callable[[Recipe, AbstractSet[str] | None], Records]
 
@@ -42,9 +43,9 @@ class Volume:
     # Invariant: empty once settled.
     waiting: list[Callable[[Volume], None]] = field(default_factory=list["Callable[[Volume], None]"])
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Let go of the files, once nobody is at them; what hangs there for long is left alone."""
-        if self.lock.acquire(timeout=_JOIN_TIMEOUT_S):
+        if self.lock.acquire(timeout=deadline.remaining_s()):
             try:
                 records, self.records = self.records, None
                 if records is not None:
@@ -75,7 +76,8 @@ class Library:
         """Have a worker read a recipe; `answer` is called once it is known whether it can be opened.
 
         Raises:
-            PeerError: it is no recipe, or this worker, or all of them, have too many open.
+            PeerError: it is no recipe, or the system gives no thread.
+            UsageError: this worker, or all of them, have too many open.
         """
         volume = self._volumes.pop(key, None) or self._begin(key, rank)
         self._volumes[key] = volume
@@ -99,17 +101,20 @@ class Library:
         """Note that a connection of a worker that opened this has ended; it stays open as long as there is room."""
         volume.readers.remove(rank)
 
-    def close(self) -> None:
-        """Close everything; what is still being opened is waited for, but not long."""
+    def close(self, deadline: Deadline) -> None:
+        """Close everything; what is still being opened or read then is left alone."""
         for thread in self._threads:
-            thread.join(_JOIN_TIMEOUT_S)
+            thread.join(deadline.remaining_s())
         for volume in self._volumes.values():
-            volume.close()
+            volume.close(deadline)
         self._volumes.clear()
 
     def _begin(self, key: bytes, rank: int) -> Volume:
         if sum(map(partial(_is_of, rank), self._volumes.values())) >= MAX_OPEN_BY_WORKER:
-            raise PeerError(f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once")
+            raise UsageError(
+                f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
+                "read"
+            )
         recipe, retired = decode_recipe(key), self._make_room()
         volume = Volume(key, rank)
         thread = threading.Thread(
@@ -128,14 +133,17 @@ class Library:
             return []
         unused = next((volume for volume in self._volumes.values() if volume.settled and not volume.readers), None)
         if unused is None:
-            raise PeerError(f"the workers read {MAX_OPEN} sources, more than one data server serves at once")
+            raise UsageError(
+                f"the workers read {MAX_OPEN} sources, and a data server serves no more at once: close the loaders "
+                "that have been read"
+            )
         return [self._volumes.pop(unused.key)]
 
     def _open(self, volume: Volume, recipe: Recipe, retired: list[Volume]) -> None:
         volume.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
         try:
             for other in retired:
-                other.close()
+                other.close(Deadline.after(_CLOSING_TIMEOUT_S))
             records = self.open_records(recipe, self.allowed_paths)
             volume.num_samples, volume.fingerprint = records.num_samples, records.fingerprint()
             volume.records, volume.problem = records, None

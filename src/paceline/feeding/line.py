@@ -39,6 +39,7 @@ class Line:
     on_frame: Callable[[Frame], None]
     on_lost: Callable[[str], None]
     _post: Post | None = None
+    _has_heard: bool = False  # over the connection of now, or the one before it
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
 
@@ -62,20 +63,21 @@ class Line:
     def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
-            try:
-                post = self._connect()
-            except (PeerError, UsageError) as error:
-                self.on_lost(str(error))
-                self._closing.wait(pause_s)
-                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-                continue
-            try:
-                problem = self._read_on(post.connection)
-            finally:
-                post.close()
-            self.on_lost(problem)
+            self._has_heard = False
+            self.on_lost(self._be_connected())
+            pause_s = _FIRST_PAUSE_S if self._has_heard else min(_LONGEST_PAUSE_S, 2 * pause_s)
             self._closing.wait(pause_s)
-            pause_s = _FIRST_PAUSE_S
+
+    def _be_connected(self) -> str:
+        """Connect, and hand over frames until the connection is over; return why it is, or could not be made."""
+        try:
+            post = self._connect()
+        except (PeerError, UsageError, OSError) as error:  # the last: too many open files, for example
+            return str(error)
+        try:
+            return self._read_on(post.connection)
+        finally:
+            post.close()
 
     def _connect(self) -> Post:
         address = self.address()
@@ -94,10 +96,10 @@ class Line:
         return post
 
     def _read_on(self, connection: Connection) -> str:
-        """Hand over frames until the connection is over; return why it is."""
         while not self._closing.is_set():
             try:
                 self.on_frame(connection.receive(timeout_s=_POLL_S))
+                self._has_heard = True
             except DeadlineExceeded:
                 continue
             except PeerError as error:

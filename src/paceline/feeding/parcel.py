@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.errors import PeerError, UsageError
 from paceline.feeding.batches import Batch
+from paceline.feeding.views import tensor_over
 
 MAX_DIMENSIONS: Final = 32
 MAX_DEPTH: Final = 32  # of lists and dicts in each other
@@ -174,8 +175,7 @@ def unpack(layout: Layout, memory: memoryview) -> Batch:
     _check(layout, memory.nbytes)
     if layout.content is None:
         return Batch(None, layout.num_samples, layout.num_skipped)
-    # torch takes memory that is not writable without a warning only from numpy, by this call.
-    raw = torch.from_dlpack(np.frombuffer(memory, dtype=np.uint8)) if memory.nbytes else torch.empty(0)
+    raw = tensor_over(np.frombuffer(memory, dtype=np.uint8)) if memory.nbytes else torch.empty(0)
     return Batch(_read(layout.content, raw), layout.num_samples, layout.num_skipped)
 
 

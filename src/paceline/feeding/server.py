@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.feeding.callers import Caller, meet
+from paceline.feeding.lending import Lending, new_room
 from paceline.feeding.library import MAX_OPEN_BY_WORKER, Library, OpenRecords, Volume
 from paceline.feeding.making import Maker
 from paceline.feeding.outbox import Answer
@@ -24,11 +25,11 @@ from paceline.node.mishaps import story
 from paceline.node.orders import Expel, Stop
 from paceline.observe.trace import Refusal, Trace
 from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.deadline import Deadline
 
 _MAX_CONNECTIONS: Final = 64  # of one worker
-_MAX_EPOCH: Final = 1 << 53
 _SMALL_BYTES: Final = 64 << 10
-_JOIN_TIMEOUT_S: Final = 5.0
+_CLOSING_TIMEOUT_S: Final = 2.0  # for code of the user's that is being run; whoever says `stop` waits for no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class FeedNode:
     _turns: Turns = field(default_factory=Turns)
     _maker: Maker = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
+    _room: threading.Semaphore = field(default_factory=new_room)  # for what is lent to all of them
 
     def __post_init__(self) -> None:
         """Join the parts."""
@@ -127,8 +129,9 @@ class FeedNode:
             caller.close()
         self._callers.clear()
         self._inbox.close()
-        maker.join(_JOIN_TIMEOUT_S)
-        self._library.close()
+        deadline = Deadline.after(_CLOSING_TIMEOUT_S)
+        maker.join(deadline.remaining_s())
+        self._library.close(deadline)
         self.trace.record(self._maker.record(self.rank))
         self.trace.close()
 
@@ -152,7 +155,7 @@ class FeedNode:
         """Return who has begun to speak; None where it was ended here, and this was said before."""
         if all(known is not connection for known in self._inbox.connections()):
             return None
-        caller = meet(connection, self.transport, self.generation, self._turns.look)
+        caller = meet(connection, self.generation, self._turns.look, Lending(self.transport, self._room))
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
         if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:
@@ -173,7 +176,10 @@ class FeedNode:
         if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
             raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
         answer = partial(_answer_open, caller, message.number)
-        caller.sources[message.number] = self._library.open(message.recipe, caller.hello.rank, answer)
+        try:
+            caller.sources[message.number] = self._library.open(message.recipe, caller.hello.rank, answer)
+        except UsageError as error:
+            caller.outbox.put(Answer(encode(Failed.of(message.number, error, story(error)))))
 
     def _on_read(self, caller: Caller, message: Read, body: memoryview) -> None:
         for loan in message.returned:
@@ -226,6 +232,4 @@ def _indices(message: Read, body: memoryview) -> Indices:
     """Return the samples that are asked for, in memory that nobody else can change."""
     if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
         raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
-    if not 0 <= message.epoch < _MAX_EPOCH:
-        raise PeerError(f"a batch of epoch {message.epoch} is asked for")
     return np.frombuffer(bytes(body), dtype=np.int64)

@@ -24,4 +24,5 @@ def story(error: BaseException) -> str:
     'ZeroDivisionError: division by zero'
     """
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    text = text.encode(errors="backslashreplace").decode()  # a name of a file, for example, may be none that travels
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS // 2]} ... {text[-500:]}"

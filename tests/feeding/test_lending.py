@@ -1,0 +1,61 @@
+"""Memory of batches: used again, but never while a worker may look at it, and never more than can be borne."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
+from paceline.feeding.wire import NO_LOAN
+from paceline.transport import MemoryTransport, ShmTransport
+
+
+def test_memory_is_lent_until_it_is_given_back() -> None:
+    lending = Lending(ShmTransport("lending"))
+    first = lending.take(5000)
+    second = lending.take(5000)
+    assert (first.memory.nbytes, first.whole is second.whole) == (5000, False)
+    assert lending.give_back(first.loan)
+    assert not lending.give_back(first.loan)
+    third = lending.take(4000)
+    assert third.whole is first.whole
+    assert third.loan not in (first.loan, second.loan)
+    lending.drop(third)
+    assert lending.take(8192).whole is first.whole
+    lending.clear()
+
+
+def test_who_keeps_very_much_is_sent_copies() -> None:
+    lending = Lending(ShmTransport("lending"))
+    pieces = [lending.take(1) for _ in range(MAX_LOANS + 1)]
+    assert [piece.loan == NO_LOAN for piece in pieces] == [False] * MAX_LOANS + [True]
+    assert all(lending.give_back(piece.loan) for piece in pieces[:-1])
+    assert len(lending._shared._free) == MAX_FREE
+    lending.clear()
+
+
+def test_what_all_keep_together_has_its_bound() -> None:
+    room, transport = threading.Semaphore(3), ShmTransport("lending")
+    first, second = Lending(transport, room), Lending(transport, room)
+    assert [first.take(1).loan for _ in range(2)] == [0, 1]
+    assert [second.take(1).loan for _ in range(2)] == [0, NO_LOAN]
+    assert first.give_back(1)
+    assert second.take(1).loan == 1
+    first.clear()
+    assert first.take(1).loan == NO_LOAN, "nobody would return it"
+    second._shared.make = lambda _: memoryview(bytearray(1 << 62))
+    with pytest.raises(MemoryError):
+        second.take(1)
+    second._shared.make = transport.allocate
+    assert second.take(1).loan == 2, "there is still room for it"
+    second.clear()
+
+
+def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:
+    lending = Lending(MemoryTransport())
+    first = lending.take(5000)
+    assert first.loan == NO_LOAN
+    lending.on_sent(first)
+    assert lending.take(100).whole is first.whole
+    lending.clear()
