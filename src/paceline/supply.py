@@ -64,6 +64,8 @@ def feed(
             f"cannot feed from a {type(source).__name__}: expected what a function of paceline.sources returns, "
             "paceline.sources.arrays('digits.npz', 'images', 'labels') for example; paceline.shard takes loaders."
         )
+    if transform is not None and not isinstance(transform, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"transform is {transform!r}: name a function by its import path, as in 'augment:shifted'.")
     if on_error not in _WHAT_NOW:
         known = ", ".join(f'"{name}" ({what})' for name, what in _WHAT_NOW.items())
         raise UsageError(f"on_error is {on_error!r}, expected {known}.")

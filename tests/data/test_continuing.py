@@ -190,6 +190,11 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(change: dict
         loader.load_state_dict(state | change)
     with pytest.raises(UsageError, match="a state with nothing is not of this source"):
         loader.load_state_dict({})
+    with pytest.raises(UsageError, match="a state of a source is None, expected a mapping"):
+        loader.load_state_dict(None)  # pyright: ignore[reportArgumentType]
+    for epoch in (-1, 1.0, None):
+        with pytest.raises(UsageError, match=rf"is to be {epoch}, expected a whole number, from 0 on"):
+            loader.set_epoch(epoch)  # pyright: ignore[reportArgumentType]
     assert loader.state_dict() == state
 
 

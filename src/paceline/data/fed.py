@@ -55,6 +55,9 @@ class Plan:
         _check("batch_size", self.batch_size, 1, MAX_SAMPLES)
         _check("slices", self.slices, 1, self.batch_size)
         _check("prefetch", self.prefetch, 0, MAX_PREFETCH)
+        for name, flag in (("shuffle", self.shuffle), ("drop_last", self.drop_last), ("leases", self.leases)):
+            if not isinstance(flag, bool):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+                raise UsageError(f"{name} is {flag!r}, expected True or False.")
         if self.slices > 1 and not self.leases:
             raise UsageError(
                 f"slices={self.slices} are parts of a batch that are dealt out one by one: leave out leases=False, or "

@@ -56,7 +56,13 @@ class Bookmark:
         self.reached = Position(self.reached.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be of this epoch: what is left of it if it is to be continued, else all of it."""
+        """Let the next pass be of this epoch: what is left of it if it is to be continued, else all of it.
+
+        Raises:
+            UsageError: there is no such epoch.
+        """
+        if not isinstance(epoch, int) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
+            raise UsageError(f"the next epoch of a source is to be {epoch!r}, expected a whole number, from 0 on.")
         if epoch != self.next.epoch:
             self.reached = self.next = Position(epoch)
 
@@ -89,6 +95,8 @@ def terms_of(order: Order, seed: int) -> dict[str, int]:
 
 
 def _read(state: Mapping[str, Any], terms: Terms, most: int | None) -> Position:
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] - it comes from callers
+        raise UsageError(f"a state of a source is {state!r}, expected a mapping of names to numbers. {_HINT}")
     expected = {"epoch", "num_done", *terms}
     if set(state) != expected:
         raise UsageError(f"a state with {_listed(state)} is not of this source, whose has {_listed(expected)}. {_HINT}")
@@ -96,7 +104,7 @@ def _read(state: Mapping[str, Any], terms: Terms, most: int | None) -> Position:
         raise UsageError(f"in a state of a source is {', '.join(wrong)}, expected whole numbers. {_HINT}")
     if other := [f"{name} {state[name]}, not {terms[name]}" for name in terms if state[name] != terms[name]]:
         raise UsageError(f"a state of another source, or of this one read otherwise: {'; '.join(other)}. {_HINT}")
-    position = Position(state["epoch"], state["num_done"])
+    position = Position(int(state["epoch"]), int(state["num_done"]))
     if min(position.epoch, position.num_done) < 0 or (most is not None and position.num_done > most):
         raise UsageError(
             f"a state of a source is in epoch {position.epoch} after {position.num_done} of "
