@@ -144,9 +144,11 @@ def test_files_that_do_not_fit(tmp_path: Path, arrow: Any) -> None:
 
 def test_a_file_that_changes(tmp_path: Path, arrow: Any) -> None:
     write(tmp_path / "a.parquet", arrow, {"x": [1, 2]})
-    records = opened(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", arrow, {"x": [3]})
+    records = opened(tmp_path / "[ab].parquet")
     write(tmp_path / "a.parquet", arrow, {"x": list(range(100))})
-    with pytest.raises(DataError, match="when it was opened"):
+    assert read(records, 2).content["x"].tolist() == [3], "only what is read is looked at"
+    with pytest.raises(DataError, match="a.parquet has .* when it was opened"):
         read(records, 0)
 
 

@@ -69,8 +69,12 @@ class FixedFiles:
 
     def check(self) -> None:
         """Raise DataError when one of them has another size by now."""
-        for path, size_bytes in self._sizes.items():
-            _check_size(path, size_bytes, file_size(path))
+        for path in self._sizes:
+            self.check_one(path)
+
+    def check_one(self, path: str) -> None:
+        """Raise DataError when this one of them has."""
+        _check_size(path, self._sizes[path], file_size(path))
 
     def describe(self) -> list[tuple[str, int]]:
         """Return the name and size of each."""

@@ -82,8 +82,7 @@ class TableRows:
         return f"row {row} of row group {group.number} of {group.path}"
 
     def check(self) -> None:
-        """Raise DataError when a file has another size by now."""
-        self._files.check()
+        """Do nothing: nothing is mapped, and a file is looked at when a row group of it is decoded."""
 
     def describe(self) -> object:
         """Return names, sizes, columns and types."""
@@ -159,6 +158,7 @@ class TableRows:
         return decoded
 
     def _decode(self, group: _Group) -> _Decoded:
+        self._files.check_one(group.path)
         metadata = self._metadata[group.path]
         with self._reading(group.path), self._parquet.ParquetFile(group.path, metadata=metadata) as file:
             table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
