@@ -161,6 +161,8 @@ class Walker:
 
     life: Life
     place: Round = FIRST
+    clock: int = 0  # that it has begun
+    has_come: bool = False
     carried: list[Piece] = field(default_factory=list)
     has_finished: bool = False
     num_rounds: list[int] = field(default_factory=list)  # by epoch
@@ -169,7 +171,7 @@ class Walker:
 def walk(walker: Walker, leases: Leases, rounds: list[tuple[int, ...]], num_epochs: int, done: Counter[Piece]) -> None:
     """Take one more piece, or deliver those of this round and go on."""
     sizes = rounds[walker.place.number] if walker.place.number < len(rounds) else ()
-    answer = leases.ask(walker.life, walker.place, sizes)
+    answer = leases.ask(walker.life, walker.place, sizes, walker.clock)
     if answer is None:
         return
     if answer.word == "elsewhere":
@@ -187,7 +189,7 @@ def walk(walker: Walker, leases: Leases, rounds: list[tuple[int, ...]], num_epoc
         walker.place = Round(walker.place.epoch + 1, 0)
         walker.has_finished = walker.place.epoch == num_epochs
     else:
-        walker.place = Round(walker.place.epoch, walker.place.number + 1)
+        walker.place, walker.clock = Round(walker.place.epoch, walker.place.number + 1), walker.clock + 1
 
 
 @given(st.data())
@@ -196,6 +198,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
     shares = st.lists(st.integers(0, 3), min_size=num_workers, max_size=num_workers).map(tuple)
     rounds = data.draw(st.lists(shares, min_size=1, max_size=3))
     leases, done = Leases(), Counter[Piece]()
+    clocks = dict[Round, int]()  # that those have begun who are in a round
     walkers = [Walker((rank, 0)) for rank in range(num_workers)]
     deaths = data.draw(st.lists(st.integers(0, 40), max_size=num_workers - 1))
     for step in range(1000):
@@ -210,7 +213,12 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
             if data.draw(st.booleans()):
                 walkers.append(Walker((rank, incarnation + 1)))
             continue
+        if not chosen.has_come and chosen.life[1] > 0:  # it joins, at the slowest clock
+            chosen.clock = min((other.clock for other in walkers if other.has_come), default=0)
+        chosen.has_come = True
         walk(chosen, leases, rounds, num_epochs, done)
+        if not chosen.has_finished:
+            assert clocks.setdefault(chosen.place, chosen.clock) == chosen.clock, "all who are in a round are in step"
     else:
         pytest.fail(f"nobody comes to the end: {walkers}, {leases}")
     assert deaths or all(walker.num_rounds == [len(rounds)] * num_epochs for walker in walkers), "a clock more"
