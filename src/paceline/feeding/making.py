@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -35,7 +35,7 @@ class Maker:
     num_samples: int = 0
     num_skipped: int = 0
     num_bytes: int = 0
-    busy_s: float = field(default=0.0)
+    busy_s: float = 0.0
 
     def run(self) -> None:
         """Make batches until the turns are closed."""
