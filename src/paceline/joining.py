@@ -13,6 +13,7 @@ from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.strategies import Distribution
 from paceline.data.readers import Readers
+from paceline.errors import UsageError
 from paceline.feeding.client import ReaderOptions, RemoteReader
 from paceline.feeding.recipe import Recipe
 from paceline.launch.addresses import data_addresses
@@ -20,7 +21,7 @@ from paceline.launch.carriers import make_transport
 from paceline.launch.ending import when_script_ends
 from paceline.launch.entering.entrance import enter
 from paceline.launch.entering.gathering import START_TIMEOUT_S
-from paceline.launch.environment import Place, allows_plain_collectives, find_place
+from paceline.launch.environment import Place, allows_plain_collectives, find_place, is_server
 from paceline.launch.keys.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -50,6 +51,11 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         PacelineError: no server can be reached in time, or they refuse this worker.
     """
     place = place or find_place()
+    if place is None and is_server():
+        raise UsageError(
+            "this process is a server of a job, which has imported a script that trains. Put what servers import into "
+            "a module of its own, or what trains under `if __name__ == '__main__':`"
+        )
     stay = enter(servers) if place is None else None
     place = place if stay is None else stay.place
     if place is None:

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from tests.launch.launching import launch, write_script
 
+from paceline.errors import UsageError
+from paceline.joining import start
+
 # A worker kills data servers, in the order of these ranks; where one is started again it waits for its new address.
 KILLER = """
 from paceline.launch.addresses import data_addresses
@@ -32,6 +35,14 @@ def test_workers_learn_where_they_listen_and_they_are_stopped_with_the_servers(t
     assert "[data server 1] listening" in result.stdout
     assert [told(run_dir, rank) for rank in (0, 1)] == [["stop"]] * 2
     assert not list(run_dir.glob("*.address"))
+
+
+def test_a_script_that_one_imports_does_not_train_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_LAUNCHER_PID", "1")
+    monkeypatch.delenv("PACELINE_SPEC", raising=False)
+
+    with pytest.raises(UsageError, match="a server of a job, which has imported a script that trains"):
+        start()
 
 
 def test_they_count_among_the_processes_that_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,11 @@ def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     return whole_number(variables, LAUNCHER) if LAUNCHER in variables else None
 
 
+def is_server(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether a launcher has started this process to serve: it has one, and is no worker."""
+    return LAUNCHER in variables and SPEC not in variables
+
+
 def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the user has said with how many threads a process computes."""
     return NUM_THREADS in variables
