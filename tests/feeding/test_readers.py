@@ -100,6 +100,13 @@ def test_a_batch_outlives_its_reader_and_can_be_written_to(readers: Readers) -> 
         assert reader.read(Ask(0, (3, 1))).content[1].tolist() == [3, 1]
 
 
+def test_nothing_is_read_from_a_reader_that_is_closed(readers: Readers) -> None:
+    reader = readers(RECIPES["arrays"])
+    reader.close()
+    with pytest.raises(UsageError, match="a reader of training examples is closed"):
+        reader.read(Ask(0, (3, 1)))
+
+
 def test_what_was_expected_and_is_not_read_does_no_harm(readers: Readers) -> None:
     with closing(readers(RAISING)) as reader:
         reader.expect([Ask(0, (4,)), Ask(0, (99,)), Ask(0, (1, 2))])

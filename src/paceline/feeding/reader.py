@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.feeding.batches import Ask, Batch
 from paceline.feeding.parcel import unpack
 from paceline.feeding.recipe import Recipe
@@ -34,6 +35,7 @@ class Reader(Protocol):
         Raises:
             RecordError: a record could not be decoded, and the recipe skips none.
             DataError: the source cannot be read.
+            UsageError: the reader is closed.
         """
         ...
 
@@ -67,6 +69,7 @@ class LocalReader:
 
     def __init__(self, recipe: Recipe) -> None:
         self._records = open_recipe(recipe, None)
+        self._closed = False
 
     @property
     def num_samples(self) -> int:
@@ -78,6 +81,8 @@ class LocalReader:
 
     def read(self, ask: Ask) -> Batch:
         """Make this batch; see `Reader.read`."""
+        if self._closed:
+            raise UsageError("a reader of training examples is closed: nothing can be read from it any more")
         prepared = self._records.prepare(ask)
         memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
         prepared.fill(memory)
@@ -89,4 +94,5 @@ class LocalReader:
 
     def close(self) -> None:
         """Let go of the files."""
+        self._closed = True
         self._records.close()
