@@ -21,7 +21,7 @@ from paceline.launch.carriers import make_transport
 from paceline.launch.ending import when_script_ends
 from paceline.launch.entering.entrance import enter
 from paceline.launch.entering.gathering import START_TIMEOUT_S
-from paceline.launch.environment import Place, allows_plain_collectives, find_place, is_server
+from paceline.launch.environment import Place, allows_plain_collectives, find_place, is_serving
 from paceline.launch.keys.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -51,7 +51,7 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         PacelineError: no server can be reached in time, or they refuse this worker.
     """
     place = place or find_place()
-    if place is None and is_server():
+    if place is None and is_serving():
         raise UsageError(
             "this process is a server of a job, which has imported a script that trains. Put what servers import into "
             "a module of its own, or what trains under `if __name__ == '__main__':`"

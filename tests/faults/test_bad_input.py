@@ -101,8 +101,8 @@ reject, zero = table("reject"), table("zero", nonfinite="zero")
 outcomes = [t.push(bad) for t in (reject, zero)]
 ps.clock()
 assert (reject.pull() == 0).all() and (zero.pull() == 0).all()
-print(outcomes[0].result(timeout=10).reason)
-print("zeroed", outcomes[1].result(timeout=10).applied)
+print(f"{outcomes[0].result(timeout=10).reason}\\n", end="")  # at once: another thread writes there, too
+print(f"zeroed {outcomes[1].result(timeout=10).applied}\\n", end="")
 """
 
 

@@ -38,8 +38,7 @@ def test_workers_learn_where_they_listen_and_they_are_stopped_with_the_servers(t
 
 
 def test_a_script_that_one_imports_does_not_train_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_LAUNCHER_PID", "1")
-    monkeypatch.delenv("PACELINE_SPEC", raising=False)
+    monkeypatch.setenv("PACELINE_SERVING", "1")
 
     with pytest.raises(UsageError, match="a server of a job, which has imported a script that trains"):
         start()

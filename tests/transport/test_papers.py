@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from tests.transport.carriers import CREDENTIALS
@@ -33,8 +34,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def carrier(keys: Path, holder: Holder, told: list[str] | None = None) -> TcpTransport:
-    notice = None if told is None else told.append
+def carrier(keys: Path, holder: Holder, notice: Callable[[str], None] | None = None) -> TcpTransport:
     return TcpTransport(CREDENTIALS, tls=tls_settings(keys, holder), notice=notice)
 
 
@@ -45,7 +45,7 @@ def told() -> list[str]:
 
 @pytest.fixture
 def listener(keys: Path, told: list[str]) -> Iterator[Listener]:
-    with closing(carrier(keys, SERVER, told).listen("127.0.0.1:0")) as listener:
+    with closing(carrier(keys, SERVER, told.append).listen("127.0.0.1:0")) as listener:
         yield listener
 
 
@@ -223,19 +223,20 @@ def test_a_doubtful_clock_is_named(listener: Listener, tmp_path: Path) -> None:
 
 
 def test_a_certificate_from_the_future_is_told_from_a_clock_that_is_wrong(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both by the side whose certificate it is and by the other one."""
+    told: SimpleQueue[str] = SimpleQueue()
     authority = Authority.make(CREDENTIALS.job)
     authority.issue(tmp_path, SERVER)
     monkeypatch.setattr("paceline.launch.keys.certificates._CLOCKS_DIFFER", timedelta(days=-1))
     authority.issue(tmp_path, WORKER)
-    with (
-        closing(carrier(tmp_path, SERVER, told).listen("127.0.0.1:0")) as server,
-        pytest.raises(AuthenticationFailed, match=r"worker-3.pem holds from .* until .* UTC; is the clock of this"),
-    ):
-        carrier(tmp_path, WORKER).connect(server.address, b"", timeout_s=5)
-    assert "certificate is not yet valid; is the clock of this machine right?" in told[0]
+    with closing(carrier(tmp_path, SERVER, told.put).listen("127.0.0.1:0")) as server:
+        with pytest.raises(
+            AuthenticationFailed, match=r"worker-3.pem holds from .* until .* UTC; is the clock of this"
+        ):
+            carrier(tmp_path, WORKER).connect(server.address, b"", timeout_s=5)
+        assert "certificate is not yet valid; is the clock of this machine right?" in told.get(timeout=5)
     with (
         closing(carrier(tmp_path, WORKER).listen("127.0.0.1:0")) as early,
         pytest.raises(AuthenticationFailed, match=r"is not yet valid.*is the clock of this machine right\?"),

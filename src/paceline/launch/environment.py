@@ -13,6 +13,7 @@ RANK: Final = "PACELINE_RANK"
 LOCAL_RANK: Final = "PACELINE_LOCAL_RANK"
 INCARNATION: Final = "PACELINE_INCARNATION"
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
+SERVING: Final = "PACELINE_SERVING"
 SERVERS: Final = "PACELINE_SERVERS"
 RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
@@ -112,9 +113,14 @@ def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     return whole_number(variables, LAUNCHER) if LAUNCHER in variables else None
 
 
-def is_server(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a launcher has started this process to serve: it has one, and is no worker."""
-    return LAUNCHER in variables and SPEC not in variables
+def begin_serving() -> None:
+    """Note, for all that this process imports or starts, that it is a server and trains nothing."""
+    os.environ[SERVING] = "1"
+
+
+def is_serving(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this process is a server."""
+    return SERVING in variables
 
 
 def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:

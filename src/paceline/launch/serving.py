@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.errors import PacelineError
 from paceline.launch.carriers import tell_user
-from paceline.launch.environment import wants_traceback
+from paceline.launch.environment import begin_serving, wants_traceback
 from paceline.launch.notice import ignore_telling
 
 _EXIT_FAILURE: Final = 1
@@ -32,6 +32,7 @@ def run_program(serving: Callable[[], None]) -> None:
     """Be a program that serves: signals are left to whoever started it, and the process ends when `serving` returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ignore_telling()
+    begin_serving()
     try:
         serving()
     except PacelineError as error:
