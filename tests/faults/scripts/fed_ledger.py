@@ -2,32 +2,50 @@
 
 `fed_ledger.py CONSISTENCY NUM_EPOCHS NUMBERS [RANK:EPOCH:BATCH:STEP ...]`: the worker of that rank, in its first life,
 kills itself by SIGKILL at its so-many-th batch of that epoch, "before-push" or "after-push"; at "data-server" it kills
-data server 1 instead. What each batch has is said as soon as it is there. Those that are left meet at the end and print
-how often each sample counts on each of two servers.
+data server 1 instead. Others hold their first batch of an epoch until those have died that are to die in it, so that
+these get one. What each batch has is said as soon as it is there. Those that are left meet at the end and print how
+often each sample counts on each of two servers.
 """
 
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import numpy
 import psutil
 import torch
 
 import paceline
+from paceline.launch.polling import wait_for
 
 CONSISTENCY, NUM_EPOCHS, NUMBERS = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 NUM_SAMPLES = len(numpy.load(NUMBERS))
 RANK, INCARNATION = int(os.environ["PACELINE_RANK"]), int(os.environ["PACELINE_INCARNATION"])
 LAUNCHER = int(os.environ["PACELINE_LAUNCHER_PID"])
-PLANS = [plan.split(":") for plan in sys.argv[4:] if INCARNATION == 0 and plan.startswith(f"{RANK}:")]
+ALL_PLANS = [plan.split(":") for plan in sys.argv[4:]]
+PLANS = [plan for plan in ALL_PLANS if INCARNATION == 0 and plan[0] == str(RANK)]
+WAIT_S = 30.0
 
 
 def fail_at(epoch: int, batch: int, step: str) -> None:
     for _, *place, planned in PLANS:
         if (place, planned) == ([str(epoch), str(batch)], step):
+            if step != "data-server":
+                mark(str(RANK)).touch()
             os.kill(VICTIM if step == "data-server" else os.getpid(), signal.SIGKILL)
+
+
+def mark(rank: str) -> Path:
+    """Where a worker says that it dies."""
+    return Path(NUMBERS).with_name(f"died-{rank}")
+
+
+def await_deaths(epoch: int) -> None:
+    others = [rank for rank, when, _, step in ALL_PLANS if when == str(epoch) and step != "data-server"]
+    marks = [mark(rank) for rank in others if rank != str(RANK)]
+    wait_for(lambda: all(path.exists() for path in marks) or None, WAIT_S, lambda: f"none of {marks} has come")
 
 
 def data_server() -> int:
@@ -56,6 +74,8 @@ for epoch in range(NUM_EPOCHS):
         say("has", [epoch, indices.tolist(), RANK, INCARNATION])
         fail_at(epoch, number, "data-server")
         fail_at(epoch, number, "before-push")
+        if number == 0:
+            await_deaths(epoch)
         counts = torch.zeros(2, NUM_SAMPLES)
         counts[:, indices] = 1.0
         ledger.push(counts)
