@@ -109,8 +109,7 @@ class Mill:
             fields = msgspec.to_builtins(message)
             for _ in range(self._random.randint(1, 2)):
                 self._fill(fields)
-            kind = wire._NUMBER[type(message)]
-            header = bytes((kind,)) + msgspec.msgpack.encode(fields)
+            header = wire._CODEC.kind_byte(type(message)) + msgspec.msgpack.encode(fields)
             if self._random.random() < 0.3:
                 body = self._random.choice(self._seeds)[1]
             if _may_be_said(header):

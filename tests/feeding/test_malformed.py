@@ -17,7 +17,7 @@ from tests.feeding.speaking import Caller, body_of, caller
 from paceline.errors import PeerError
 from paceline.feeding.parcel import Layout
 from paceline.feeding.recipe import encode_recipe
-from paceline.feeding.wire import _NUMBER, Failed, Message, Open, Opened, Parcel, Read, encode
+from paceline.feeding.wire import _CODEC, Failed, Message, Open, Opened, Parcel, Read, encode
 
 NUM_CONNECTIONS = 60
 PER_CONNECTION = 12
@@ -51,7 +51,7 @@ class Mill:
         if fate < 0.6:
             fields = msgspec.to_builtins(message)
             self._fill(fields)
-            return bytes((_NUMBER[type(message)],)) + msgspec.msgpack.encode(fields)
+            return _CODEC.kind_byte(type(message)) + msgspec.msgpack.encode(fields)
         if fate < 0.8:
             return header[: self._random.randrange(len(header))]
         changed = bytearray(header)

@@ -10,7 +10,7 @@ from tests.feeding.feeders import RECIPE
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 from paceline.feeding.parcel import DictPart, Layout, TensorPart, TextPart
 from paceline.feeding.recipe import encode_recipe
-from paceline.feeding.wire import _KINDS, Failed, Message, Open, Opened, Parcel, Read, decode, encode
+from paceline.feeding.wire import _CODEC, Failed, Message, Open, Opened, Parcel, Read, decode, encode
 
 PARTS = DictPart(("x", "y"), (TensorPart("float32", (3, 2), 0), TextPart("str", 3, 5, 64)))
 LAYOUT = Layout(PARTS, num_samples=3, num_skipped=1, size_bytes=93)
@@ -24,7 +24,7 @@ MESSAGES: list[Message] = [
 
 
 def test_every_kind_is_read_back_as_it_was_said() -> None:
-    assert {type(message) for message in MESSAGES} == set(_KINDS)
+    assert {type(message) for message in MESSAGES} == set(_CODEC.kinds)
     assert [decode(encode(message)) for message in MESSAGES] == MESSAGES
 
 

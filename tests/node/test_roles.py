@@ -38,7 +38,7 @@ HOLDERS = tuple(Holder("worker", rank) for rank in range(3)) + tuple(Holder("ser
 
 
 def test_every_message_of_the_wire_has_its_speaker() -> None:
-    assert set(SPEAKERS) == set(wire._KINDS)
+    assert set(SPEAKERS) == set(wire._CODEC.kinds)
 
 
 @pytest.mark.parametrize(

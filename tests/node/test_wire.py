@@ -13,7 +13,7 @@ from paceline.errors import PeerError
 from paceline.node import requests, wire
 from paceline.node.wire import Hello, PullFrame, PushFrame, decode, encode
 
-KINDS = wire._KINDS
+KINDS = wire._CODEC.kinds
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 NUMBERS = st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(allow_nan=False))
 HYPER = st.dictionaries(st.text(max_size=5), st.one_of(NUMBERS, st.lists(NUMBERS, max_size=3).map(tuple)), max_size=3)

@@ -1,17 +1,13 @@
-"""What workers and data servers say to each other: one byte that names the kind, then MessagePack, checked by field.
-
-Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is looked at.
-"""
+"""What workers and data servers say to each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-import msgspec
-
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 from paceline.feeding.parcel import Layout
+from paceline.node.codec import Codec
 
 INDEX_BYTES: Final = 8
 MAX_SAMPLES: Final = 1 << 20  # of one batch
@@ -105,29 +101,10 @@ class Failed:
         return kind(f"{who}: {self.text}")
 
 
-# The position is the kind byte: append, never reorder.
-_KINDS: Final[tuple[type, ...]] = (Open, Opened, Read, Parcel, Failed)
-_NUMBER: Final[dict[type, int]] = {kind: number for number, kind in enumerate(_KINDS)}
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODERS: Final = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
-
 Message: TypeAlias = Open | Opened | Read | Parcel | Failed
 
+# The position is the kind byte: append, never reorder.
+_CODEC: Final = Codec[Message](Open, Opened, Read, Parcel, Failed)
 
-def encode(message: Message) -> bytes:
-    """Return the header of a frame that carries this message."""
-    return bytes((_NUMBER[type(message)],)) + _ENCODER.encode(message)
-
-
-def decode(header: bytes) -> Message:
-    """Return the message in the header of a frame.
-
-    Raises:
-        PeerError: the bytes are not one of our messages.
-    """
-    if not header or header[0] >= len(_KINDS):
-        raise PeerError(f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?")
-    try:
-        return _DECODERS[header[0]].decode(memoryview(header)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"a malformed {_KINDS[header[0]].__name__} message: {error}") from error
+encode = _CODEC.encode
+decode = _CODEC.decode

@@ -1,17 +1,13 @@
-"""Messages as bytes: one byte that names the kind, then the message in MessagePack, checked field by field.
-
-Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is looked at.
-"""
+"""What workers and servers say to each other beside what the core has them say, and all of it as bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import msgspec
+from typing import Final
 
 from paceline.core import messages
-from paceline.errors import PeerError
 from paceline.node import requests
+from paceline.node.codec import Codec
 from paceline.tensors.table import Hyper
 
 
@@ -107,7 +103,7 @@ class Unsubscribe:
 
 
 # The position is the kind byte: append, never reorder.
-_KINDS: tuple[type, ...] = (
+_CODEC: Final = Codec[object](
     Hello,
     PushFrame,
     messages.Join,
@@ -147,30 +143,12 @@ _KINDS: tuple[type, ...] = (
     requests.Describe,
     requests.TakePiece,
 )
-_NUMBER: dict[type, int] = {kind: number for number, kind in enumerate(_KINDS)}
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in _KINDS)
+_PUSH: Final = _CODEC.kind_byte(PushFrame)
 
-
-def encode(message: object) -> bytes:
-    """Return the header of a frame that carries this message."""
-    return bytes((_NUMBER[type(message)],)) + _ENCODER.encode(message)
+encode = _CODEC.encode
+decode = _CODEC.decode
 
 
 def is_push(header: bytes) -> bool:
     """Say whether the header of a frame is that of a push, without reading it."""
-    return header[:1] == bytes((_NUMBER[PushFrame],))
-
-
-def decode(header: bytes) -> object:
-    """Return the message in the header of a frame.
-
-    Raises:
-        PeerError: the bytes are not one of our messages.
-    """
-    if not header or header[0] >= len(_KINDS):
-        raise PeerError(f"a message of unknown kind {header[:1].hex() or 'nothing'}; is the peer of another version?")
-    try:
-        return _DECODERS[header[0]].decode(memoryview(header)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"a malformed {_KINDS[header[0]].__name__} message: {error}") from error
+    return header[:1] == _PUSH
