@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.collective.exchange import Exchange
 from paceline.collective.group import Company
@@ -14,8 +15,6 @@ from paceline.core.settings import WorkerSettings
 from paceline.core.strategies import Distribution
 from paceline.data.readers import Readers
 from paceline.errors import UsageError
-from paceline.feeding.client import ReaderOptions, RemoteReader
-from paceline.feeding.recipe import Recipe
 from paceline.launch.addresses import data_addresses
 from paceline.launch.carriers import make_transport
 from paceline.launch.ending import when_script_ends
@@ -35,6 +34,10 @@ from paceline.parallel.arrangement import Arrangement
 from paceline.session import Session
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
+
+if TYPE_CHECKING:
+    from paceline.feeding.reader import Reader
+    from paceline.feeding.recipe import Recipe
 
 
 def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
@@ -99,7 +102,9 @@ def _readers(spec: ClusterSpec, place: Place, transport: Transport) -> Readers:
         return Readers()
     hello = Hello("worker", place.rank, place.incarnation, spec.generation)
 
-    def open_reader(recipe: Recipe, prefetch: int) -> RemoteReader:
+    def open_reader(recipe: Recipe, prefetch: int) -> Reader:
+        from paceline.feeding.client import ReaderOptions, RemoteReader
+
         options = ReaderOptions(spec.wait_timeout_s, prefetch)
         return RemoteReader(recipe, lambda: data_addresses(spec), transport, hello, options)
 

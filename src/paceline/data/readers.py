@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.feeding.reader import LocalReader, Reader
-from paceline.feeding.recipe import Recipe
+if TYPE_CHECKING:
+    from paceline.feeding.reader import Reader
+    from paceline.feeding.recipe import Recipe
 
-# Opens a recipe, of which so many batches are to be made before they are read.
-OpenReader = Callable[[Recipe, int], Reader]
+# Opens a recipe, of which so many batches are to be made before they are read. What reads is imported by whoever is
+# fed: others need not wait for it when they start.
+OpenReader: TypeAlias = "Callable[[Recipe, int], Reader]"
 
 
 def read_here(recipe: Recipe, _prefetch: int) -> Reader:
     """Read in this process, and only what is asked for."""
+    from paceline.feeding.reader import LocalReader
+
     return LocalReader(recipe)
 
 
@@ -22,7 +27,7 @@ class Readers:
     """Opens readers, and closes them with the session."""
 
     open_reader: OpenReader = read_here
-    _opened: list[Reader] = field(default_factory=list[Reader])
+    _opened: list[Reader] = field(default_factory=list["Reader"])
 
     def open(self, recipe: Recipe, prefetch: int) -> Reader:
         """Open a reader; what it raises is said by `Reader`."""
