@@ -1,4 +1,4 @@
-"""Nothing grows beyond what fits on a few screens."""
+"""Functions fit on a screen or two; a file past 800 lines is looked at again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 from tests.tidy.tree import SOURCE, parsed, place, python_files
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_MEDIAN_FILE_LINES = 150
 MAX_MEDIAN_FUNCTION_LINES = 10
