@@ -198,3 +198,49 @@ def test_flood_of_silent_clients_does_not_block_an_honest_one() -> None:
         honest = flood.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=10)))
         server = flood.enter_context(closing(listener.accept(timeout_s=5)))
         assert server.identity == honest.identity == b"honest"
+
+
+def test_silent_clients_take_no_place_from_a_slow_one() -> None:
+    transport = TcpTransport(CREDENTIALS, Limits(max_half_open=1, handshake_timeout_s=60))
+    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
+        slow = crowd.enter_context(open_raw(listener.address))
+        slow.sendall(hello(b"slow"))
+        nonce = read_exactly(slow, GREETING_BYTES)[-32:]
+        for _ in range(40):
+            crowd.enter_context(open_raw(listener.address))
+        slow.settimeout(0.5)  # a round trip of this line: long enough to be in the way
+        with pytest.raises(TimeoutError):
+            slow.recv(1)
+        slow.sendall(proof(b"client", b"slow", NONCE, nonce))
+        with closing(listener.accept(timeout_s=5)) as server:
+            assert server.identity == b"slow"
+
+
+def test_a_crowd_of_one_address_gives_way_to_another_address() -> None:
+    transport = TcpTransport(CREDENTIALS, Limits(max_half_open=4, handshake_timeout_s=60))
+    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
+        host, port = listener.address.removeprefix("tcp://").split(":")
+        for number in range(200):
+            talker = socket.create_connection((host, int(port)), timeout=5, source_address=("127.0.0.2", 0))
+            crowd.enter_context(talker).sendall(hello(b"talker"))
+            if number < 4:
+                read_exactly(talker, GREETING_BYTES)
+        honest = crowd.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=5)))
+        with closing(listener.accept(timeout_s=5)) as server:
+            assert server.identity == honest.identity == b"honest"
+
+
+def test_silent_clients_are_bounded_and_the_oldest_go_first() -> None:
+    told: list[str] = []
+    transport = TcpTransport(CREDENTIALS, Limits(max_silent=8, handshake_timeout_s=60), notice=told.append)
+    with ExitStack() as crowd, closing(transport.listen("127.0.0.1:0")) as listener:
+        silent = [crowd.enter_context(open_raw(listener.address)) for _ in range(30)]
+        for early in silent[:22]:
+            assert read_to_end(early) == b""
+        for late in silent[22:]:
+            late.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                late.recv(1)
+        crowd.enter_context(closing(transport.connect(listener.address, b"honest", timeout_s=5)))
+        crowd.enter_context(closing(listener.accept(timeout_s=5)))
+    assert told[0].endswith("was turned away: it was one of too many that have yet to shake hands")

@@ -41,7 +41,8 @@ class Limits:
     max_body_bytes: int = 1 << 34
     max_segments: int = 1024
     handshake_timeout_s: float = 5.0
-    max_half_open: int = 64
+    max_half_open: int = 64  # handshakes at once
+    max_silent: int = 512  # clients that are connected and have yet to speak, or to shake hands
 
 
 class Secret(Protocol):

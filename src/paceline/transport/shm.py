@@ -16,7 +16,7 @@ from paceline.transport.base import Limits, check_identity, strip_scheme
 from paceline.transport.bodies import SharedBodies
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline
-from paceline.transport.doorman import BACKLOG, StreamListener
+from paceline.transport.listener import BACKLOG, StreamListener
 from paceline.transport.security import Greeted, LocalHandshake, check_same_user, introduce_within
 from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
 from paceline.transport.stream import StreamConnection

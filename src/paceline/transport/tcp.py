@@ -12,7 +12,7 @@ from paceline.transport.buffers import check_size, fresh_buffer
 from paceline.transport.channel import SocketChannel
 from paceline.transport.complaints import Notice
 from paceline.transport.deadline import Deadline
-from paceline.transport.doorman import BACKLOG, StreamListener
+from paceline.transport.listener import BACKLOG, StreamListener
 from paceline.transport.security import Greeted, Handshake, TokenHandshake, introduce_within
 from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings

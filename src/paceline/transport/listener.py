@@ -1,0 +1,300 @@
+"""Accepting over stream sockets: a client that speaks shakes hands in a thread of its own, beside `accept`.
+
+A client that is turned away is told nothing; the owner of the listener is told why.
+
+A client speaks first. Until it does it is one polled descriptor, of which there are at most `max_silent`. At most
+`max_half_open` clients that have spoken shake hands at once. Where either is full, the address with the most clients
+gives way: a crowd from one address costs clients of other addresses nothing, and itself its oldest connections.
+"""
+
+import ipaddress
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Final, final
+
+from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, PeerError
+from paceline.transport.base import Limits
+from paceline.transport.channel import OutOfTime, SocketChannel
+from paceline.transport.complaints import Complaints, Notice
+from paceline.transport.deadline import Deadline
+from paceline.transport.security import Greeted, Handshake
+from paceline.transport.stream import StreamConnection
+
+BACKLOG: Final = 512
+
+# A handshake takes about a millisecond of work and three round trips. A longer one makes room where others of the same
+# address wait; at a round trip of 150 ms a handshake under TLS takes half of this.
+_FAIR_TIME_S: Final = 1.0
+# Out of descriptors: wait this long for some to be closed before accepting again.
+_ACCEPT_PAUSE_S: Final = 0.05
+_MAX_ACCEPTED_AT_ONCE: Final = 64
+_LATE: Final = "it did not finish the handshake in time"
+
+# Checks and names a client that just connected; raises PeerError to turn it away.
+Inspect = Callable[[socket.socket], str]
+Welcome = Callable[[Greeted, str], StreamConnection]
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client that is connected and has not finished its handshake; `origin` is the address that it comes from."""
+
+    channel: SocketChannel
+    descriptor: int
+    name: str
+    origin: str
+    deadline: Deadline
+    started_s: float = math.inf  # when its handshake began
+    evicted: bool = False
+
+
+@final
+class StreamListener:
+    """A `Listener` over a listening stream socket, which it owns."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        handshake: Handshake,
+        limits: Limits,
+        *,
+        inspect: Inspect,
+        welcome: Welcome,
+        notice: Notice | None,
+    ) -> None:
+        self.address: Final = address
+        self._socket = sock
+        self._handshake = handshake
+        self._limits = limits
+        self._inspect = inspect
+        self._welcome = welcome
+        self._complaints = Complaints(notice)
+        self._changed = threading.Condition()
+        self._shaking: dict[_Client, threading.Thread] = {}  # in the order of their beginning
+        self._arrived: deque[StreamConnection] = deque()
+        self._closed = False
+        # Used by the listening thread alone: clients that have said nothing, by descriptor, and those that wait for a
+        # place to shake hands in, both in the order of their coming.
+        self._silent: dict[int, _Client] = {}
+        self._waiting: list[_Client] = []
+        self._poller = select.poll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # to end, to tell later, or as a place is free
+        sock.setblocking(False)
+        self._poller.register(sock, select.POLLIN)
+        self._poller.register(self._wake, select.POLLIN)
+        self._thread = threading.Thread(target=self._listen, name=f"paceline-listen {address}", daemon=True)
+        self._thread.start()
+
+    def accept(self, *, timeout_s: float) -> StreamConnection:
+        """Wait for the next connection; see `Listener.accept`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
+                raise DeadlineExceeded(f"waited {timeout_s} s for a connection at {self.address}; none came")
+            if self._closed:
+                raise ConnectionLost(f"the listener at {self.address} was closed")
+            return self._arrived.popleft()
+
+    def close(self) -> None:
+        """Stop listening; see `Listener.close`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._socket.close()
+        for client in [*self._silent.values(), *self._waiting]:
+            client.channel.close()
+        with self._changed:
+            shaking = dict(self._shaking)
+        for client, thread in shaking.items():
+            client.channel.shut()
+            thread.join()
+        os.close(self._wake)
+        for connection in self._arrived:
+            connection.close()
+        self._arrived.clear()
+        self._complaints.tell_rest()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            for descriptor, _ in self._poller.poll(self._patience_ms()):
+                if descriptor in self._silent:
+                    self._poller.unregister(descriptor)
+                    self._waiting.append(self._silent.pop(descriptor))
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            self._accept_all()
+            self._shut_late()
+            self._start_handshakes()
+            self._complaints.tell_due()
+
+    def _patience_ms(self) -> float | None:
+        """Return for how long the listening thread has nothing to do unless something happens; None for ever."""
+        clients = [
+            *islice(self._silent.values(), 1),
+            *self._waiting,
+        ]  # the silent are late in the order of their coming
+        waits = [client.deadline.remaining_ms() + 1.0 for client in clients]
+        if self._waiting:
+            with self._changed:
+                started = [client.started_s for client in self._shaking if not client.evicted]
+            waits += [max(0.0, start_s + _FAIR_TIME_S - time.monotonic()) * 1000 + 1.0 for start_s in started]
+        complaints_ms = self._complaints.patience_ms()
+        return min(waits if complaints_ms is None else [*waits, complaints_ms], default=None)
+
+    def _accept_all(self) -> None:
+        """Take the clients that wait in the kernel, some at a time so that the others have their turn."""
+        for _ in range(_MAX_ACCEPTED_AT_ONCE):
+            try:
+                sock, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # the client went away before we looked
+            except OSError:
+                if not self._evict_silent():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closed, _ACCEPT_PAUSE_S)
+                return
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            name = self._inspect(sock)
+            origin = _origin(sock)
+        except PeerError as error:
+            self._complain(error, f"a client was turned away: {error}")
+            sock.close()
+            return
+        except OSError:  # it has gone away
+            sock.close()
+            return
+        if len(self._silent) + len(self._waiting) >= self._limits.max_silent:
+            self._evict_silent()
+        deadline = Deadline.after(self._limits.handshake_timeout_s)
+        self._silent[sock.fileno()] = _Client(SocketChannel(sock), sock.fileno(), name, origin, deadline)
+        self._poller.register(sock, select.POLLIN)
+
+    def _evict_silent(self) -> bool:
+        """Close the oldest client of the address with the most that wait, a silent one if there is one."""
+        clients = [*self._silent.values(), *self._waiting]
+        if not clients:
+            return False
+        crowded = _most(clients)
+        self._turn_away(
+            next(client for client in clients if client.origin == crowded),
+            "it was one of too many that have yet to shake hands",
+        )
+        return True
+
+    def _shut_late(self) -> None:
+        silent = takewhile(lambda client: client.deadline.remaining_ms() == 0, self._silent.values())
+        waiting = (client for client in self._waiting if client.deadline.remaining_ms() == 0)
+        for client in [*silent, *waiting]:
+            self._turn_away(client, _LATE)
+
+    def _turn_away(self, client: _Client, reason: str) -> None:
+        """End a client that has no thread yet."""
+        if self._silent.pop(client.descriptor, None) is not None:
+            self._poller.unregister(client.descriptor)
+        else:
+            self._waiting.remove(client)
+        client.channel.close()
+        self._complain(OutOfTime(), f"{client.name} was turned away: {reason}")
+
+    def _start_handshakes(self) -> None:
+        """Give places to clients that have spoken, the next one to the address with the fewest."""
+        while self._waiting and not self._closed:
+            with self._changed:
+                shaking = [client for client in self._shaking if not client.evicted]
+                is_full = len(self._shaking) >= self._limits.max_half_open
+            places = Counter(client.origin for client in shaking)
+            client = min(self._waiting, key=lambda each: places[each.origin])  # the first of equals
+            if is_full:
+                self._make_room(client, shaking, places)
+                return
+            self._waiting.remove(client)
+            self._start(client)
+
+    def _make_room(self, client: _Client, shaking: list[_Client], places: Counter[str]) -> None:
+        """End a handshake that holds more than its share of the places, or has had its time."""
+        if len(shaking) < self._limits.max_half_open:
+            return  # one that was ended is about to give its place back
+        crowded = _most(shaking)
+        oldest = next(each for each in shaking if each.origin == crowded)
+        holds_too_many = places[crowded] > places[client.origin] + 1
+        if holds_too_many or time.monotonic() >= oldest.started_s + _FAIR_TIME_S:
+            oldest.evicted = True
+            oldest.channel.shut()
+
+    def _start(self, client: _Client) -> None:
+        thread = threading.Thread(
+            target=self._shake_hands, args=(client,), name=f"paceline-greet {client.name}", daemon=True
+        )
+        client.started_s = time.monotonic()
+        with self._changed:
+            self._shaking[client] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # this machine gives no more threads
+            with self._changed:
+                del self._shaking[client]
+            client.channel.close()
+            self._complain(error, f"{client.name} was turned away: {error}")
+
+    def _shake_hands(self, client: _Client) -> None:
+        """Let a client in, or end its connection without a word."""
+        connection = None
+        try:
+            connection = self._welcome(self._handshake.answer(client.channel, client.deadline), client.name)
+        except (PacelineError, EOFError, OSError, OutOfTime) as error:
+            if not self._closed:
+                self._complain(error, f"{client.name} was turned away: {_reason(error)}")
+        with self._changed:
+            del self._shaking[client]
+            if connection is not None and not self._closed:
+                self._arrived.append(connection)
+            else:
+                client.channel.close()
+            self._changed.notify_all()
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+
+    def _complain(self, error: Exception, text: str) -> None:
+        if not self._complaints.add(type(error).__name__, text):
+            os.eventfd_write(self._wake, 1)
+
+
+def _origin(sock: socket.socket) -> str:
+    """Return the address that a client's places are counted by: its network's where one host has many addresses."""
+    if sock.family == socket.AF_INET:
+        return str(sock.getpeername()[0])
+    if sock.family == socket.AF_INET6:
+        return str(ipaddress.IPv6Network((sock.getpeername()[0].partition("%")[0], 64), strict=False))
+    return ""
+
+
+def _most(clients: Iterable[_Client]) -> str:
+    """Return the origin of most of these."""
+    return Counter(client.origin for client in clients).most_common(1)[0][0]
+
+
+def _reason(error: Exception) -> str:
+    """Say what went wrong in a handshake, without a word that the client has chosen."""
+    if isinstance(error, OutOfTime):
+        return _LATE
+    if isinstance(error, EOFError | ConnectionError):
+        return "it went away before the handshake was done"
+    return str(error)
