@@ -27,7 +27,7 @@ from paceline.launch.spec import ClusterSpec
 from paceline.node.wire import decode, encode
 from paceline.observe.runs import decode_lines
 from paceline.serve.manifest import Manifest
-from paceline.serve.messages import Visit, decode_said, decode_visit
+from paceline.serve.messages import Visit, decode_answer, decode_visit
 from paceline.serve.messages import encode as encode_words
 from paceline.tensors.table import decode_table, encode_table
 from paceline.transport import Limits, TcpTransport, TlsSettings
@@ -131,7 +131,7 @@ def test_what_processes_of_a_job_tell_each_other_in_files(tmp_path: Path, data: 
 @settings(deadline=None)
 def test_what_clients_of_a_server_of_its_own_say_and_what_it_has_saved(data: bytes) -> None:
     is_read_or_refused(lambda: decode_visit(data), PeerError)
-    is_read_or_refused(lambda: decode_said(data), PeerError)
+    is_read_or_refused(lambda: decode_answer(data), PeerError)
     is_read_or_refused(lambda: Manifest.decode(data, Path("manifest.json")), CheckpointError)
 
 

@@ -159,6 +159,21 @@ def test_who_is_revoked_is_out_within_a_second_and_the_others_go_on(keys: Path, 
         honest.hear(Applied)
 
 
+def test_a_certificate_that_is_revoked_between_its_handshake_and_its_first_word_lets_nothing_in(
+    keys: Path, tmp_path: Path
+) -> None:
+    with serving(keys) as servers, member(seen_by(servers, keys, 0), 0) as honest:
+        serve_table(honest)
+        servers.servers[0].expel(frozenset({"worker-1"}))
+        honest_can_push(honest, 0)  # so the order to expel was carried out before
+        with client(seen_by(servers, keys, 1), Hello("worker", 1, 0, 1)) as late:  # no file says so to its handshake
+            assert late.is_cut_off()
+        servers.servers[0].expel(frozenset())
+        honest_can_push(honest, 1)
+        with member(seen_by(servers, keys, 1), 1, 2):
+            assert honest_can_push(honest, 2)
+
+
 # -- how large a body may be -------------------------------------------------------------------------------------------
 
 MANY = 1 << 18  # floats: a mebibyte

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ import paceline
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.keyring import issue_keys, make_keys, revoke
+from paceline.node.wire import Hello
+from paceline.node.wire import encode as encode_node
 from paceline.serve.access import Pass, server_access
 from paceline.serve.location import Location
 from paceline.serve.messages import Ask, TurnedAway, Visit, encode
@@ -68,7 +70,7 @@ def test_a_fault_at_the_reception_is_told_on_both_sides(
         raise RuntimeError("a fault of ours")
 
     with house(tmp_path / "state") as served:
-        monkeypatch.setattr("paceline.serve.reception.decode_said", fail)
+        monkeypatch.setattr("paceline.serve.reception.encode", fail)
         with told_in_time(ConnectionLost, rf"{served.address('a')} has not said whether it lets this client in: "):
             served.connect("a")
     assert "RuntimeError: a fault of ours" in capsys.readouterr().err
@@ -82,15 +84,13 @@ def talk(connection: Connection, header: bytes, body: memoryview) -> None:
 
 def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> None:
     transport = Pass(token=served.state / "token").access(Location.parse(served.address()), None).transport()
-    asking, question = encode(Visit("default")), encode(Ask(None, None, __version__))
     nonsense = [
-        (b"", question, EMPTY),
-        (b"\xff" * 99, question, EMPTY),
+        (b"", b"", EMPTY),
+        (b"\xff" * 99, b"", EMPTY),
         (encode(Visit("nobody", b"hello")), b"?", EMPTY),
-        (asking, b"", EMPTY),
-        (asking, b"\x81" * 999, EMPTY),
-        (asking, encode(TurnedAway("you")), EMPTY),
-        (asking, question, memoryview(bytes(1000))),
+        (encode(Visit("default")), b"", EMPTY),
+        (encode(Visit("default")), b"?", memoryview(bytes(1000))),
+        (encode(TurnedAway("you")), b"", EMPTY),
     ]
     for identity, header, body in nonsense:
         connection = transport.connect(f"tcp://127.0.0.1:{served.port}", identity, timeout_s=5.0)
@@ -99,6 +99,41 @@ def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> N
     with served.connect() as ps:
         assert ps.rank == 0
     assert served.told.lines == []
+
+
+def test_silent_holders_of_the_token_keep_no_client_waiting(served: House) -> None:
+    transport = Pass(token=served.state / "token").access(Location.parse(served.address()), None).transport()
+    with ExitStack() as crowd:
+        for number in range(80):
+            visit = Visit("default") if number % 2 else Visit("default", ask=Ask(None, 3, __version__))
+            silent = transport.connect(f"tcp://127.0.0.1:{served.port}", encode(visit), timeout_s=5.0)
+            crowd.enter_context(closing(silent))
+        began = time.monotonic()
+        with served.connect("other") as ps:
+            assert ps.rank == 0
+        assert time.monotonic() - began < 4.0  # before it was half a minute
+
+
+def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitted(tmp_path: Path) -> None:
+    keys, third = tmp_path / "keys", tmp_path / "third"
+    make_keys(keys)
+    issue_keys(keys, Holder("worker", 3), third)
+    with house(tmp_path / "state", keys) as served:
+        served.namespaces.expel({"worker-3"})  # no file says so to the handshake
+        with told_in_time(PeerError, r"its certificate \(worker-3, [0-9A-F]+\) was revoked"):
+            served.connect(token=None, keys=third)
+        transport = Pass(keys=third).access(Location.parse(served.address()), None).transport()
+        hello = encode_node(Hello("worker", 3, 0, 1))
+        visit = encode(Visit("default", hello))
+        with (
+            served.connect(token=None, keys=keys),
+            closing(transport.connect(f"tcp://127.0.0.1:{served.port}", visit, timeout_s=5.0)) as late,
+            pytest.raises(ConnectionLost),
+        ):
+            late.receive(timeout_s=5.0)
+        served.namespaces.expel(set())
+        with served.connect(token=None, keys=third) as ps:
+            assert ps.rank == 3
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is peculiar to TLS: who shows a certificate of the job's authority gets in, and is told why if not."""
 
+import queue
 import socket
 import ssl
 from collections.abc import Generator, Iterator
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from benchmarks.wire_certificates import Authority
@@ -15,6 +17,9 @@ from tests.transport.wire import open_raw, raw_server, read_to_end
 
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Credentials, Limits, Listener, TcpTransport, TlsSettings
+from paceline.transport.base import ANY
+from paceline.transport.security import Greeted, TokenHandshake
+from paceline.transport.tls import TlsHandshake
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +212,29 @@ def test_files_that_are_not_there_are_the_callers_mistake(member: TlsSettings, n
 def test_key_of_another_certificate_is_the_callers_mistake(member: TlsSettings, stranger: TlsSettings) -> None:
     with pytest.raises(UsageError, match="mismatch"):
         client_with(replace(member, key=stranger.key))
+
+
+class RevokedMeanwhile:
+    """A client's proof of the token, before which its certificate is revoked."""
+
+    def __init__(self, revoked: Path) -> None:
+        self._revoked = revoked
+        self._proof = TokenHandshake(CREDENTIALS)
+
+    def introduce(self, *said: Any, bound: bytes) -> Greeted:
+        self._revoked.write_text(f"{ANY}\n")
+        return self._proof.introduce(*said, bound=bound)
+
+
+def test_a_certificate_that_is_revoked_during_its_handshake_lets_nothing_in(
+    member: TlsSettings, tmp_path: Path
+) -> None:
+    revoked, told = tmp_path / "revoked", queue.SimpleQueue[str]()
+    server = TcpTransport(CREDENTIALS, tls=replace(member, revoked=revoked), notice=told.put)
+    client = client_with(member)
+    client._handshake = TlsHandshake(member, cast("TokenHandshake", RevokedMeanwhile(revoked)), CREDENTIALS.job)
+    with closing(server.listen("127.0.0.1:0")) as listener:
+        with suppress(PeerError):  # it may learn it from the first word that it waits for
+            client.connect(listener.address, b"late", timeout_s=5).close()
+        assert nobody_was_let_in(listener)
+    assert "was revoked" in told[0]

@@ -207,9 +207,8 @@ class FeedNode:
             self._library.leave(volume, caller.hello.rank)
 
     def _expel(self, order: Expel) -> None:
-        for connection in self._inbox.connections():
-            if connection.papers.are_among(order.names):
-                self._forget(connection)
+        for connection in self._inbox.expel(order.names):
+            self._forget(connection)
 
 
 def _answer_open(caller: Caller, number: int, volume: Volume) -> None:

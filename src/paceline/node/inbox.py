@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineExceeded, PeerError
@@ -31,6 +32,7 @@ class Inbox:
     # very thread that waits for it.
     _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
     _connections: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    _expelled: Collection[str] = frozenset()
     _accepting: threading.Thread = field(init=False)
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -70,6 +72,15 @@ class Inbox:
         with self._lock:
             return list(self._connections.values())
 
+    def expel(self, names: Collection[str]) -> list[Connection]:
+        """Take no more connections whose certificate has such a holder or serial number; return those that are open.
+
+        `names` are all that are revoked: they take the place of earlier ones.
+        """
+        with self._lock:
+            self._expelled = names
+            return [connection for connection in self._connections.values() if connection.papers.are_among(names)]
+
     def drop(self, connection: Connection) -> None:
         """End one connection."""
         connection.close()
@@ -80,7 +91,12 @@ class Inbox:
         name = f"paceline-read-{connection.peer}"
         thread = threading.Thread(target=self._read, name=name, args=(connection,), daemon=True)
         with self._lock:
-            self._connections[id(connection)] = connection
+            revoked = connection.papers.are_among(self._expelled)  # since its handshake
+            if not revoked:
+                self._connections[id(connection)] = connection
+        if revoked:
+            connection.close()
+            return
         try:
             thread.start()
         except RuntimeError:  # the system gives no more threads: who is turned away now may come again

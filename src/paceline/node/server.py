@@ -249,9 +249,8 @@ class ServerNode:
 
     def _expel(self, order: Expel) -> None:
         self._peers.expel(order.names)
-        for connection in self._inbox.connections():
-            if connection.papers.are_among(order.names):
-                self._on_revoked(connection)
+        for connection in self._inbox.expel(order.names):
+            self._on_revoked(connection)
 
     def _on_revoked(self, connection: Connection) -> None:
         self._inbox.drop(connection)

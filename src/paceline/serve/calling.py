@@ -9,7 +9,7 @@ from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, R
 from paceline.launch.machines import look_up
 from paceline.serve.access import Access
 from paceline.serve.location import SCHEME, Location, door
-from paceline.serve.messages import Admitted, Ask, TurnedAway, Visit, decode_said, encode
+from paceline.serve.messages import Admitted, Ask, Visit, decode_answer, encode
 from paceline.transport.base import Connection, Listener
 from paceline.transport.deadline import Deadline
 from paceline.transport.tcp import TcpTransport
@@ -79,7 +79,7 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
     doors = tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
     line = Line(location, access.transport(), doors)
     try:
-        connection = line.call(Visit(location.namespace), CONNECT_TIMEOUT_S)
+        connection = line.call(Visit(location.namespace, ask=Ask(rank, workers, __version__)), CONNECT_TIMEOUT_S)
     except AuthenticationFailed as error:
         raise AuthenticationFailed(
             f"{location} does not let this client in: {error}. Its token is the file `token` in the folder that the "
@@ -90,15 +90,14 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
     except PeerError as error:
         raise type(error)(f"cannot reach {location}: {error}. {_advice(access)}") from error
     try:
-        return Entrance(line, _ask(connection, location, Ask(rank, workers, __version__)))
+        return Entrance(line, _admitted(connection, location))
     finally:
         connection.close()
 
 
-def _ask(connection: Connection, location: Location, ask: Ask) -> Admitted:
+def _admitted(connection: Connection, location: Location) -> Admitted:
     try:
-        connection.send(encode(ask), timeout_s=CONNECT_TIMEOUT_S)
-        answer = decode_said(connection.receive(timeout_s=ADMISSION_TIMEOUT_S).header)
+        answer = decode_answer(connection.receive(timeout_s=ADMISSION_TIMEOUT_S).header)
     except DeadlineExceeded as error:
         raise DeadlineExceeded(
             f"{location} has not let this client in within {ADMISSION_TIMEOUT_S:g} s: is it busy with reading or "
@@ -110,8 +109,7 @@ def _ask(connection: Connection, location: Location, ask: Ask) -> Admitted:
         ) from error
     if isinstance(answer, Admitted):
         return answer
-    reason = answer.reason if isinstance(answer, TurnedAway) else f"it answered {answer}"
-    raise Refused(f"{location} does not let this client in: {reason}")
+    raise Refused(f"{location} does not let this client in: {answer.reason}")
 
 
 def _advice(access: Access) -> str:

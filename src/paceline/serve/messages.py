@@ -14,22 +14,24 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
-class Visit(msgspec.Struct, frozen=True):
-    """What a client says of itself in the handshake: for which namespace it comes, and as whom.
-
-    `hello` is what a worker says of itself to a server; empty for one who has yet to ask which worker it is.
-    """
-
-    namespace: str
-    hello: bytes = b""
-
-
-class Ask(msgspec.Struct, frozen=True, tag="ask"):
+class Ask(msgspec.Struct, frozen=True):
     """Let me take part: as this worker, or as the first that nobody is; of so many, or of as many as come."""
 
     rank: Rank | None
     workers: Count | None
     version: str
+
+
+class Visit(msgspec.Struct, frozen=True):
+    """What a client says of itself in the handshake: for which namespace it comes, and what for.
+
+    `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is. Neither
+    waits for a further word of the client.
+    """
+
+    namespace: str
+    hello: bytes = b""
+    ask: Ask | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -47,14 +49,14 @@ class TurnedAway(msgspec.Struct, frozen=True, tag="turned-away"):
     reason: str
 
 
-Said = Ask | Admitted | TurnedAway
+Answer = Admitted | TurnedAway
 
 _VISIT = msgspec.msgpack.Decoder(Visit)
-_SAID: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(Said)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Visit | Said) -> bytes:
+def encode(message: Visit | Answer) -> bytes:
     """Return a message as bytes."""
     return _ENCODER.encode(message)
 
@@ -67,9 +69,9 @@ def decode_visit(identity: bytes) -> Visit:
         raise PeerError(f"the client does not say for which namespace it comes: {error}") from error
 
 
-def decode_said(header: bytes) -> Said:
-    """Read what was said at the reception; raises PeerError when it is nothing of that."""
+def decode_answer(header: bytes) -> Answer:
+    """Read the answer to an `Ask`; raises PeerError when it is none."""
     try:
-        return _SAID.decode(header)
+        return _ANSWER.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"malformed words at the reception (do both sides run the same version?): {error}") from error
+        raise PeerError(f"malformed answer (do both sides run the same version?): {error}") from error

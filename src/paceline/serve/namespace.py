@@ -83,6 +83,7 @@ class Namespace:
         # Guarded by `_changed`. The node is there while it serves; asked for are answers that it owes.
         self._node: ServerNode | None = None
         self._over = False
+        self._expelled: frozenset[str] = frozenset()
         self._owed: set[Future[object]] = set()
         # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
         self._looking = False
@@ -107,10 +108,11 @@ class Namespace:
         self._hall.bring(guest)
 
     def expel(self, names: Collection[str]) -> None:
-        """Cut off whoever has a certificate of these holders or serial numbers."""
+        """End the clients whose certificate has such a holder or serial number, and take no more of them."""
         with self._changed:
+            self._expelled = frozenset(names)
             if self._node is not None and not self._over:
-                self._node.expel(frozenset(names))
+                self._node.expel(self._expelled)
 
     def look_after(self) -> None:
         """Have what is due done: save, or end when nobody takes part. Does not block."""
@@ -183,6 +185,7 @@ class Namespace:
             node = self._open()
             with self._changed:
                 self._node = node
+                node.expel(self._expelled)
                 self._changed.notify_all()
             node.run()
             story = ""

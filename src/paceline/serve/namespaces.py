@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.serve.guest import Guest
     from paceline.serve.messages import Admitted, Ask
     from paceline.serve.state import StateFolder
-    from paceline.transport.base import Transport
+    from paceline.transport.base import Papers, Transport
 
 MAX_NAMESPACES: Final = 64
 # That a client was killed may be known a moment after it has come again.
@@ -36,10 +36,13 @@ class Namespaces:
         self._hosting = hosting
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
+        self._expelled: frozenset[str] = frozenset()
         self._ending = threading.Event()
 
-    def admit(self, name: str, ask: Ask, holder_rank: int | None) -> Admitted:
+    def admit(self, name: str, ask: Ask, papers: Papers) -> Admitted:
         """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
+
+        `papers` is what its certificate says: one for a worker is for that rank alone.
 
         Raises:
             UsageError: it cannot have that name.
@@ -47,6 +50,9 @@ class Namespaces:
             CheckpointError: what was saved of it cannot be used.
         """
         check_name(name)
+        if self._is_expelled(papers):
+            raise Refused(f"its certificate ({papers.holder}, {papers.serial}) was revoked")
+        holder_rank = _holder_rank(papers)
         give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
         while time.monotonic() < give_up:
             namespace = self._namespace(name, ask.workers)
@@ -64,14 +70,17 @@ class Namespaces:
         """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
-        if namespace is None or namespace.is_over:
+        if self._is_expelled(guest.papers):
+            guest.close()
+        elif namespace is None or namespace.is_over:
             guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
             namespace.bring(guest)
 
     def expel(self, names: Collection[str]) -> None:
-        """Cut off whoever has a certificate of these holders or serial numbers."""
+        """End the clients whose certificate has such a holder or serial number, and let no more of them in."""
         with self._lock:
+            self._expelled = frozenset(names)
             for namespace in self._open.values():
                 namespace.expel(names)
 
@@ -91,6 +100,11 @@ class Namespaces:
             namespace.close()
         return [namespace.unsaved for namespace in namespaces if namespace.unsaved]
 
+    def _is_expelled(self, papers: Papers) -> bool:
+        """Return whether a certificate was revoked, perhaps since the handshake in which it was shown."""
+        with self._lock:
+            return papers.are_among(self._expelled)
+
     def _namespace(self, name: str, workers: int | None) -> Namespace:
         with self._lock:
             known = self._open.get(name)
@@ -106,5 +120,13 @@ class Namespaces:
                 )
             if known is not None:
                 known.wait_end(_END_TIMEOUT_S)
-            self._open[name] = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
-            return self._open[name]
+            begun = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
+            begun.expel(self._expelled)
+            self._open[name] = begun
+            return begun
+
+
+def _holder_rank(papers: Papers) -> int | None:
+    """Return which worker a certificate is for, if it is for one."""
+    role, _, rank = papers.holder.partition("-")
+    return int(rank) if role == "worker" and rank.isascii() and rank.isdigit() else None

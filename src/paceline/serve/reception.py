@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
 from paceline.serve.guest import Guest
-from paceline.serve.messages import Admitted, Ask, TurnedAway, Visit, decode_said, decode_visit, encode
+from paceline.serve.messages import Admitted, Ask, TurnedAway, decode_visit, encode
+from paceline.serve.namespaces import MAX_NAMESPACES
 
 if TYPE_CHECKING:
     from paceline.serve.namespaces import Namespaces
     from paceline.transport.base import Connection, Listener, Papers
 
 TICK_S: Final = 0.25
-# Who asks has its question ready, and takes the answer at once.
-_QUESTION_TIMEOUT_S: Final = 5.0
-_MAX_VISITS: Final = 8  # answered at once; others wait in line
+_ANSWER_TIMEOUT_S: Final = 5.0  # an answer is small, and a client takes it at once
+# Answered at once, others wait in line: an answer waits for its own namespace, which may be read from disk first.
+_MAX_VISITS: Final = MAX_NAMESPACES
 
 
 @final
@@ -61,16 +62,17 @@ class Reception:
             return
         if visit.hello:
             self._namespaces.bring(visit.namespace, Guest(connection, visit))
+        elif visit.ask is not None:
+            answering = visits.submit(self._answer, connection, visit.namespace, visit.ask)
+            answering.add_done_callback(_show_fault)
         else:
-            visits.submit(self._answer, connection, visit).add_done_callback(_show_fault)
+            connection.close()
 
-    def _answer(self, connection: Connection, visit: Visit) -> None:
-        """Answer one who asks for its place; whoever does not listen has none."""
+    def _answer(self, connection: Connection, namespace: str, ask: Ask) -> None:
+        """Answer a client that asks which worker it is; one that does not take the answer is none."""
         try:
-            asked = decode_said(connection.receive(timeout_s=_QUESTION_TIMEOUT_S, place=_nowhere).header)
-            if isinstance(asked, Ask):
-                answer = self._place(visit.namespace, asked, connection.papers)
-                connection.send(encode(answer), timeout_s=_QUESTION_TIMEOUT_S)
+            answer = self._place(namespace, ask, connection.papers)
+            connection.send(encode(answer), timeout_s=_ANSWER_TIMEOUT_S)
         except PeerError:
             return
         finally:
@@ -78,7 +80,7 @@ class Reception:
 
     def _place(self, namespace: str, ask: Ask, papers: Papers) -> Admitted | TurnedAway:
         try:
-            return self._namespaces.admit(namespace, ask, _holder_rank(papers))
+            return self._namespaces.admit(namespace, ask, papers)
         except PacelineError as error:
             return TurnedAway(str(error))
 
@@ -88,14 +90,3 @@ def _show_fault(answered: Future[None]) -> None:
     error = answered.exception()
     if error is not None:
         traceback.print_exception(error)
-
-
-def _nowhere(_header: bytes, size_bytes: int) -> None:
-    """Take no memory for one who brings more than a question."""
-    raise PeerError(f"a question at the reception came with {size_bytes} bytes beside it")
-
-
-def _holder_rank(papers: Papers) -> int | None:
-    """Return which worker a certificate is for, if it is for one."""
-    role, _, rank = papers.holder.partition("-")
-    return int(rank) if role == "worker" and rank.isascii() and rank.isdigit() else None

@@ -78,6 +78,7 @@ class TlsHandshake:
         papers = self._check_papers(tls, "the client")
         tls.write([_WELCOME], deadline)
         greeted = self._inside.answer(tls, deadline, bound=_digest_of_peer(tls) + own.digest)
+        self._check_revoked(papers, "the client")  # again: it may have taken its time since
         tls.trust()
         return replace(greeted, papers=papers)
 
@@ -106,9 +107,12 @@ class TlsHandshake:
         names = cast("tuple[tuple[str, str], ...]", certificate.get("subjectAltName", ()))
         serial = cast("str", certificate["serialNumber"])
         papers = read_papers([name for kind, name in names if kind == "URI"], serial, self._job, who)
+        self._check_revoked(papers, who)
+        return papers
+
+    def _check_revoked(self, papers: Papers, who: str) -> None:
         if self._revoked is not None and papers.are_among(self._revoked.get()):
             raise AuthenticationFailed(f"the certificate of {who} ({papers.holder}, {papers.serial}) was revoked")
-        return papers
 
     def _refusal(self, error: ssl.SSLError, server: str) -> PeerError:
         """Say whose certificate was not accepted, and what to do."""
