@@ -64,8 +64,8 @@ class House:
 
 
 @contextmanager
-def house(state: Path, keys: Path | None = None, **settings: Any) -> Iterator[House]:
-    """Serve while entered; afterwards no thread and no descriptor is left."""
+def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **settings: Any) -> Iterator[House]:
+    """Serve while entered; afterwards no thread and no descriptor is left, and as many namespaces were not saved."""
     with nothing_left_behind():
         folder, told = StateFolder(state), Told()
         try:
@@ -80,7 +80,7 @@ def house(state: Path, keys: Path | None = None, **settings: Any) -> Iterator[Ho
             finally:
                 reception.stop()
                 thread.join(JOIN_S)
-            assert unsaved == [[]]
+            assert [len(lines) for lines in unsaved] == [num_unsaved]
         finally:
             folder.close()
 

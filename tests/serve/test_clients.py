@@ -172,7 +172,7 @@ def test_a_script_that_fails_leaves_at_once(served: House, capsys: pytest.Captur
 
 def test_a_fault_in_one_namespace_ends_that_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # the fault is ours
-    with house(tmp_path / "state") as served, served.connect("good") as good:
+    with house(tmp_path / "state", num_unsaved=1) as served, served.connect("good") as good:
         with served.connect("bad") as bad:
             values = train(bad, 1)
         served.wait_empty("bad")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.serve.house import house
 
 import paceline
 from paceline.cli import answer
+from paceline.errors import Refused
 from paceline.node.table import Table
 from paceline.serve.state import NamespaceFolder
 from paceline.session import Session
@@ -118,7 +120,57 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
         assert "cannot read the job's token" in complaint("--keys", str(tmp_path / "nowhere"))
         assert "--save-every is 0, expected more than 0 seconds" in complaint("--save-every", "0")
         assert "--save-every is nan, expected" in complaint("--save-every", "nan")
-    folder = NamespaceFolder(tmp_path / "other" / "namespaces" / "job")
+
+
+def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:
+    folder = NamespaceFolder(tmp_path / "state" / "namespaces" / "broken")
     folder.take_up()
     (folder.path / "newest").write_text("save-1")
-    assert "save-1" in complaint("--listen", "127.0.0.1:0")
+    (tmp_path / "state").chmod(0o700)
+    with serving(tmp_path / "state") as (process, line):
+        with pytest.raises(Refused, match=r"namespace 'broken': the save .*save-1 cannot be read"):
+            paceline.connect(address_in(line, "broken"), token=tmp_path / "state" / "token")
+        with paceline.connect(address_in(line, "sound"), token=tmp_path / "state" / "token") as ps:
+            assert add_one(ps, open_sum(ps)) == 1.0
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert stderr.startswith("paceline: namespace 'broken' is not served, its clients are refused: the save ")
+
+
+def test_a_full_disk_loses_nothing_and_the_exit_code_tells(tmp_path: Path) -> None:
+    state, limit = tmp_path / "state", resource.RLIMIT_FSIZE
+
+    def open_wide(ps: Session) -> Table:
+        return ps.table("wide", shape=(1 << 16,), update=paceline.update.Add(), scale="sum")
+
+    def push(ps: Session, table: Table) -> float:
+        table.push(torch.ones(1 << 16))
+        ps.clock()
+        return float(table.pull()[-1])
+
+    with serving(state, "--save-every", "0.1") as (process, line):
+        resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table = open_wide(ps)
+            assert push(ps, table) == 1.0
+            assert process.stderr is not None
+            assert "namespace 'job' could not be saved, the save before it counts" in process.stderr.readline()
+            assert push(ps, table) == 2.0
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 1
+            ps.close(politely=False)
+    with serving(state, "--save-every", "0.1") as (process, line):
+        resource.prlimit(process.pid, limit, (1 << 16, resource.RLIM_INFINITY))
+        with paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+            table = open_wide(ps)
+            assert push(ps, table) == 1.0
+            assert process.stderr is not None
+            assert "could not be saved" in process.stderr.readline()
+            resource.prlimit(process.pid, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert push(ps, table) == 2.0
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+    with serving(state) as (_, line), paceline.connect(address_in(line, "job"), token=state / "token") as ps:
+        assert push(ps, open_wide(ps)) == 3.0

@@ -99,11 +99,57 @@ def test_what_is_damaged_with_nothing_before_it_is_told(folder: NamespaceFolder)
         folder.newest(or_previous=True)
 
 
-@pytest.mark.parametrize("name", ["../../token", "save-", "save-x", "unfinished-1", "save-1/../../x"])
+@pytest.mark.parametrize("name", ["../../token", "save-", "save-x", "unfinished-1", "save-1/../../x", ""])
 def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str) -> None:
     (folder.path / "newest").write_text(name)
-    with pytest.raises(CheckpointError, match="which is no save"):
+    with pytest.raises(CheckpointError, match="which names no save; in this folder there is no save"):
         folder.newest()
+
+
+@pytest.mark.parametrize("left", [None, b"", b"\xff\x00", b"save-", b"../save-2"])
+def test_saves_survive_the_loss_of_the_name_of_the_newest(folder: NamespaceFolder, left: bytes | None) -> None:
+    for text in ("one", "two"):
+        folder.write(writing(text))
+    (folder.path / "newest").unlink()
+    if left is not None:
+        (folder.path / "newest").write_bytes(left)
+    with pytest.raises(CheckpointError, match=r"newest, which names .* there is save-1, save-2\. Start with --or-prev"):
+        folder.newest()
+    folder.drop_if_empty()
+    folder.write(writing("three"))  # as a server does whose file was lost while it ran
+    assert sorted(path.name for path in folder.path.glob("save*")) == ["save-2", "save-3"]
+    (folder.path / "newest").unlink()
+    assert content(folder, or_previous=True) == "three"
+    assert content(folder) == "three"
+
+
+def test_a_first_save_that_was_not_named_any_more_counts(folder: NamespaceFolder) -> None:
+    folder.write(writing("one"))
+    (folder.path / "newest").unlink()  # as a kill between the two leaves it
+    assert content(folder) == "one"
+
+
+def test_of_several_damaged_saves_the_newest_that_is_whole_counts(folder: NamespaceFolder) -> None:
+    for text in ("one", "two"):
+        folder.write(writing(text))
+    (folder.path / "newest").write_text("save-3")
+    (folder.path / "save-2" / "manifest.json").write_text("{")
+    assert content(folder, or_previous=True) == "one"
+    assert sorted(path.name for path in folder.path.glob("save*")) == ["save-1", "save-2.damaged"]
+    (folder.path / "save-1" / "manifest.json").unlink()
+    folder.drop_if_empty()
+    assert (folder.path / "save-2.damaged").exists()
+    with pytest.raises(CheckpointError, match=r"save-1.*There is no save before it"):
+        folder.newest(or_previous=True)
+
+
+def test_what_could_not_be_read_again_is_not_written(folder: NamespaceFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write(writing("one"))
+    monkeypatch.setattr("paceline.serve.state.MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"would have \d+ bytes, at most 100 are read: declare fewer tables"):
+        folder.write(writing("two"))
+    monkeypatch.undo()
+    assert content(folder) == "one"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.launch.carriers import tell_user
 from paceline.launch.keys.holders import REVOKED_NAME
 from paceline.launch.keys.revocation import watching_revoked
@@ -68,7 +68,8 @@ def serve(
         transport = access.transport()
         listener = transport.listen(door(look_up(host)[0], port))
         undo.callback(listener.close)
-        _check_saves(folder, or_previous=or_previous)
+        for problem in _damaged(folder, or_previous=or_previous):
+            tell_user(problem)
         hosting = Hosting(
             tell=tell_user, save_every_s=save_every, allowed_paths=frozenset(allow), or_previous=or_previous
         )
@@ -81,10 +82,15 @@ def serve(
     return 1 if unsaved else 0
 
 
-def _check_saves(folder: StateFolder, *, or_previous: bool) -> None:
-    """Read all that was saved; raises CheckpointError, so that damage is told before anybody comes."""
+def _damaged(folder: StateFolder, *, or_previous: bool) -> list[str]:
+    """Read all that was saved; return which namespaces cannot be served and why, so that it is told at the start."""
+    problems: list[str] = []
     for name in folder.names():
-        folder.folder(name).newest(or_previous=or_previous)
+        try:
+            folder.folder(name).newest(or_previous=or_previous)
+        except (CheckpointError, OSError) as error:
+            problems.append(f"namespace '{name}' is not served, its clients are refused: {error}")
+    return problems
 
 
 def _greeting(address: str, folder: StateFolder, keys: Path | None) -> str:

@@ -53,7 +53,7 @@ def clock_of(held: Holdings) -> int:
 
 
 def save_tables(held: Holdings, namespace: str, folder: Path) -> Manifest:
-    """Write every table that has values to a file of its own; raises OSError when the disk does not take it."""
+    """Write every table that has values to a file of its own; raises OSError or PacelineError where it cannot."""
     files = (folder / f"{number}.safetensors" for number in count())
     dense = [_save_dense(held, name, next(files)) for name in _initialised(held)]
     rows = [_save_rows(held, name, next(files)) for name in held.rows.tables]
@@ -84,7 +84,10 @@ def _initialised(held: Holdings) -> Sequence[str]:
 
 def _save_dense(held: Holdings, name: str, path: Path) -> Entry:
     shard, spec = held.shelf.shards[name], held.shelf.specs[name]
-    save_file({key: value.contiguous() for key, value in held.shelf.state(name).items()}, path)
+    try:
+        save_file({key: value.contiguous() for key, value in held.shelf.state(name).items()}, path)
+    except SafetensorError as error:  # a full disk, for example, which safetensors does not tell as an OSError
+        raise CheckpointError(f"table '{name}' cannot be written to {path}: {error}") from error
     sync(path)
     hyper = msgspec.msgpack.encode(shard.hyper)
     return Entry(name, "shape", path.name, digest_of(path), shard.version, encode_table(spec), hyper)

@@ -193,6 +193,8 @@ class Namespace:
             story = self.failure = f"namespace '{self.name}': {error}"
         finally:
             if story:
+                if not self.failure:
+                    self.unsaved = story
                 self._hosting.tell(story)
             self._hall.close()
             with self._changed:

@@ -37,6 +37,7 @@ class Namespaces:
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
         self._expelled: frozenset[str] = frozenset()
+        self._lost: list[str] = []  # what namespaces that have ended could not save
         self._ending = threading.Event()
 
     def admit(self, name: str, ask: Ask, papers: Papers) -> Admitted:
@@ -87,9 +88,11 @@ class Namespaces:
     def look_after(self) -> None:
         """Have what is due done in each. Does not block."""
         with self._lock:
-            self._open = {name: namespace for name, namespace in self._open.items() if not namespace.is_over}
-            for namespace in self._open.values():
-                namespace.look_after()
+            for namespace in list(self._open.values()):
+                if namespace.is_over:
+                    self._forget(namespace)
+                else:
+                    namespace.look_after()
 
     def close(self) -> list[str]:
         """Save and end all; return what could not be saved."""
@@ -98,7 +101,14 @@ class Namespaces:
             namespaces = list(self._open.values())
         for namespace in namespaces:
             namespace.close()
-        return [namespace.unsaved for namespace in namespaces if namespace.unsaved]
+            self._forget(namespace)
+        return self._lost
+
+    def _forget(self, namespace: Namespace) -> None:
+        """Drop a namespace that has ended, but not what it could not save."""
+        del self._open[namespace.name]
+        if namespace.unsaved:
+            self._lost.append(namespace.unsaved)
 
     def _is_expelled(self, papers: Papers) -> bool:
         """Return whether a certificate was revoked, perhaps since the handshake in which it was shown."""
@@ -120,6 +130,7 @@ class Namespaces:
                 )
             if known is not None:
                 known.wait_end(_END_TIMEOUT_S)
+                self._forget(known)
             begun = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
             begun.expel(self._expelled)
             self._open[name] = begun

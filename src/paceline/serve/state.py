@@ -8,7 +8,8 @@
     STATE/namespaces/NAME/save-12/0.safetensors   one table
 
 A save is written beside the others, to the disk itself, renamed, and named as the newest last: whatever happens on the
-way, the one before counts. That one is kept, too. Names from the wire are mapped to names of ours.
+way, the one before counts. That one is kept, too. Where the name of the newest is lost, which save counts is asked of
+the operator, and not guessed. Names from the wire are mapped to names of ours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -34,7 +34,7 @@ GENERATION_NAME: Final = "generation"
 NEWEST_NAME: Final = "newest"
 MANIFEST_NAME: Final = "manifest.json"
 MANIFEST_DIGEST_NAME: Final = "manifest.sha256"
-MAX_MANIFEST_BYTES: Final = 16 << 20
+MAX_MANIFEST_BYTES: Final = 256 << 20  # of what is written and of what is read
 _SAVE: Final = "save-"
 _UNFINISHED: Final = "unfinished"
 _DAMAGED: Final = ".damaged"
@@ -99,39 +99,54 @@ class NamespaceFolder:
     def newest(self, *, or_previous: bool = False) -> Save | None:
         """Return the save that counts, or None when there is none yet.
 
-        With `or_previous` a damaged one is set aside, under another name, and the one before it counts.
+        With `or_previous`, a damaged one is set aside under another name and the one before it counts; where the file
+        that names the newest is lost, the newest that is there counts.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or it is not known which one counts.
         """
-        name = self._newest_name()
-        if name is None:
-            return None
         try:
-            return Save.read(self.path / name)
+            number = self._counting()
+            return None if number is None else Save.read(self._save(number))
         except CheckpointError as error:
-            number = _number(name)
-            earlier = [each for each in self._numbers() if number is not None and each < number]
-            if not or_previous or not earlier:
-                hint = " Start with --or-previous to go on from the save before it" if earlier else ""
-                raise CheckpointError(f"{error}.{hint or ' There is no save before it'}") from error
-        previous = Save.read(self.path / f"{_SAVE}{earlier[-1]}")
-        with suppress(FileNotFoundError):
-            (self.path / name).rename(self.path / f"{name}{_DAMAGED}")
-        put(self.path / NEWEST_NAME, previous.folder.name.encode())
-        return previous
+            number = self._named()
+            earlier = [each for each in self._numbers() if number is None or each < number]
+            if not earlier:
+                raise CheckpointError(f"{error}. There is no save before it") from error
+            if not or_previous:
+                raise CheckpointError(f"{error}. Start with --or-previous to go on from save-{earlier[-1]}") from error
+        return self._go_back(earlier)
+
+    def _go_back(self, earlier: list[int]) -> Save:
+        """Let the newest of these saves count that is whole, and set all that are newer aside."""
+        problems: list[str] = []
+        for number in reversed(earlier):
+            try:
+                found = Save.read(self._save(number))
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for newer in (each for each in self._numbers() if each > number):
+                self._save(newer).rename(self.path / f"{_SAVE}{newer}{_DAMAGED}")
+            put(self.path / NEWEST_NAME, found.folder.name.encode())
+            return found
+        raise CheckpointError(f"no save in {self.path} is whole: {'; '.join(problems)}")
 
     def write(self, fill: Callable[[Path], Manifest]) -> Save:
         """Have `fill` write the files of a save into a folder, and let it count from then on.
 
-        Raises OSError when the disk does not take it: then the one before counts.
+        Raises OSError when the disk does not take it, and CheckpointError when it could not be read again: then the one
+        before counts.
         """
-        before, number = self._newest_name(), max([0, *self._numbers(set_aside=True)]) + 1
+        number = max([0, *self._numbers(set_aside=True)]) + 1
+        before = self._named()
+        if before is None:
+            before = max(self._numbers(), default=None)
         unfinished = self.path / f"{_UNFINISHED}-{number}"
         unfinished.mkdir()
         try:
             content = fill(unfinished)
-            put(unfinished / MANIFEST_NAME, content.encode())
+            put(unfinished / MANIFEST_NAME, _within_limit(content.encode(), self.path))
             put(unfinished / MANIFEST_DIGEST_NAME, digest_of(unfinished / MANIFEST_NAME).encode())
             folder = unfinished.rename(self.path / f"{_SAVE}{number}")
         except BaseException:
@@ -140,25 +155,37 @@ class NamespaceFolder:
         sync(self.path)
         put(self.path / NEWEST_NAME, folder.name.encode())
         for old in self._numbers():
-            if f"{_SAVE}{old}" not in (before, folder.name):
-                shutil.rmtree(self.path / f"{_SAVE}{old}", ignore_errors=True)  # what is left goes with the next save
+            if old not in (before, number):
+                shutil.rmtree(self._save(old), ignore_errors=True)  # what is left goes with the next save
         return Save(folder, content)
 
     def drop_if_empty(self) -> None:
         """Remove the folder of a namespace in which nothing was ever kept."""
-        if self._newest_name() is None and not self._numbers():
+        if not (self.path / NEWEST_NAME).exists() and not self._numbers(set_aside=True):
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _newest_name(self) -> str | None:
+    def _save(self, number: int) -> Path:
+        return self.path / f"{_SAVE}{number}"
+
+    def _counting(self) -> int | None:
+        """Return the number of the save that counts; raises CheckpointError where that is not known."""
+        named, numbers, file = self._named(), self._numbers(set_aside=True), self.path / NEWEST_NAME
+        if named is not None:
+            return named
+        if not file.exists() and numbers in ([], [1]):  # nothing was ever saved, or the first was not named any more
+            return 1 if self._numbers() else None
+        found = ", ".join(f"{_SAVE}{number}" for number in self._numbers()) or "no save"
+        said = f"says {file.read_bytes()[:80]!r}, which names no save" if file.exists() else "is missing"
+        raise CheckpointError(f"{file}, which names the save that counts, {said}; in this folder there is {found}")
+
+    def _named(self) -> int | None:
+        """Return the number of the save that was named as the newest; None where the file is missing or damaged."""
         try:
-            name = (self.path / NEWEST_NAME).read_text().strip()
-        except FileNotFoundError:
+            return _number((self.path / NEWEST_NAME).read_text().strip())
+        except (FileNotFoundError, UnicodeDecodeError):
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise CheckpointError(f"{self.path / NEWEST_NAME} cannot be read: {error}") from error
-        if _number(name) is None:
-            raise CheckpointError(f"{self.path / NEWEST_NAME} names {name!r}, which is no save")
-        return name
 
     def _numbers(self, *, set_aside: bool = False) -> list[int]:
         """Return the numbers of all saves, ascending; those that were set aside, too, or not."""
@@ -199,6 +226,16 @@ class StateFolder:
     def folder(self, name: str) -> NamespaceFolder:
         """Return the folder of a namespace, which may not be there yet."""
         return NamespaceFolder(self.path / NAMESPACES_NAME / folder_name(name))
+
+
+def _within_limit(manifest: bytes, path: Path) -> bytes:
+    """Return a manifest that can be read again; raises CheckpointError when it is larger than is ever read."""
+    if len(manifest) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest of a save in {path} would have {len(manifest)} bytes, at most {MAX_MANIFEST_BYTES} are "
+            "read: declare fewer tables, or tables with fewer parameters, in one namespace"
+        )
+    return manifest
 
 
 def _compare(file: Path, expected: str) -> None:
