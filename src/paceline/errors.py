@@ -45,6 +45,10 @@ class AuthenticationFailed(PeerError):
     """A peer could not prove that it belongs to this job."""
 
 
+class CertificateRefused(AuthenticationFailed):
+    """A certificate is not accepted: it is of another authority or job, out of date, or revoked."""
+
+
 class Refused(PeerError):
     """A server refused a request for good; repeating it will not help."""
 

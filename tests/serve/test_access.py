@@ -6,13 +6,22 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.serve.house import House, house
 
 import paceline
-from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
+from paceline.errors import (
+    AuthenticationFailed,
+    CertificateRefused,
+    ConnectionLost,
+    DeadlineExceeded,
+    PeerError,
+    UsageError,
+)
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.keyring import issue_keys, make_keys, revoke
 from paceline.node.wire import Hello
@@ -202,3 +211,54 @@ def test_where_other_machines_come_certificates_are_demanded_and_say_which_worke
         with told_in_time(PeerError, "or the certificate was revoked"):
             served.connect(token=token, keys=third)
         served.told.wait("(worker-3, ")
+
+
+@pytest.mark.parametrize("name", ["", "any.key", "authority.key", "token"])
+def test_a_server_does_not_start_with_keys_that_others_can_get_at(tmp_path: Path, name: str) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    (keys / name).chmod(0o777 if name == "" else 0o644)
+    with pytest.raises(
+        UsageError, match=rf"{keys / name} has mode 0\d+ and owner .*chmod {700 if name == '' else 600}"
+    ):
+        server_access("127.0.0.1", tmp_path, keys)
+    (keys / name).chmod(0o700 if name == "" else 0o600)
+    assert server_access("127.0.0.1", tmp_path, keys).tls is not None
+
+
+def test_a_server_does_not_start_with_a_token_that_others_can_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    server_access("127.0.0.1", tmp_path, None)
+    (tmp_path / "token").chmod(0o666)
+    with pytest.raises(UsageError, match=r"token has mode 0666 .*chmod 600"):
+        server_access("127.0.0.1", tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("days", "problem"), [(-400, "holds from"), (60, "holds from"), (-24, "holds for 5 days more")]
+)
+def test_a_server_does_not_start_with_certificates_that_do_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, problem: str
+) -> None:
+    """As if the keys had been made so many days ago, or in the future."""
+    keys, told = tmp_path / "keys", list[str]()
+    made = datetime.now(UTC) + timedelta(days=days, hours=-12)
+    monkeypatch.setattr("paceline.launch.keys.certificates.datetime", Mock(now=lambda _: made))
+    make_keys(keys)
+    if "more" in problem:
+        server_access("127.0.0.1", tmp_path, keys, told.append)
+        assert len(told) == 1
+        assert problem in told[0]
+        return
+    with pytest.raises(UsageError, match=rf"{problem} \d{{4}}-.*and the clock of this machine says"):
+        server_access("127.0.0.1", tmp_path, keys, told.append)
+
+
+def test_what_is_wrong_with_a_certificate_is_not_blamed_on_the_token(tmp_path: Path) -> None:
+    keys, foreign = tmp_path / "keys", tmp_path / "foreign"
+    make_keys(keys)
+    make_keys(foreign)
+    with house(tmp_path / "state", keys) as served:
+        with pytest.raises(CertificateRefused) as caught:
+            served.connect(token=keys / "token", keys=foreign)
+        assert "token" not in str(caught.value)

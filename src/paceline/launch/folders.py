@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -43,3 +44,18 @@ def make_private(folder: Path, advice: str) -> None:
         raise UsageError(f"cannot use the folder {folder}: {error.strerror}; {advice}") from error
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise UsageError(f"others than you can write in {folder}: chmod 700 it; or {advice}")
+
+
+def check_private(folder: Path, secrets: Iterable[Path]) -> None:
+    """Raise UsageError where others than this user can change what is in a folder, or read or change its secrets."""
+    for path, forbidden in ((folder, 0o022), *((secret, 0o077) for secret in sorted(secrets))):
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & forbidden:
+            raise UsageError(
+                f"{path} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: others than you can get "
+                f"at what lets clients in. Make it yours alone with `chmod {'700' if path == folder else '600'}`, and "
+                "make new keys if others may have seen them"
+            )

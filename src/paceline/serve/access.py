@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import UsageError
 from paceline.launch.carriers import tell_user
+from paceline.launch.folders import check_private
 from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.launch.keys.tokens import TokenFiles
 from paceline.launch.machines import is_loopback
@@ -37,14 +39,24 @@ class Access:
         return TcpTransport(self.secret, tls=self.tls, notice=notice)
 
 
-def server_access(host: str, state: Path, keys: Path | None) -> Access:
+def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user) -> Access:
     """Return what a server shows that listens at this host; makes the token of its own if it needs one.
 
+    `notice` is told when certificates are about to end.
+
     Raises:
-        UsageError: others than this machine could reach it, and there are no keys.
+        UsageError: others than this machine could reach it and there are no keys, or these are of no use: others can
+            read them, or they do not hold now.
     """
     if keys is not None:
-        return Access(TokenFiles(keys, JOB), tls_settings(keys, Holder("server", 0)))
+        from paceline.launch.keys.keyring import check_keys
+
+        holder = Holder("server", 0)
+        access = Access(TokenFiles(keys, JOB), tls_settings(keys, holder))
+        soon = check_keys(keys, holder, datetime.now(UTC))
+        if soon:
+            notice(soon)
+        return access
     if not is_loopback(host):
         raise UsageError(
             f"{host} is not a loopback address: who listens where other machines reach it needs certificates, and so "
@@ -54,6 +66,7 @@ def server_access(host: str, state: Path, keys: Path | None) -> Access:
         )
     if not (state / TOKEN_NAME).exists():
         write_token(state)
+    check_private(state, [state / TOKEN_NAME])
     return Access(TokenFiles(state, JOB))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, final
 
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import AuthenticationFailed, CertificateRefused, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.launch.machines import look_up
 from paceline.serve.access import Access
 from paceline.serve.location import SCHEME, Location, door
@@ -80,6 +80,8 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
     line = Line(location, access.transport(), doors)
     try:
         connection = line.call(Visit(location.namespace, ask=Ask(rank, workers, __version__)), CONNECT_TIMEOUT_S)
+    except CertificateRefused as error:
+        raise CertificateRefused(f"{location} does not let this client in: {error}") from error
     except AuthenticationFailed as error:
         raise AuthenticationFailed(
             f"{location} does not let this client in: {error}. Its token is the file `token` in the folder that the "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, cast, final
 
-from paceline.errors import AuthenticationFailed, PeerError, UsageError
+from paceline.errors import CertificateRefused, PeerError, UsageError
 from paceline.transport.base import Papers
 from paceline.transport.channel import SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
@@ -74,7 +74,7 @@ class TlsHandshake:
         try:
             tls.shake_hands(deadline)
         except ssl.SSLError as error:
-            raise AuthenticationFailed(f"it has no certificate that holds here ({_reason(error)})") from error
+            raise CertificateRefused(f"it has no certificate that holds here ({_reason(error)})") from error
         papers = self._check_papers(tls, "the client")
         tls.write([_WELCOME], deadline)
         greeted = self._inside.answer(tls, deadline, bound=_digest_of_peer(tls) + own.digest)
@@ -102,7 +102,7 @@ class TlsHandshake:
         return replace(greeted, papers=papers)
 
     def _check_papers(self, tls: TlsChannel, who: str) -> Papers:
-        """Return what the certificate of `who` says; raises AuthenticationFailed when it was revoked."""
+        """Return what the certificate of `who` says; raises CertificateRefused when it was revoked."""
         certificate = cast("dict[str, object]", tls.certificate(binary=False))
         names = cast("tuple[tuple[str, str], ...]", certificate.get("subjectAltName", ()))
         serial = cast("str", certificate["serialNumber"])
@@ -112,21 +112,21 @@ class TlsHandshake:
 
     def _check_revoked(self, papers: Papers, who: str) -> None:
         if self._revoked is not None and papers.are_among(self._revoked.get()):
-            raise AuthenticationFailed(f"the certificate of {who} ({papers.holder}, {papers.serial}) was revoked")
+            raise CertificateRefused(f"the certificate of {who} ({papers.holder}, {papers.serial}) was revoked")
 
     def _refusal(self, error: ssl.SSLError, server: str) -> PeerError:
         """Say whose certificate was not accepted, and what to do."""
         settings = self._settings
         if isinstance(error, ssl.SSLCertVerificationError):
             doubt = f"; {clock()}" if error.verify_code in _OUT_OF_DATE else ""
-            return AuthenticationFailed(
+            return CertificateRefused(
                 f"the certificate of {server} does not hold: {error.verify_message}. Expected one that is valid now "
                 f"and signed by the authority in {settings.authority}: give every process of the job certificates of "
                 f"one authority, and do not trust this server{doubt}"
             )
         reason = _reason(error)
         if "alert" in reason:
-            return AuthenticationFailed(
+            return CertificateRefused(
                 f"{server} refused the certificate in {settings.certificate} ({reason}): give it one that is valid "
                 f"now and signed by the authority of the server ({validity(settings.certificate)})"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import stat
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from paceline.errors import AuthenticationFailed, PeerError, UsageError
 from paceline.launch.keys.certificates import Authority
 from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.launch.keys.keyring import certificates, end_previous, issue_keys, make_keys, revoke, rotate_token
+from paceline.launch.keys.revocation import watching_revoked
 from paceline.launch.keys.tokens import TokenFiles
 from paceline.transport import Listener, TcpTransport
 
@@ -183,3 +185,42 @@ def test_keys_that_are_gone_end_no_process(folder: Path, tmp_path: Path) -> None
         (folder / "token").write_bytes(token)
         assert can_meet(listener, tmp_path / "out", Holder("worker", 1))
     assert any("was turned away: cannot read the job's token" in line for line in told)
+
+
+def test_what_no_server_reads_is_neither_revoked_nor_rotated(folder: Path, tmp_path: Path) -> None:
+    issue_keys(folder, Holder("worker", 3), tmp_path / "client")
+    issue_keys(folder, Holder("server", 0), tmp_path / "server")
+    with pytest.raises(UsageError, match=r"was issued for worker-3: no server looks there, so nothing would end"):
+        revoke(tmp_path / "client", "worker-3")
+    assert not (tmp_path / "client" / "revoked").exists()
+    assert revoke(tmp_path / "server", "worker-3") == 0
+    before = (tmp_path / "client" / "token").read_bytes()
+    for issued in ("client", "server"):
+        with pytest.raises(UsageError, match="a token that is made there is known to no server"):
+            rotate_token(tmp_path / issued)
+    assert (tmp_path / "client" / "token").read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["worker_3", "Worker-3", "worker-03", "worker-3 # stolen", "0x1F", "everybody"])
+def test_a_line_that_revokes_nothing_is_told_and_the_others_hold(folder: Path, tmp_path: Path, line: str) -> None:
+    path = folder / "revoked"
+    path.write_text(f"worker-1\n\n{line}\n")
+    with pytest.raises(UsageError, match=rf"line 3 of .*revoked is '{line}', expected a holder such as worker-3"):
+        revoke(folder, "worker-2")
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    expelled: queue.SimpleQueue[frozenset[str]] = queue.SimpleQueue()
+    server = TcpTransport(TokenFiles(folder, "job"), tls=tls_settings(folder, Holder("any")), notice=told.put)
+    with closing(server.listen("127.0.0.1:0")) as listener:
+        assert not can_meet(listener, folder, Holder("any"))
+        assert "line 3 of" in told.get(timeout=5)
+    with watching_revoked(path, expelled.put):
+        assert expelled.get(timeout=5) == {"worker-1"}
+        path.write_text("worker-1\nworker-3\n")
+        assert expelled.get(timeout=5) == {"worker-1", "worker-3"}
+
+
+def test_a_serial_number_may_be_written_as_other_programs_print_it(folder: Path) -> None:
+    serial = certificates(folder)[1].serial
+    octets = f"{serial:0>{len(serial) + len(serial) % 2}}"
+    (folder / "revoked").write_text(":".join(octets[start : start + 2] for start in range(0, len(octets), 2)).lower())
+    assert [found.revoked for found in certificates(folder)] == [False, True]

@@ -90,7 +90,10 @@ def revoke(folder: Path, who: str, /) -> int:
     from paceline.launch.keys.keyring import revoke as revoke_in
 
     num_known = revoke_in(folder, who)
-    print(f"{who} is revoked in {folder}; certificates known here that this ends: {num_known}")
+    print(
+        f"{who} is revoked for servers whose keys are in {folder}: they end its connections within a second. "
+        f"Certificates known here that this ends: {num_known}"
+    )
     return 0
 
 

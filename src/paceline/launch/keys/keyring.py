@@ -17,8 +17,9 @@ from urllib.parse import unquote
 from cryptography import x509
 
 from paceline.errors import UsageError
+from paceline.launch.folders import check_private
 from paceline.launch.keys.certificates import AUTHORITY_KEY_NAME, DEFAULT_DAYS, Authority, private_pem, request, said_in
-from paceline.launch.keys.holders import AUTHORITY_NAME, REVOKED_NAME, Holder
+from paceline.launch.keys.holders import AUTHORITY_NAME, REVOKED_NAME, Holder, tls_settings
 from paceline.launch.keys.tokens import PREVIOUS_NAME
 from paceline.launch.spec import TOKEN_BYTES, TOKEN_NAME, read_token, write_private, write_token
 from paceline.transport.base import ANY
@@ -86,8 +87,14 @@ def issue_keys(folder: Path, holder: Holder, out: Path) -> None:
 def rotate_token(folder: Path) -> None:
     """Make a new token; the one of now becomes the previous one, which still holds until `end_previous`.
 
-    Raises UsageError when there is a previous one already, or none at all.
+    Raises UsageError when there is a previous one already, or none at all, or the folder was issued: no server reads
+    the token there.
     """
+    if _is_issued(folder):
+        raise UsageError(
+            f"{folder} was issued for other processes: a token that is made there is known to no server. Rotate in the "
+            f"folder where `paceline keys make` was run, then carry its file {TOKEN_NAME} here"
+        )
     if (folder / PREVIOUS_NAME).exists():
         raise UsageError(
             f"in {folder} the token before this one still holds: end it first, with --finish, once every process has "
@@ -109,8 +116,16 @@ def revoke(folder: Path, who: str) -> int:
     """Revoke all certificates of a holder, or the one of a serial number; returns how many of them are known here.
 
     Servers that find their keys in this folder end its connections within a second, and let it in no more. Raises
-    UsageError when this is neither, or the folder holds no certificates.
+    UsageError when this is neither, or no server finds its keys there: the folder holds no certificates, or was issued
+    for others than servers.
     """
+    if _is_issued(folder) and not any(
+        path.stem == ANY or path.stem.startswith("server-") for path in folder.glob("*.key")
+    ):
+        raise UsageError(
+            f"{folder} was issued for {', '.join(sorted(path.stem for path in folder.glob('*.key')))}: no server looks "
+            "there, so nothing would end. Revoke in the folder that the servers were given as --keys"
+        )
     name = normal_serial(who)
     if not is_serial(who):
         name = str(Holder.parse(who))
@@ -139,18 +154,49 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _described(path: Path, revoked: frozenset[str]) -> Certificate:
-    try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no certificate in PEM format: {error}") from error
+    certificate = _read(path)
     _, _, who = said_in(certificate).partition("/")
     holder, serial = unquote(who).replace("/", "-") or ANY, f"{certificate.serial_number:X}"
     gone = holder in revoked or serial in revoked
     return Certificate(holder, serial, certificate.not_valid_after_utc, gone)
 
 
+def check_keys(folder: Path, holder: Holder, now: datetime) -> str:
+    """Check what a server shows that finds its keys in this folder; return what is soon to go wrong, or nothing.
+
+    Raises:
+        UsageError: others can change or read what is secret, a certificate does not hold now, or the list of revoked
+            names is damaged.
+    """
+    check_private(folder, [*folder.glob("*.key"), *folder.glob(f"{TOKEN_NAME}*")])
+    read_revoked(folder / REVOKED_NAME)
+    certificate = tls_settings(folder, holder).certificate
+    soon = ""
+    for path in (certificate, folder / f"{AUTHORITY_NAME}.pem"):
+        found = _read(path)
+        since, until = found.not_valid_before_utc, found.not_valid_after_utc
+        if not since <= now < until:
+            raise UsageError(
+                f"{path} holds from {since:%Y-%m-%d %H:%M} until {until:%Y-%m-%d %H:%M} UTC, and the clock of this "
+                f"machine says {now:%Y-%m-%d %H:%M}: no client would be let in. Make keys with `paceline keys make "
+                "NEW_FOLDER`, or set the clock"
+            )
+        if until - now < SOON:
+            soon = f"{path} holds for {(until - now).days} days more: no client is let in after that"
+    return soon
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no certificate in PEM format: {error}") from error
+
+
 def _is_issued(folder: Path) -> bool:
-    return (folder / f"{AUTHORITY_NAME}.pem").exists() and not (folder / AUTHORITY_KEY_NAME).exists()
+    """Return whether a folder is for other processes than where its keys were made: with a token, and no authority."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    return {f"{AUTHORITY_NAME}.pem", TOKEN_NAME} <= names and AUTHORITY_KEY_NAME not in names
 
 
 def _prepare(folder: Path, otherwise: str, *, may_hold: frozenset[str]) -> None:

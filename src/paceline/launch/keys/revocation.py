@@ -13,7 +13,7 @@ from paceline.launch.carriers import tell_user
 from paceline.launch.keys.holders import KEYS_NAME, REVOKED_NAME
 from paceline.launch.spec import ClusterSpec
 from paceline.transport.latest import Latest
-from paceline.transport.papers import read_revoked
+from paceline.transport.papers import DamagedRevocations, read_revoked
 
 POLL_S: Final = 0.25  # so that whoever is revoked is out within a second
 _JOIN_TIMEOUT_S: Final = 5.0
@@ -48,11 +48,13 @@ def _watch(path: Path, expel: Callable[[frozenset[str]], None], over: threading.
     while not over.wait(POLL_S):
         try:
             names = revoked.get()
-        except UsageError as error:  # meanwhile handshakes are refused, and who is in stays in
+        except UsageError as error:  # meanwhile handshakes are refused
             if str(error) != problem:
                 problem = str(error)
                 tell_user(problem)
-            continue
+            if not isinstance(error, DamagedRevocations):
+                continue
+            names = error.names
         if names != known:
             known = names
             expel(names)
