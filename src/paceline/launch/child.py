@@ -89,16 +89,32 @@ class Relay(Protocol):
         ...
 
 
+class IsHeld(Protocol):
+    """Whether no more can be relayed for now."""
+
+    def __call__(self, *, to_stderr: bool) -> bool:
+        """Return whether this stream is full."""
+        ...
+
+
 @final
 class Child:
     """A process that was started, until it is reaped; it leads a session and process group of its own."""
 
-    def __init__(self, launch: Launch, console: Relay, guard: Guard, start: Callable[[Launch], Process]) -> None:
-        """Start it."""
+    def __init__(
+        self,
+        launch: Launch,
+        console: Relay,
+        guard: Guard,
+        start: Callable[[Launch], Process],
+        is_held: IsHeld | None = None,
+    ) -> None:
+        """Start it; what it writes is not read while `is_held` says that the console is full."""
         self.launch = launch
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._console = console
         self._guard = guard
+        self._is_held = is_held
         self._process = start(launch)
         self._pid = self._process.pid
         self._guard.watch(self._pid)
@@ -151,7 +167,8 @@ class Child:
                 self.last_lines.append(line)
             self._console.relay(self.name, self.launch.rank, line, to_stderr=to_stderr)
 
-        return Pipe(file, deliver)
+        held = self._is_held
+        return Pipe(file, deliver) if held is None else Pipe(file, deliver, lambda: held(to_stderr=to_stderr))
 
 
 def start_process(launch: Launch, stdin: int | None = None) -> subprocess.Popen[bytes]:

@@ -1,6 +1,5 @@
 """What the person at the terminal reads: the children's lines with their names, and the launcher's own."""
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Final, TextIO, final
@@ -13,7 +12,7 @@ RESET: Final = "\x1b[0m"
 
 @final
 class Console:
-    """Writes whole lines to the standard streams; a stream whose reader is gone is quietly given up.
+    """Writes whole lines to the standard streams; see `unblocked_output` for readers that are slow or gone.
 
     The streams are looked up at each line, so that a live display that takes them over sees every line. A copy, if one
     is wanted, gets all lines without colours.
@@ -28,7 +27,7 @@ class Console:
         stream = sys.stderr if to_stderr else sys.stdout
         prefix = f"[{name}]"
         self._keep(f"{prefix} {line}\n")
-        if stream.isatty() and wants_colour():
+        if stream is not None and stream.isatty() and wants_colour():
             prefix = f"\x1b[{COLOURS[colour % len(COLOURS)]}m{prefix}{RESET}"
         _write(stream, f"{prefix} {line}\n")
 
@@ -50,10 +49,7 @@ class Console:
             self._copy.write(text)
 
 
-def _write(stream: TextIO, text: str) -> None:
-    try:
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is not None:
         stream.write(text)
         stream.flush()
-    except OSError:  # the reader is gone; training is worth more than its output, so the run goes on
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())

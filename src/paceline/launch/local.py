@@ -18,6 +18,7 @@ from paceline.launch.environment import NUM_THREADS, child_environment, chose_nu
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
 from paceline.launch.notice import CALLED_OFF_NAME
+from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
@@ -103,19 +104,19 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     trace_folder.mkdir()
     called_off = run_dir / CALLED_OFF_NAME
     terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, called_off=called_off)
-    board = open_board(trace_folder, run.num_workers) if run.progress else None
-    with Signals() as signals, open_copy(run.copy_to) as copy:
+    with Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
+        board = open_board(trace_folder, run.num_workers) if run.progress else None
         console = Console(copy)
         environment = _share_cores(run, console)
         with open_nursery(run, programs, run_dir, environment) as nursery:
-            stage = LocalStage(console, guard, signals.wakeup_fd, nursery)
+            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets)
             supervisor = Supervisor(terms, stage, AddressBook(spec), console, signals, board)
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
 
 def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
     """Open the file that is to have a copy of what is told, or nothing."""
-    return nullcontext() if path is None else path.open("w", encoding="utf-8")
+    return nullcontext() if path is None else path.open("w", encoding="utf-8", errors="surrogateescape")
 
 
 def open_nursery(

@@ -1,9 +1,11 @@
 """Reads what the children write, as whole lines, without ever blocking on one of them."""
 
 import os
-import selectors
+import select
 from collections.abc import Callable
 from typing import IO, Final, final
+
+from paceline.launch.output import Outlets
 
 CHUNK_BYTES: Final = 64 * 1024
 NUM_LAST_CHUNKS: Final = 64
@@ -37,16 +39,19 @@ class LineBuffer:
             self._rest = b""
 
     def _tell(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")
+        text = line.decode(errors="surrogateescape").rstrip("\r")  # as bytes that are no text leave again
         self._deliver(text.rsplit("\r", 1)[-1])
 
 
 @final
 class Pipe:
-    """The reading end of one output of one child."""
+    """The reading end of one output of one child, which is not read while what it delivers to is full."""
 
-    def __init__(self, file: IO[bytes], deliver: Callable[[str], None]) -> None:
+    def __init__(
+        self, file: IO[bytes], deliver: Callable[[str], None], is_held: Callable[[], bool] = lambda: False
+    ) -> None:
         self.file = file
+        self.is_held = is_held
         self._lines = LineBuffer(deliver)
         os.set_blocking(file.fileno(), False)
 
@@ -71,37 +76,38 @@ class Pipe:
 
 @final
 class Pump:
-    """Waits for anything to happen: output of a child, or a signal."""
+    """Waits for anything to happen: output of a child, a reader of ours that takes something, or a signal."""
 
-    def __init__(self, wakeup_fd: int) -> None:
-        """Watch `wakeup_fd` (non-blocking), which becomes readable whenever a signal arrives."""
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, wakeup_fd: int, outlets: Outlets | tuple[()] = ()) -> None:
+        """Watch `wakeup_fd` (non-blocking), which becomes readable whenever a signal arrives, and write to outlets."""
         self._wakeup_fd = wakeup_fd
-        self._selector.register(wakeup_fd, selectors.EVENT_READ, None)
+        self._outlets = outlets
+        self._pipes: dict[int, Pipe] = {}
 
     def add(self, pipe: Pipe) -> None:
         """Read this pipe from now on."""
-        self._selector.register(pipe.file, selectors.EVENT_READ, pipe)
+        self._pipes[pipe.file.fileno()] = pipe
 
     def remove(self, pipe: Pipe) -> None:
         """Read the rest of a pipe whose writer has ended, and forget it."""
-        if pipe.file.fileno() in self._selector.get_map():
-            self._selector.unregister(pipe.file)
+        self._pipes.pop(pipe.file.fileno(), None)
         pipe.finish()
 
     def wait(self, timeout_s: float) -> None:
         """Block until something happens or `timeout_s` have passed; read what is there."""
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
+        poll = select.poll()
+        poll.register(self._wakeup_fd, select.POLLIN)
+        for descriptor, pipe in self._pipes.items():
+            if not pipe.is_held():
+                poll.register(descriptor, select.POLLIN)
+        for outlet in self._outlets:
+            if outlet.waiting_bytes:
+                poll.register(outlet.fileno(), select.POLLOUT)
+        for descriptor, _ in poll.poll(timeout_s * 1000):
+            if descriptor == self._wakeup_fd:
                 os.read(self._wakeup_fd, CHUNK_BYTES)
-            else:
-                self._read(key.data)
-
-    def close(self) -> None:
-        """Release the selector."""
-        self._selector.close()
-
-    def _read(self, pipe: Pipe) -> None:
-        # Readable and yet nothing to read: all writers have closed their end, though the child may still live.
-        if not pipe.read_chunk():
-            self._selector.unregister(pipe.file)
+            # Readable and yet nothing to read: all writers have closed their end, though the child may still live.
+            elif descriptor in self._pipes and not self._pipes[descriptor].read_chunk():
+                del self._pipes[descriptor]
+        for outlet in self._outlets:
+            outlet.push()

@@ -7,6 +7,7 @@ from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.console import Console
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard
+from paceline.launch.output import Outlets
 from paceline.launch.pipes import Pipe, Pump
 from paceline.launch.supervise import Member
 
@@ -15,12 +16,18 @@ from paceline.launch.supervise import Member
 class LocalStage:
     """Starts processes here, has them forked where there is a nursery, and reads what they write."""
 
-    def __init__(self, console: Console, guard: Guard, wakeup_fd: int, nursery: Nursery | None) -> None:
-        """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable."""
+    def __init__(
+        self, console: Console, guard: Guard, wakeup_fd: int, nursery: Nursery | None, outlets: Outlets
+    ) -> None:
+        """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
+
+        While an outlet is full, what processes write there is left to wait.
+        """
         self._console = console
         self._guard = guard
         self._nursery = nursery
-        self._pump = Pump(wakeup_fd)
+        self._outlets = outlets
+        self._pump = Pump(wakeup_fd, outlets)
         self._pipes: dict[Member, Sequence[Pipe]] = {}
 
     def prepare(self) -> Sequence[Member]:
@@ -45,12 +52,14 @@ class LocalStage:
             self._pump.remove(pipe)
 
     def close(self) -> None:
-        """Stop reading."""
-        self._pump.close()
+        """Nothing is left to release: pipes are closed with their processes."""
 
     def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> Child:
-        child = Child(launch, self._console, self._guard, start)
+        child = Child(launch, self._console, self._guard, start, self._is_held)
         self._pipes[child] = child.pipes
         for pipe in child.pipes:
             self._pump.add(pipe)
         return child
+
+    def _is_held(self, *, to_stderr: bool) -> bool:
+        return (self._outlets.stderr if to_stderr else self._outlets.stdout).is_full

@@ -8,6 +8,7 @@ from types import ModuleType
 from paceline.launch.console import Console
 from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
 from paceline.launch.notice import CALLED_OFF_NAME
+from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
 from paceline.launch.spec import write_token
@@ -40,8 +41,8 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     terms = Terms(policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, called_off=called_off)
     with open_copy(run.copy_to) as copy:
         console = Console(copy)
-        with joined(ray, run, options, console) as cluster, Signals() as signals:
+        with joined(ray, run, options, console) as cluster, Signals() as signals, unblocked_output() as outlets:
             board = open_board(trace_folder, run.num_workers) if run.progress else None
-            stage = RayStage(run, options, run_dir, cluster, console, signals.wakeup_fd)
+            stage = RayStage(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
             supervisor = Supervisor(terms, stage, stage, console, signals, board)
             return supervisor.run(plan_launches(run, DEFAULT_PROGRAMS, run_dir, {}))

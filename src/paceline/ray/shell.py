@@ -120,7 +120,6 @@ class Shell:
                 tail.report(self._outbox)
         for pipe in child.pipes:
             pump.remove(pipe)
-        pump.close()
         if tail is not None:
             tail.finish(self._outbox)
         return exit_code

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.launch.child import Launch
     from paceline.launch.console import Console
+    from paceline.launch.output import Outlets
     from paceline.launch.plan import LocalRun
     from paceline.launch.supervise import Member
     from paceline.ray.options import RayOptions
@@ -36,15 +37,23 @@ class RayStage:
     """
 
     def __init__(
-        self, run: LocalRun, options: RayOptions, run_dir: Path, cluster: Cluster, console: Console, wakeup_fd: int
+        self,
+        run: LocalRun,
+        options: RayOptions,
+        run_dir: Path,
+        cluster: Cluster,
+        console: Console,
+        wakeup_fd: int,
+        outlets: Outlets,
     ) -> None:
-        """Plan it; a signal makes `wakeup_fd` readable."""
+        """Plan it; a signal makes `wakeup_fd` readable, and what `outlets` keep is written at every turn."""
         self._run = run
         self._options = options
         self._run_dir = run_dir
         self._cluster = cluster
         self._console = console
         self._wakeup_fd = wakeup_fd
+        self._outlets = outlets
         self._places = Places(run, options, cluster, console)
         self._ray: Any = load_ray()
         # Orders are followed one by one, as they come; news are waited for beside them.
@@ -92,6 +101,7 @@ class RayStage:
                 member.lose(f"Ray has not started it within {self._options.start_timeout:g} s")
         if select.select([self._wakeup_fd], [], [], 0)[0]:
             os.read(self._wakeup_fd, CHUNK_BYTES)
+        self._outlets.push()
 
     def release(self, member: Member) -> None:
         """Let its actor go; it has told everything."""

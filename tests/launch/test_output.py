@@ -1,0 +1,127 @@
+"""What the launcher writes: bytes as they came, to readers that are slow, gone or were never there."""
+
+import fcntl
+import io
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.launch import launching
+from tests.launch.launching import TIMEOUT_S, command, write_script
+
+from paceline.launch import output
+from paceline.launch.output import MAX_WAITING_BYTES, Outlet
+
+PIPE_BYTES = 4096
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[io.TextIOWrapper, io.FileIO]]:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with os.fdopen(writer, "w") as stream, io.FileIO(reader) as end:
+        yield stream, end
+
+
+def test_what_a_reader_does_not_take_waits_and_leaves_in_order(pipe: tuple[io.TextIOWrapper, io.FileIO]) -> None:
+    stream, reader = pipe
+    stream.write("before ")  # what the stream itself holds comes first
+    outlet = Outlet(stream)
+    outlet.write("x" * (3 * PIPE_BYTES) + "\n")
+    assert outlet.waiting_bytes > PIPE_BYTES
+    assert not outlet.is_full
+    heard = b""
+    while outlet.waiting_bytes:
+        heard += reader.read(PIPE_BYTES)
+        outlet.push()
+    heard += reader.read(PIPE_BYTES)
+    assert heard == b"before " + b"x" * (3 * PIPE_BYTES) + b"\n"
+
+
+def test_bytes_leave_as_they_came(pipe: tuple[io.TextIOWrapper, io.FileIO]) -> None:
+    stream, reader = pipe
+    said = bytes(range(1, 256))
+    Outlet(stream).write(said.decode(errors="surrogateescape"))
+    assert reader.read(PIPE_BYTES) == said
+
+
+def test_a_reader_that_never_comes_back_is_given_up_and_what_it_missed_is_counted(
+    pipe: tuple[io.TextIOWrapper, io.FileIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "DRAIN_TIMEOUT_S", 0.05)
+    outlet = Outlet(pipe[0])
+    outlet.write("x" * (2 << 20) + "\n")
+    assert outlet.is_full
+    outlet.write("y" * MAX_WAITING_BYTES)
+    assert outlet.waiting_bytes <= 2 << 20  # what is kept is bounded
+    assert outlet.drain() == outlet.waiting_bytes + MAX_WAITING_BYTES
+
+
+def test_a_reader_that_is_gone_and_one_that_was_never_there_hold_nothing_up(
+    pipe: tuple[io.TextIOWrapper, io.FileIO],
+) -> None:
+    stream, reader = pipe
+    outlet = Outlet(stream)
+    reader.close()
+    for closed in (outlet, Outlet(None)):
+        closed.write("nobody reads this\n")
+        assert (closed.waiting_bytes, closed.drain()) == (0, 0)
+        assert not closed.isatty()
+
+
+def run(folder: Path, text: str, *prefix: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    words = [*prefix, *command(write_script(folder, text), {"num_workers": 1})]
+    return subprocess.run(words, capture_output=True, timeout=TIMEOUT_S, env={**os.environ, **variables}, check=False)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}],
+    ids=["latin-1", "C"],
+)
+def test_output_of_any_encoding_ends_no_run(tmp_path: Path, variables: dict[str, str]) -> None:
+    said = "caf\u00e9".encode("latin-1") + b" \xff\xfe\x80"
+    done = run(tmp_path, f"sys.stdout.buffer.write({said!r} + b'\\n'); sys.exit('\u00e9')", **variables)
+    assert done.returncode == 1
+    assert b"[worker 0] " + said + b"\n" in done.stdout
+    assert b"[worker 0] " in done.stderr
+
+
+def test_a_closed_standard_output_ends_no_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "print('to nobody'); sys.exit(3)", "sh", "-c", 'exec "$0" "$@" >&-')
+    assert done.returncode == 3
+    assert done.stdout == b""
+    assert b"Traceback" not in done.stderr
+
+
+FLOOD = """
+import select
+os.set_blocking(1, False)
+while select.select([], [1], [], 1.0)[1]:
+    os.write(1, b"x" * 999 + b"\\n")
+print("stalled", file=sys.stderr, flush=True)
+"""
+
+
+def test_behind_a_reader_that_stalls_signals_are_answered(tmp_path: Path) -> None:
+    words = command(write_script(tmp_path, FLOOD + "signal.pause()"), {"num_workers": 1})
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"stalled" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(launching.TIMEOUT_S) == 128 + signal.SIGTERM
+        told = process.stderr.read().decode()
+        assert "stopped by SIGTERM" in told
+        assert "bytes of output were dropped: nothing read them" in told
+
+
+def test_behind_a_reader_that_stalls_deaths_are_seen(tmp_path: Path) -> None:
+    script = FLOOD + "sys.exit(3)"
+    words = command(write_script(tmp_path, script), {"num_workers": 1})
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.wait(launching.TIMEOUT_S) == 3
+        assert process.stderr is not None
+        assert "worker 0 ended with exit code 3" in process.stderr.read().decode()
