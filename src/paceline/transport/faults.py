@@ -9,6 +9,10 @@ from typing import Final, final
 
 from paceline.errors import UsageError
 
+_FAULTS: Final = ("cut", "drop", "duplicate", "reorder", "delay")
+_MIN_BLOCK: Final = 10  # frames; so that a run of frames without a fault stays possible
+_MAX_BLOCK: Final = 20  # of a fault that is rarer, one in as many frames as it takes
+
 
 def every_frame(header: bytes) -> bool:
     """Return True."""
@@ -65,27 +69,55 @@ UNHARMED: Final = Fate()
 
 
 @final
+class Draws:
+    """Draws a fault as often as its probability says, not only in the mean: its number is planned, its place is not.
+
+    Of each block of frames as many are hit as the probability asks for (one of ten at 0.1), at places that the seed
+    decides. So a test that counts faults does not depend on luck.
+
+    >>> draws = Draws(0.2, "seed")
+    >>> [sum(draws.draw() for _ in range(10)) for _ in range(3)]
+    [2, 2, 2]
+    """
+
+    def __init__(self, probability: float, seed: str) -> None:
+        self._random = random.Random(seed)
+        is_rare = 0 < probability < 1 / _MAX_BLOCK
+        sizes = (round(1 / probability),) if is_rare else range(_MIN_BLOCK, _MAX_BLOCK + 1)
+        self._size = min(sizes, key=lambda size: (abs(round(size * probability) / size - probability), size))
+        self._num_hits = round(self._size * probability)
+        self._block: list[bool] = []
+
+    def draw(self) -> bool:
+        """Return whether the next frame is hit."""
+        if not self._block:
+            self._block = [place < self._num_hits for place in range(self._size)]
+            self._random.shuffle(self._block)
+        return self._block.pop()
+
+
+@final
 class Dice:
     """Decides the fates of one connection's frames in the order in which they are sent; one seed, one sequence."""
 
     def __init__(self, plan: FaultPlan, seed: str) -> None:
         self._plan = plan
         self._random = random.Random(seed)
+        # Each with a seed of its own: one fault does not shift the others.
+        self._draws = {name: Draws(getattr(plan, name), f"{seed} {name}") for name in _FAULTS}
 
     def throw(self, header: bytes) -> Fate:
         """Decide the next frame's fate."""
-        plan = self._plan
-        # Each frame takes the same number of throws, whatever they show: one fault does not shift the others.
-        cut, drop, duplicate, reorder, delay = (self._random.random() for _ in range(5))
-        delay_s = self._random.uniform(*plan.delay_s)
-        if not plan.only(header):
+        if not self._plan.only(header):
             return UNHARMED
+        hits = {name: draws.draw() for name, draws in self._draws.items()}
+        delay_s = self._random.uniform(*self._plan.delay_s)
         return Fate(
-            cut=cut < plan.cut,
-            drop=drop < plan.drop,
-            duplicate=duplicate < plan.duplicate,
-            reorder=reorder < plan.reorder,
-            delay_s=delay_s if delay < plan.delay else 0.0,
+            cut=hits["cut"],
+            drop=hits["drop"],
+            duplicate=hits["duplicate"],
+            reorder=hits["reorder"],
+            delay_s=delay_s if hits["delay"] else 0.0,
         )
 
 
