@@ -5,8 +5,9 @@ import signal
 
 import pytest
 
-# A background shell ignores Ctrl-C, and so would all that tests start.
+# A background shell ignores Ctrl-C, and `nohup` a hangup; so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope="module")
