@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.core.consistency import Consistency
 from paceline.data.hashing import Key
@@ -12,7 +13,7 @@ from paceline.data.partition import Cut, Partition
 from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
-from paceline.joining import start
+from paceline.joining import open_session, start
 from paceline.parallel.parallelize import Asked, keep_part
 from paceline.session import Session
 from paceline.tensors.table import NonFinite, Scale
@@ -31,15 +32,27 @@ if TYPE_CHECKING:
 
 _Source = TypeVar("_Source")
 
-# The session that `init` made. A context variable, so that workers that are threads of one process have one each.
-_current: ContextVar[Session] = ContextVar("paceline_session")
+# The session of a worker that is a thread, where the workers of a job are threads of one process.
+_of_thread: ContextVar[Session] = ContextVar("paceline_session")
+
+
+@dataclass(slots=True)
+class _Process:
+    """The session of this process, for all of its threads."""
+
+    session: Session | None = None
+
+
+_process: Final = _Process()
 
 
 def init(session: Session | None = None, *, servers: str | None = None) -> Session:
     """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
 
-    The session is left when the process ends. A process of torchrun, srun or mpirun finds its place by itself, as one
-    of `paceline run` does; where it is to be a server, this serves until the job is over, and raises SystemExit(0).
+    What `paceline.connect()` has joined without an address is found. The session belongs to the process, whichever of
+    its threads calls; a process that is forked from it, or started by it, has none. It is left when the process ends. A
+    process of torchrun, srun or mpirun finds its place by itself, as one of `paceline run` does; where it is to be a
+    server, this serves until the job is over, and raises SystemExit(0).
 
     Args:
         session: one that was joined before, for the calls of this script to speak to: what `paceline.connect` returns
@@ -61,18 +74,21 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
     if session is not None and (session.closed or servers is not None):
         problem = "it is closed: connect again" if session.closed else "it has its server: leave out servers=..."
         raise UsageError(f"init was given a session, as worker {session.rank}, and {problem}.")
-    known = _current.get(None)
+    known = _known()
     if known is None or known.closed:
-        known = session or start(servers=servers)
-        _current.set(known)
+        known = session or open_session() or start(servers=servers)
+        if _of_thread.get(None) is None:
+            _process.session = known
+        else:
+            _of_thread.set(known)
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
     return known
 
 
 def bind(session: Session) -> None:
-    """Make this the session of the running context, so that `init` finds it."""
-    _current.set(session)
+    """Make this the session of the running thread, where workers are threads; `init` finds it."""
+    _of_thread.set(session)
 
 
 def current() -> Session:
@@ -81,10 +97,14 @@ def current() -> Session:
     Raises:
         UsageError: `init` was not called.
     """
-    session = _current.get(None)
+    session = _known()
     if session is None:
         raise UsageError("paceline.init() has not been called in this process: call it first.")
     return session
+
+
+def _known() -> Session | None:
+    return _of_thread.get(_process.session)
 
 
 def rank() -> int:

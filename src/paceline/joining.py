@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from paceline.collective.exchange import Exchange
 from paceline.collective.group import Company
@@ -16,11 +18,18 @@ from paceline.core.strategies import Distribution
 from paceline.data.readers import Readers
 from paceline.errors import UsageError
 from paceline.launch.addresses import data_addresses
-from paceline.launch.carriers import make_transport
+from paceline.launch.carriers import make_transport, tell_user
 from paceline.launch.ending import when_script_ends
 from paceline.launch.entering.entrance import enter
 from paceline.launch.entering.gathering import START_TIMEOUT_S
-from paceline.launch.environment import Place, allows_plain_collectives, find_place, is_serving
+from paceline.launch.environment import (
+    Place,
+    allows_plain_collectives,
+    claim_place,
+    find_place,
+    inherited_from,
+    is_serving,
+)
 from paceline.launch.keys.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -40,6 +49,17 @@ if TYPE_CHECKING:
     from paceline.feeding.recipe import Recipe
 
 
+@dataclass(slots=True)
+class _Process:
+    """What this process has joined: as a worker of the job that it was started for at most once."""
+
+    sessions: list[Session] = field(default_factory=list[Session])
+    has_joined: bool = False
+
+
+_process: Final = _Process()
+
+
 def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
     """Join the job that this process was started in, or embed one server when it was started alone.
 
@@ -53,16 +73,23 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
     Raises:
         PacelineError: no server can be reached in time, or they refuse this worker.
     """
-    place = place or find_place()
+    if place is None:
+        place = _own_place()
     if place is None and is_serving():
         raise UsageError(
             "this process is a server of a job, which has imported a script that trains. Put what servers import into "
             "a module of its own, or what trains under `if __name__ == '__main__':`"
         )
-    stay = enter(servers) if place is None else None
+    owner = inherited_from()
+    if owner is not None and place is None:
+        tell_user(
+            f"process {os.getpid()} was started by a worker (process {owner}), whose place it does not take: it trains "
+            "alone, with a server of its own"
+        )
+    stay = enter(servers) if place is None and owner is None else None
     place = place if stay is None else stay.place
     if place is None:
-        return _embed()
+        return _noted(_embed())
     with ExitStack() as undo:
         if stay is not None:
             undo.callback(stay.close, politely=False)
@@ -70,7 +97,41 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         session = join(spec, place, transport or make_transport(spec, Holder("worker", place.rank)))
         undo.pop_all()
     session.server = stay
+    claim_place()
+    _process.has_joined = True
+    return _noted(session)
+
+
+def _noted(session: Session) -> Session:
+    _process.sessions[:] = [*(known for known in _process.sessions if not known.closed), session]
     return session
+
+
+def open_session() -> Session | None:
+    """Return the session that `start` has made last in this process, if it is still open."""
+    return next((session for session in reversed(_process.sessions) if not session.closed), None)
+
+
+def _own_place() -> Place | None:
+    """Return the place of this process, which is taken once; raises UsageError the second time."""
+    place = find_place()
+    if place is not None and _process.has_joined:
+        known = open_session()
+        advice = (
+            "a worker that has left does not come back" if known is None else "use paceline.init(), which returns it"
+        )
+        raise UsageError(f"this process has joined its job before, as worker {place.rank}: {advice}.")
+    return place
+
+
+def _forget() -> None:
+    """Let go of what the parent of this forked process has joined."""
+    for session in _process.sessions:
+        session.abandon()
+    _process.sessions.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice | None = None) -> Session:

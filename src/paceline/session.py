@@ -282,6 +282,15 @@ class Session:
                 self.exchange.close(politely=True)
                 self.node.leave()
 
+    def abandon(self) -> None:
+        """Let go of the job in a process that was forked from this worker: its calls are refused, nothing is sent."""
+        self.closed = True
+        atexit.unregister(self.close)
+        self.node.abandon(
+            "this process was forked from the worker and takes no part in its job: push, pull and clock in "
+            "the worker itself, or start the process with subprocess or multiprocessing's spawn"
+        )
+
     def _settle_parameters(self, *, politely: bool) -> None:
         """Let parameters have the values that are still under way, and memory of their own."""
         try:

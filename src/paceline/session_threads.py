@@ -18,7 +18,7 @@ from paceline.current import bind
 from paceline.errors import UsageError
 from paceline.joining import join
 from paceline.launch.complaint import complain
-from paceline.launch.environment import Place, find_place
+from paceline.launch.environment import Place, claim_place, find_place
 from paceline.launch.lifeline import die_with_launcher
 from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD, Notice
 from paceline.launch.server import server_settings
@@ -102,6 +102,7 @@ def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, not
 def main() -> None:
     """Run the job that the launcher described."""
     die_with_launcher()
+    claim_place()
     place = find_place()
     if place is None:
         raise UsageError("this program is started by `paceline run --transport memory`")

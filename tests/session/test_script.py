@@ -39,8 +39,10 @@ print(first.node.clock, all(not torch.equal(a, b) for a, b in zip(start, model.p
 
 
 def run_fresh(act: Callable[[], object]) -> object:
-    """Run in a context where nobody has called init."""
-    return contextvars.Context().run(act)
+    """Run as in a process where init was not called."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("paceline.current._process.session", None)
+        return contextvars.Context().run(act)
 
 
 def test_a_plain_script_trains_with_a_server_of_its_own(tmp_path: Path) -> None:

@@ -2,24 +2,24 @@
 
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import TracebackType
-from typing import final
+from typing import Final, final
 
 from paceline.launch.notice import EXIT_TOLD
 
-_calls: ContextVar[tuple[Callable[[bool], None], ...]] = ContextVar("paceline_script_end", default=())
+# Of this process, whichever thread asks: what a thread has joined is left when the script ends.
+_calls: Final[list[Callable[[bool], None]]] = []
 
 
 def when_script_ends(call: Callable[[bool], None]) -> None:
-    """Have `call(ended_well)` called when the script of this worker ends; what it raises is the script's failure."""
-    _calls.set((*_calls.get(), call))
+    """Have `call(ended_well)` called when the script of this process ends; what it raises is the script's failure."""
+    _calls.append(call)
 
 
 def script_ended(*, well: bool) -> None:
     """Make the calls that were asked for, once."""
-    calls = _calls.get()
-    _calls.set(())
+    calls = tuple(_calls)
+    _calls.clear()
     for call in calls:
         call(well)
 

@@ -12,6 +12,7 @@ SPEC: Final = "PACELINE_SPEC"
 RANK: Final = "PACELINE_RANK"
 LOCAL_RANK: Final = "PACELINE_LOCAL_RANK"
 INCARNATION: Final = "PACELINE_INCARNATION"
+OWNER: Final = "PACELINE_OWNER_PID"  # the process whose place the variables above name
 LAUNCHER: Final = "PACELINE_LAUNCHER_PID"
 SERVING: Final = "PACELINE_SERVING"
 SERVERS: Final = "PACELINE_SERVERS"
@@ -48,7 +49,7 @@ class Place:
 
 
 def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
-    """Return this process's place in a launched job, or None when nobody launched it.
+    """Return this process's place in a launched job; None where it was not launched, or inherited what names a place.
 
     Raises UsageError when the variables are incomplete or not numbers.
 
@@ -58,7 +59,7 @@ def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
     2
     """
     spec_path = variables.get(SPEC)
-    if spec_path is None:
+    if spec_path is None or inherited_from(variables) is not None:
         return None
     rank = whole_number(variables, RANK)
     return Place(
@@ -67,6 +68,21 @@ def find_place(variables: Mapping[str, str] = os.environ) -> Place | None:
         local_rank=whole_number(variables, LOCAL_RANK, default=rank),
         incarnation=whole_number(variables, INCARNATION, default=0),
     )
+
+
+def claim_place() -> None:
+    """Note that this process takes the place that its environment names: those that it starts inherit the variables."""
+    os.environ[OWNER] = str(os.getpid())
+
+
+def inherited_from(variables: Mapping[str, str] = os.environ) -> int | None:
+    """Return the process that has the place which the environment names, where it is not this one.
+
+    >>> inherited_from({"PACELINE_OWNER_PID": "1"}), inherited_from({})
+    (1, None)
+    """
+    owner = whole_number(variables, OWNER) if OWNER in variables else os.getpid()
+    return None if owner == os.getpid() else owner
 
 
 def inherited(variables: Mapping[str, str] = os.environ) -> Mapping[str, str]:

@@ -7,10 +7,12 @@ import path. When it has ended, well or not, this worker leaves the job: after a
 import os
 import runpy
 import sys
+import threading
 from typing import Final
 
 from paceline.launch.complaint import complain
 from paceline.launch.ending import ended_well, script_ended
+from paceline.launch.environment import claim_place
 from paceline.launch.lifeline import die_with_launcher
 
 EXIT_INTERRUPTED: Final = 130
@@ -19,6 +21,7 @@ EXIT_INTERRUPTED: Final = 130
 def main() -> None:
     """Run the script named on the command line."""
     die_with_launcher()
+    claim_place()
     del sys.argv[0]
     script = sys.argv[0]
     if not sys.flags.safe_path:
@@ -31,13 +34,21 @@ def main() -> None:
 
 
 def run_script(script: str) -> None:
-    """Run the script and leave the job; raises what the script, or the leaving, raised."""
+    """Run the script and leave the job; raises what the script, or the leaving, raised.
+
+    Where threads of the script go on, the job is left when they have ended, as the interpreter waits for them, too.
+    """
     try:
         runpy.run_path(script, run_name="__main__")
     except BaseException as error:
         script_ended(well=ended_well(error))
         raise
-    script_ended(well=True)
+    if not _threads_go_on():
+        script_ended(well=True)
+
+
+def _threads_go_on() -> bool:
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 if __name__ == "__main__":

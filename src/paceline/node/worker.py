@@ -294,6 +294,11 @@ class WorkerNode:
         self.rows.close()
         self._pushes = Pushes()
 
+    def abandon(self, reason: str) -> None:
+        """Refuse every further call, in a process that was forked from the worker: all else belongs to that one."""
+        self._waiting.changed = self._changed = threading.Condition()  # another thread may have held it at the fork
+        self._waiting.failure = reason
+
     def _fail(self, reason: str) -> None:
         """Give up, for the first reason: whoever waits for anything is told."""
         with self._changed:
