@@ -93,6 +93,23 @@ def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_the
         node.leave()
 
 
+def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("paceline.core.ledger.WINDOW", "paceline.core.worker.WINDOW"):
+        monkeypatch.setattr(place, 20)
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
+        open_table(node, table("held", 4, "bsp"))
+        open_table(node, table("free", 4, "asynchronous"))
+        pushed = node.push("held", torch.ones(4), count=1.0)
+        for _ in range(60):
+            assert node.push("free", torch.ones(4), count=1.0).result(timeout=10).applied
+        for _ in range(19):
+            node.push("held", torch.ones(4), count=1.0)
+        with pytest.raises(UsageError, match="has made .* pushes of table 'held' in clock 0"):
+            node.push("held", torch.ones(4), count=1.0)
+        node.tick()
+        assert pushed.result(timeout=10).applied
+
+
 def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.core.ledger import WINDOW
+from paceline.core.worker import WorkerCore
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
@@ -100,6 +102,15 @@ class Slots:
             self._num_made -= 1
         else:
             self._free.append(buffer)
+
+
+def refuse_endless_clock(core: WorkerCore, table: str) -> None:
+    """Raise UsageError if no more pushes of a table can be made before this worker finishes its clock."""
+    if core.waits_for_own_clock(table):
+        raise UsageError(
+            f"worker {core.settings.sender.worker} has made {WINDOW} pushes of table '{table}' in clock {core.clock}, "
+            "which servers keep until it is complete: push more at a time, or finish clocks more often."
+        )
 
 
 def objection(spec: TableSpec, gradient: Tensor) -> str:

@@ -80,11 +80,6 @@ class RowPushes:
             opened.spec.name for opened, push in made if opened.is_held and push is not None and push.clock == clock
         ]
 
-    def is_held(self, seq: int, clock: int) -> bool:
-        """Say whether the push of this number is one that servers keep until this clock is complete."""
-        made = ((push.opened, push.push) for push in self._under_way.values())
-        return any(o.is_held and p is not None and (p.id.seq, p.clock) == (seq, clock) for o, p in made)
-
     def prepare(self, push: RowPush) -> None:
         """Have a push ready that is given its identity when the core first sends it."""
         self._next = push
