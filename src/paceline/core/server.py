@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from paceline.core.clocks import Clocks
 from paceline.core.closing import MAX_AT_ONCE, MAX_WITHDRAWN, Closing, Decision
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout
+from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout, Woke
 from paceline.core.ledger import WINDOW
 from paceline.core.membership import Life
 from paceline.core.membership import Membership as Lives
@@ -104,6 +104,9 @@ class ServerCore:
                 self._on_died(event, effects)
             case Timeout():
                 self._on_timeout(now, effects)
+            case Woke():
+                for _, life in self.lives.overdue(now):
+                    life.lease_until = now + self.settings.lease_s
         return effects
 
     def next_deadline(self) -> float | None:
