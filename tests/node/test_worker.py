@@ -1,13 +1,16 @@
 """A worker's own side: whatever happens, whoever waits is told, and what broke is made again."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, read_values, table
 
-from paceline.core.messages import Sender
+from paceline.core.effects import ServerEffect
+from paceline.core.messages import Push, Sender
+from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.node.waiting import WorkerOptions
@@ -171,6 +174,33 @@ def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tm
 
         assert servers.values("w").tolist() == [16.0] * 4
         assert counts_of(servers.transport).cut >= 10
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_e7_a_push_made_while_a_connection_comes_back_follows_those_that_are_repeated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, arrived = ServerCore.handle, list[int]()
+
+    def note(core: ServerCore, event: ServerEvent, now: float) -> list[ServerEffect]:
+        if isinstance(event, Push):
+            arrived.append(event.id.seq)
+        return handle(core, event, now)
+
+    monkeypatch.setattr(ServerCore, "handle", note)
+    with cluster(kind, tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        [link] = node._links
+        with node._changed:
+            link._post.connection.close()
+            node.push("w", torch.ones(4), count=1.0)  # lost
+            until_s = time.monotonic() + 10
+            while link.hello.connection < 2 and time.monotonic() < until_s:
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.02)  # the reader has the new connection, and waits for the lock
+            node.push("w", torch.ones(4), count=1.0)
+        node.settle()
+    assert arrived[:2] == [0, 1]
 
 
 def test_a_closed_worker_refuses_to_go_on_and_may_be_closed_again(tmp_path: Path) -> None:
