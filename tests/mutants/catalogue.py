@@ -209,7 +209,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "values served before the update is applied",
         SERVER,
         "        applied, withdrawn, late = table.closing.close(decision)\n",
-        "        applied, withdrawn, late = table.closing.close(decision)\n        self._release(name, table, effects)\n",
+        "        applied, withdrawn, late = table.closing.close(decision)\n"
+        "        self._release(name, table, effects)\n",
     ),
     Mutant(
         "a part refused elsewhere is summed here",

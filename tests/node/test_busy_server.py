@@ -67,7 +67,6 @@ def test_l6_time_in_which_the_server_has_not_run_is_not_held_against_workers(
 ) -> None:
     monkeypatch.setattr("paceline.node.server._OVERSLEPT_S", LEASE_S / 2)
     with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
-        [server] = servers.servers
         with member(servers, 0):
             pass
         wait, slept = Inbox.get, threading.Event()

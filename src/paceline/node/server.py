@@ -94,7 +94,14 @@ class ServerNode:
         self._core = ServerCore(self.settings, started=time.monotonic())
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        self._shelf = Shelf(self.settings, allocate, self._landing.give_back, self.num_threads, self.allowed_paths)
+        self._shelf = Shelf(
+            self.settings,
+            allocate,
+            self._landing.give_back,
+            self.num_threads,
+            self.allowed_paths,
+            trusts_screening=self.transport.maps_memory,
+        )
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
         self._peers = Peers(

@@ -409,9 +409,9 @@ class WorkerNode:
         outgoing = self._pushes.release(effect)
         if outgoing is None:
             return
-        if outgoing.refused:
+        if outgoing.answers.refused:
             self._mirrors[outgoing.frame.push.table].forget_own(effect.id.seq)
-        outgoing.future.set_result(PushOutcome(applied=not outgoing.refused, reason=outgoing.refused))
+        outgoing.future.set_result(outgoing.answers.outcome())
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
         self._links[server].send(encode(request), body)

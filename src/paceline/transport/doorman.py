@@ -1,6 +1,6 @@
 """Accepting over stream sockets: every client shakes hands in a thread of its own, beside `accept`.
 
-A client that is turned away is told nothing; who runs the listener is told why.
+A client that is turned away is told at most that its proof does not hold; who runs the listener is told why.
 
 At most `max_half_open` clients shake hands at once. When the places are taken, the next client waits in the kernel's
 backlog until one is free, or until the oldest guest has had its fair time and is shown out.
@@ -161,7 +161,7 @@ class StreamListener:
             self._complain(error, f"{name} was turned away: {error}")
 
     def _receive_guest(self, guest: _Guest) -> None:
-        """Shake hands; a guest who fails is told nothing."""
+        """Shake hands; a guest who fails is not told why."""
         connection = None
         try:
             connection = self._greet(guest)

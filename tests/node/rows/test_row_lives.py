@@ -84,7 +84,7 @@ def test_a_worker_with_too_many_pushes_in_a_clock_is_told_and_may_go_on(
         held, at_once = open_rows(node, rows_of("h", "bsp")), open_rows(node, rows_of("a", "asynchronous"))
         for _ in range(40):
             held.push([1], [[1.0, 0.0]])
-        with pytest.raises(UsageError, match="has made .* pushes of table 'h' in clock 0"):
+        with pytest.raises(UsageError, match=r"has made .* pushes of table 'h' in clock 0"):
             held.push([1], [[1.0, 0.0]])
         for _ in range(100):  # whatever waits in another table
             at_once.push([1], [[1.0, 0.0]])

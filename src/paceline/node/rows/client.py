@@ -326,13 +326,13 @@ class RowClient:
         if ended is None:
             return
         opened, cache = ended.opened, ended.opened.cache
-        if ended.refused:
+        if ended.answers.refused:
             opened.tell_again()
-        if cache is not None and ended.refused:
+        if cache is not None and ended.answers.refused:
             cache.refused_own(effect.id.seq, ended.ids)
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited(opened))
-        ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
+        ended.future.set_result(ended.answers.outcome())
         self.budgeted.wake()
 
     def _awaited(self, opened: OpenedRows) -> set[int]:

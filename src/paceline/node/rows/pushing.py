@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.node.outgoing import PushOutcome, promise
+from paceline.node.outgoing import Answers, PushOutcome, promise
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.wire import Keys, RowPushFrame
@@ -42,7 +42,7 @@ class RowPush:
     ids: Tensor  # of all parts
     push: Push | None = None  # its identity, as soon as it has one
     future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
-    refused: str = ""
+    answers: Answers = field(default_factory=Answers)
 
     def say(self, server: int, say: Say, *, bare: bool, with_ids: bool = False) -> None:
         """Send a server its part; `bare` without rows, as it has them; `with_ids` even if it keeps the list."""
@@ -102,7 +102,7 @@ class RowPushes:
         """Note that a server has answered; return the push when all have."""
         push = self._under_way[effect.id]
         push.parts.pop(effect.server, None)
-        push.refused = push.refused or effect.refused
+        push.answers.note(effect)
         if push.parts:
             return None
         return self._under_way.pop(effect.id)
