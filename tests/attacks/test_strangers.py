@@ -26,6 +26,7 @@ from paceline.errors import AuthenticationFailed, PeerError
 from paceline.launch.keys.holders import Holder
 from paceline.node.wire import Hello, encode
 from paceline.transport import Credentials, Limits, TcpTransport, TlsSettings
+from paceline.transport.security import REFUSAL
 
 IDENTITY = encode(Hello("worker", 1, 0, 1))
 ZERO, DAY, YEAR = timedelta(0), timedelta(days=1), timedelta(days=365)
@@ -42,7 +43,7 @@ def quickest_s(attack: Attack, address: str, most_heard: int) -> float:
         began_s = time.monotonic()
         heard = attack(address)
         times_s.append(time.monotonic() - began_s)
-        assert len(heard) <= most_heard, heard
+        assert len(heard.removesuffix(REFUSAL)) <= most_heard, heard
     return min(times_s)
 
 

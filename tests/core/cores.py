@@ -30,7 +30,7 @@ def push(
     return Push(push_id(worker, seq, incarnation, generation), table, clock, settled)
 
 
-def tick(worker: int, clock: int, *withdrawn: tuple[str, int], incarnation: int = 0) -> Clock:
+def tick(worker: int, clock: int, *withdrawn: tuple[str, int, int], incarnation: int = 0) -> Clock:
     return Clock(sender(worker, incarnation), clock, withdrawn)
 
 

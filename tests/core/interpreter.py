@@ -247,7 +247,7 @@ def _message(message: Any) -> str:
         case Push():
             return f"push {_id(message.id)} of clock {message.clock}"
         case Clock():
-            return f"tick {message.clock}{''.join(f', without {t} at {c}' for t, c in message.withdrawn)}"
+            return f"tick {message.clock}{''.join(f', without {t} at {c}' for t, c, _ in message.withdrawn)}"
         case Pull():
             return f"pull {message.request} at clock {message.clock}, needs {message.needs}"
         case Join() | Leave() | Left():

@@ -2,7 +2,7 @@
 
 from tests.core.cores import pull, push, push_id, sender, tick
 
-from paceline.core.closing import Closing
+from paceline.core.closing import MAX_WITHDRAWN, Closing, Decision
 from paceline.core.ledger import WINDOW, Ledger
 from paceline.core.membership import Membership
 from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
@@ -26,9 +26,9 @@ def test_t29_the_ledger_forgets_what_is_settled_and_calls_its_copies_late() -> N
     ledger = Ledger()
     for seq in range(5):
         ledger.record("w", Applied(push_id(0, seq)))
-    ledger.settle(3)
-    ledger.settle(1)  # an older word changes nothing
-    assert (len(ledger), ledger.settled) == (2, 3)
+    ledger.settle("w", 3)
+    ledger.settle("w", 1)  # an older word changes nothing
+    assert (len(ledger), ledger.settled_in("w")) == (2, 3)
     assert ledger.is_late(push(0, 2, 0))
     assert not ledger.is_late(push(0, 3, 0))
     ledger.record("w", Applied(push_id(0, 2)))  # an answer that is known to be known is not kept
@@ -39,17 +39,20 @@ def test_no_word_of_the_sender_settles_what_is_only_held() -> None:
     ledger = Ledger()
     ledger.record("w", Applied(push_id(0, 0)))
     ledger.record("w", Held(push_id(0, 1)))
-    ledger.settle(2)
-    assert (len(ledger), ledger.settled) == (1, 1)
+    ledger.settle("w", 2)
+    assert (len(ledger), ledger.settled_in("w")) == (1, 1)
     ledger.record("w", Applied(push_id(0, 1)))
-    ledger.settle(2)
-    assert (len(ledger), ledger.settled) == (0, 2)
+    ledger.settle("w", 2)
+    assert (len(ledger), ledger.settled_in("w")) == (0, 2)
 
 
 def test_the_ledger_says_when_a_worker_has_too_much_under_way() -> None:
-    ledger = Ledger(settled=10)
-    assert not ledger.overflows(push(0, 9 + WINDOW, 0))
-    assert ledger.overflows(push(0, 10 + WINDOW, 0))
+    ledger = Ledger()
+    for seq in range(WINDOW):
+        assert not ledger.overflows("w")
+        ledger.record("w", Held(push_id(0, seq)))
+    assert ledger.overflows("w")
+    assert not ledger.overflows("v")
 
 
 def test_t9_the_ledger_lists_what_is_applied_to_one_table() -> None:
@@ -113,7 +116,8 @@ def test_t21_a_clock_closes_in_rank_order_whatever_the_order_of_arrival() -> Non
     closing = Closing(num_followers=0)
     for worker in (2, 0, 1):
         closing.hold(push_id(worker, 0), 0)
-    assert closing.close(((0, 0), (1, 0), (2, 0))) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [])
+    everyone = Decision(((0, 0), (1, 0), (2, 0)))
+    assert closing.close(everyone) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [], [])
     assert closing.clock == 1
 
 
@@ -123,20 +127,33 @@ def test_t33_who_does_not_contribute_is_refused_also_a_former_life() -> None:
     closing.hold(push_id(1, 0, incarnation=0), 0)
     closing.hold(push_id(1, 0, incarnation=1), 0)
     closing.hold(push_id(0, 1), 1)
-    applied, refused = closing.close(((1, 1),))
+    applied, withdrawn, late = closing.close(Decision(((1, 1),)))
     assert applied == [push_id(1, 0, incarnation=1)]
-    assert refused == [push_id(0, 0), push_id(1, 0)]
-    assert closing.close(((0, 0),)) == ([push_id(0, 1)], [])
+    assert withdrawn == []
+    assert late == [push_id(0, 0), push_id(1, 0)]
+    assert closing.close(Decision(((0, 0),))) == ([push_id(0, 1)], [], [])
 
 
-def test_a_withdrawn_worker_does_not_contribute_to_that_clock() -> None:
+def test_a_withdrawn_push_is_left_out_of_its_clock_and_others_of_its_worker_are_not() -> None:
     closing = Closing(num_followers=0)
-    closing.withdraw(1, 0, 0)
-    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0),)
-    closing.close(((0, 0),))
-    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0), (1, 0))
-    closing.withdraw(1, 0, 0)  # too late to matter
-    assert closing.decide([(0, 0), (1, 0)]) == ((0, 0), (1, 0))
+    for seq in (0, 1):
+        closing.hold(push_id(1, seq), 0)
+    assert closing.withdraw(1, 0, 0, 1)
+    decision = closing.decide([(0, 0), (1, 0)])
+    assert decision == Decision(((0, 0), (1, 0)), ((1, 0, 1),))
+    assert closing.close(decision) == ([push_id(1, 0)], [push_id(1, 1)], [])
+    assert closing.withdraw(1, 0, 0, 1)  # too late to matter
+    assert closing.decide([(0, 0), (1, 0)]) == Decision(((0, 0), (1, 0)))
+
+
+def test_a_push_is_withdrawn_from_a_clock_however_far_ahead_and_too_many_are_not_taken() -> None:
+    closing = Closing(num_followers=0)
+    assert closing.withdraw(1, 0, 10**6, 0)
+    closing.clock = 10**6
+    assert closing.decide([(1, 0)]).withdrawn == ((1, 0, 0),)
+    assert all(closing.withdraw(1, 0, 10**6, seq) for seq in range(MAX_WITHDRAWN))
+    assert not closing.withdraw(1, 0, 10**6, MAX_WITHDRAWN)
+    assert closing.withdraw(0, 0, 10**6, 0)  # each worker has its own number
 
 
 def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None:
@@ -146,13 +163,13 @@ def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None
     assert closing.followers_of(0) == [1, 2]
     closing.close(closing.decide([(0, 0)]))
     assert closing.follow(1, 1) is None
-    assert closing.follow(2, 0) == ((0, 0),)  # asked again: its answer was lost
+    assert closing.follow(2, 0) == Decision(((0, 0),))  # asked again: its answer was lost
     assert closing.follow(2, 1) is None
     assert closing.follow(2, 0) is None  # a late copy; nobody needs the decision any more
 
 
 def test_a_clock_from_before_the_table_had_nobody() -> None:
-    assert Closing(num_followers=1, clock=3).follow(1, 1) == ()
+    assert Closing(num_followers=1, clock=3).follow(1, 1) == Decision(())
 
 
 def test_the_pushes_of_the_dead_are_dropped_once() -> None:
@@ -162,7 +179,7 @@ def test_the_pushes_of_the_dead_are_dropped_once() -> None:
     closing.hold(push_id(1, 0), 0)
     assert closing.drop(0, 0) == [push_id(0, 0), push_id(0, 1)]
     assert closing.drop(0, 0) == []
-    assert closing.close(((1, 0),)) == ([push_id(1, 0)], [])
+    assert closing.close(Decision(((1, 0),))) == ([push_id(1, 0)], [], [])
 
 
 # -- outbox ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.consistency import backup, bsp
+from paceline.core.consistency import backup, bsp, ssp
 from paceline.core.effects import Advanced, Apply, Discard, Tell
 from paceline.core.events import Declared, Died, Timeout
 from paceline.core.messages import Closed, Fetched, Follow, Join, PushRefused
@@ -126,3 +126,23 @@ def test_a_restarted_worker_contributes_with_its_new_life_only() -> None:
     lead.handle(tick(0, 1), 0.0)
     effects = lead.handle(tick(1, 1, incarnation=1), 0.0)
     assert of(effects, Apply) == [Apply("w", (push_id(0, 0), push_id(1, 0, 1)))]
+
+
+def test_a_question_about_a_table_that_the_lead_has_yet_to_hear_of_is_answered_when_it_has() -> None:
+    lead = ServerCore(ServerSettings(0, 2, workers=(0,)), started=0.0)
+    lead.handle(Join(sender(0)), 0.0)
+    assert lead.handle(FOLLOW_0, 0.0) == []
+    lead.handle(Declared("w", bsp()), 0.0)
+    lead.handle(push(0, 0, 0), 0.0)
+    assert of(lead.handle(tick(0, 1), 0.0), Tell) == [Tell(1, Closed(1, "w", 0, ((0, 0),)))]
+
+
+def test_a_worker_that_joins_behind_closed_clocks_counts_as_finished_with_them() -> None:
+    core = make_server(backup(1), workers=(0, 1, 2))
+    core.handle(Declared("s", ssp(0)), 0.0)
+    for worker in (0, 1):
+        core.handle(tick(worker, 3), 0.0)
+    core.handle(Join(sender(3)), 0.0)  # told to begin at clock 3
+    assert said(core.handle(pull(0, 1, 3, needs=3, table="s"), 0.0), Fetched) == []
+    effects = core.handle(Died(2, 0, "killed"), 0.0)  # the only one that has yet to finish them
+    assert [m.clock for m in said(effects, Fetched)] == [3]

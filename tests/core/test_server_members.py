@@ -4,7 +4,7 @@ from tests.core.cores import make_server, of, pull, push, push_id, said, sender,
 
 from paceline.core.consistency import asynchronous, backup, bsp, ssp
 from paceline.core.effects import Apply, Discard, Membership, Reply, Serve
-from paceline.core.events import Declared, Died, Disconnected, Timeout
+from paceline.core.events import Declared, Died, Disconnected, Timeout, Woke
 from paceline.core.messages import (
     Applied,
     Fetched,
@@ -191,3 +191,13 @@ def test_a_push_refused_at_a_close_goes_to_the_life_that_made_it() -> None:
     core.handle(tick(0, 1), 0.0)
     effects = core.handle(tick(1, 1), 0.0)
     assert [(e.worker, e.incarnation) for e in of(effects, Reply) if isinstance(e.message, PushRefused)] == [(2, 0)]
+
+
+def test_l6_a_server_that_has_not_run_for_a_while_gives_those_it_could_not_hear_their_lease_anew() -> None:
+    core = make_server(ssp(1))
+    core.handle(Disconnected(0, 0), 0.0)
+    assert core.handle(Woke(), 20.0) == []
+    assert core.handle(Timeout(), 24.9) == []
+    core.handle(Join(sender(0)), 24.9)
+    assert core.handle(Timeout(), 100.0) == []
+    assert core.members == [0, 1]

@@ -3,11 +3,12 @@
 import pytest
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
-from paceline.core.effects import Apply, Discard, Hold, Reply
-from paceline.core.events import Declared, Spoiled
+from paceline.core.closing import MAX_WITHDRAWN
+from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+from paceline.core.effects import Apply, Discard, Hold, Reply, Tell
+from paceline.core.events import Declared, Spoiled, Timeout
 from paceline.core.ledger import WINDOW
-from paceline.core.messages import Applied, Clock, Held, PushRefused, WorkerRefused
+from paceline.core.messages import Applied, Clock, Follow, Held, PushRefused, WorkerRefused
 from paceline.errors import ProtocolBug
 
 
@@ -93,10 +94,24 @@ def test_t19_a_withdrawn_part_keeps_the_worker_out_of_the_clock_on_every_server(
     lead = make_server(bsp(), num_servers=2)
     for worker in (0, 1):
         lead.handle(push(worker, 0, 0), 0.0)
-    lead.handle(tick(0, 1, ("w", 0)), 0.0)
+    lead.handle(tick(0, 1, ("w", 0, 0)), 0.0)
     effects = lead.handle(tick(1, 1), 0.0)
     assert of(effects, Apply) == [Apply("w", (push_id(1, 0),))]
     assert [m.id for m in said(effects, PushRefused)] == [push_id(0, 0)]
+
+
+def test_e4_a_sound_push_is_applied_though_its_sibling_of_the_same_clock_is_withdrawn() -> None:
+    lead, follower = (make_server(bsp(), server=server, num_servers=2) for server in (0, 1))
+    for core in (lead, follower):
+        for seq in (0, 1):
+            core.handle(push(0, seq, 0), 0.0)
+    lead.handle(Follow(1, 1, "w", 0), 0.0)
+    lead.handle(tick(0, 1, ("w", 0, 1)), 0.0)
+    effects = lead.handle(tick(1, 1), 0.0)
+    (told,) = of(effects, Tell)
+    for done in (effects, follower.handle(told.message, 0.0)):
+        assert of(done, Apply) == [Apply("w", (push_id(0, 0),))]
+        assert [(m.id.seq, "another server refused" in m.reason) for m in said(done, PushRefused)] == [(1, True)]
 
 
 def test_a_push_of_an_unknown_table_is_refused_with_the_names_that_exist() -> None:
@@ -107,8 +122,43 @@ def test_a_push_of_an_unknown_table_is_refused_with_the_names_that_exist() -> No
 
 def test_r4_too_many_unsettled_pushes_end_in_a_refusal_of_the_worker() -> None:
     core = make_server(ssp(1))
+    for seq in range(WINDOW):
+        core.handle(push(0, seq, 0), 0.0)
     (refused,) = said(core.handle(push(0, WINDOW, 0), 0.0), WorkerRefused)
-    assert f"more than {WINDOW} unsettled pushes" in refused.reason
+    assert f"more than {WINDOW} unsettled pushes of table 'w'" in refused.reason
+    for seq in range(WINDOW, 2 * WINDOW):  # nor may a name that does not exist make the server remember more
+        core.handle(push(0, seq, 0, table=f"no {seq}"), 0.0)
+    assert said(core.handle(push(0, 2 * WINDOW, 0, table="no"), 0.0), WorkerRefused)
+
+
+def test_a_push_that_is_held_costs_a_worker_no_push_of_another_table() -> None:
+    core = make_server(bsp())
+    core.handle(Declared("a", asynchronous()), 0.0)
+    core.handle(push(0, 0, 0), 0.0)
+    for seq in range(1, 2 * WINDOW):
+        assert of(core.handle(push(0, seq, 0, table="a", settled=seq), 0.0), Apply)
+    assert len(core.lives.current(0).ledger) == 2  # type: ignore[union-attr]
+    assert said(core.handle(push(0, 0, 0), 0.0), Held)
+
+
+def test_a_withdrawal_however_far_ahead_is_kept_and_too_many_end_the_worker_not_the_clock() -> None:
+    far = Consistency(bound=None, visible="on_clock")
+    core = make_server(far, num_servers=2)
+    core.handle(push(0, 0, 20_000), 0.0)
+    core.handle(tick(0, 20_001, ("w", 20_000, 0)), 0.0)
+    effects = core.handle(tick(1, 20_001), 0.0)
+    while core.clock_of("w") <= 20_000:
+        effects += core.handle(Follow(1, 1, "w", core.clock_of("w")), 0.0)
+        effects += core.handle(Timeout(), 0.0)
+    assert of(effects, Apply) == []
+    assert [m.reason for m in said(effects, PushRefused)] == [
+        "another server refused its part of this push of table 'w', clock 20000"
+    ]
+    core.handle(push(0, 1, 30_000), 0.0)
+    effects = core.handle(tick(0, 30_001, *(("w", 25_000, seq) for seq in range(MAX_WITHDRAWN + 1))), 0.0)
+    assert "are withdrawn from open clocks" in said(effects, WorkerRefused)[0].reason
+    assert of(effects, Discard) == [Discard(push_id(0, 1))]
+    assert core.members == [1]
 
 
 def test_r4_the_ledger_stays_small_over_ten_thousand_pushes() -> None:

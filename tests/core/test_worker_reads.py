@@ -4,8 +4,8 @@ from tests.core.cores import make_worker, of, pull, said, sender, tick
 
 from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Fail, Install, ReadDone, Send
-from paceline.core.events import Arrived, Timeout, WantClock, WantPush, WantRead
-from paceline.core.messages import Clock, Delivered, Fetched, Pull, PullRefused, Push, Taken
+from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantPush, WantRead
+from paceline.core.messages import Clock, Delivered, Fetched, Join, Pull, PullRefused, Push, Taken
 
 
 def fetched(request: int, clock: int, version: int = 0, *, settled: int = 0, includes: tuple[int, ...] = ()) -> Fetched:
@@ -166,3 +166,19 @@ def test_a_lost_pull_is_repeated_to_the_letter() -> None:
     core = make_worker()
     core.handle(WantRead("w"), 0.0)
     assert core.handle(Timeout(), 1.0) == [Send(0, pull(0, 1, 0, needs=0))]
+
+
+def test_a_read_waits_for_slow_workers_however_often_it_is_repeated() -> None:
+    core = make_worker(ssp(0), max_attempts=3)
+    core.handle(WantRead("w"), 0.0)
+    effects = [effect for _ in range(50) for effect in core.handle(Timeout(), core.next_deadline() or 0.0)]
+    assert of(effects, Fail) == []
+    assert len(said(effects, Pull)) == 50
+
+
+def test_a_read_that_takes_the_place_of_an_older_one_is_repeated_after_the_pushes_between() -> None:
+    core = make_worker(asynchronous())
+    for wish in (WantRead("w"), WantPush("w"), WantRead("w")):
+        core.handle(wish, 0.0)
+    again = [effect.message for effect in of(core.handle(Connected(0), 0.0), Send)]
+    assert [type(message) for message in again] == [Join, Push, Pull]

@@ -170,7 +170,7 @@ if os.environ["PACELINE_RANK"] == "1":
 @pytest.mark.parametrize(
     ("transport", "stranger", "message"),
     [
-        ("tcp", WRONG_TOKEN, r"closed the connection instead of proving itself: the token or the job '\w+' is not"),
+        ("tcp", WRONG_TOKEN, r"refused the proof of our token: the token or the job '\w+' is not"),
         ("shm", OTHER_VERSION, r"speaks wire version 1, expected 99: install the same paceline on both sides"),
     ],
     ids=["wrong token", "other version"],

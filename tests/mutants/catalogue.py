@@ -40,14 +40,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tick before every server has the pushes",
         WORKER,
-        "ready = min(unseen, default=self.clock)",
-        "ready = max(unseen, default=self.clock)",
+        "ready = min((clock for clock in self._unseen",
+        "ready = max((clock for clock in self._unseen",
     ),
     Mutant(
         "tick although pushes are on their way",
         WORKER,
-        "if p.unseen and p.push.clock < self.clock",
-        "if p.unseen and p.push.clock < self._ticked",
+        "for clock in self._unseen if clock < self.clock",
+        "for clock in self._unseen if clock < self._ticked",
     ),
     # -- waiting and releasing ---------------------------------------------------------------------------------------
     Mutant(
@@ -77,10 +77,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an overdue lease is never noticed", MEMBERSHIP, "life.lease_until <= now", "life.lease_until < 0"),
     Mutant("a lost question to the lead is not repeated", SERVER, "table.ask_lead_at <= now", "table.ask_lead_at < 0"),
     # -- once, and acknowledged after that ---------------------------------------------------------------------------
-    Mutant("no dedup", LEDGER, "return entry[1] if entry else None", "return None"),
-    Mutant("the ledger forgets one too many", LEDGER, "if seq >= settled}", "if seq > settled}"),
-    Mutant("a late copy is taken for a new push", LEDGER, "return push.id.seq < self.settled", "return False"),
-    Mutant("the ledger never forgets", LEDGER, "if settled > self.settled:", "if settled > self.settled + 10**9:"),
+    Mutant("no dedup", LEDGER, "return self._answers.get(push.id.seq)", "return None"),
+    Mutant("the ledger forgets one too many", LEDGER, "kept.seqs[0] < settled and", "kept.seqs[0] <= settled and"),
+    Mutant(
+        "a late copy is taken for a new push",
+        LEDGER,
+        "return push.id.seq < self.settled_in(push.table)",
+        "return False",
+    ),
+    Mutant("the ledger never forgets", LEDGER, "if settled > kept.settled:", "if settled > kept.settled + 10**9:"),
     Mutant(
         "acknowledged on receipt",
         SERVER,
@@ -105,19 +110,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "            effects.append(Send(server, entry.message, entry.bare))\n",
     ),
     Mutant("a first push sent without its tensor", OUTBOX, "bare: bool = False", "bare: bool = True"),
-    Mutant("unbounded retry", WORKER, "if entry.attempts > self.settings.max_attempts:", "if entry.attempts < 0:"),
+    Mutant(
+        "unbounded retry", WORKER, "if entry.attempts > self.settings.max_attempts and", "if entry.attempts < 0 and"
+    ),
     Mutant("leave before everything is settled", WORKER, "if self._leaving and not self._pushed:", "if self._leaving:"),
     Mutant(
         "says that held pushes are in the values",
         LEDGER,
-        "if own == table and isinstance(answer, Applied)",
-        "if own == table",
+        "if isinstance(self._answers[seq], Applied)",
+        "if self._answers[seq]",
     ),
     Mutant(
         "says that no unsettled push is in the values",
         LEDGER,
-        "if own == table and isinstance(answer, Applied)",
-        "if own == table and isinstance(answer, PushRefused)",
+        "if isinstance(self._answers[seq], Applied)",
+        "if isinstance(self._answers[seq], PushRefused)",
     ),
     Mutant(
         "an update does not count as a version",
@@ -201,14 +208,27 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "values served before the update is applied",
         SERVER,
-        "        applied, refused = table.closing.close(contributors)\n",
-        "        applied, refused = table.closing.close(contributors)\n        self._release(name, table, effects)\n",
+        "        applied, withdrawn, late = table.closing.close(decision)\n",
+        "        applied, withdrawn, late = table.closing.close(decision)\n"
+        "        self._release(name, table, effects)\n",
     ),
     Mutant(
         "a part refused elsewhere is summed here",
         WORKER,
-        "self._withdrawn.add((pushed.push.table, pushed.push.clock))",
+        "self._withdrawn.add((pushed.push.table, pushed.push.clock, answer.id.seq))",
         "pass",
+    ),
+    Mutant(
+        "what is withdrawn is forgotten when one server has heard of it",
+        WORKER,
+        "if all(self._outbox.message((s,",
+        "if any(self._outbox.message((s,",
+    ),
+    Mutant(
+        "a joiner does not count as finished with the clocks before it",
+        SERVER,
+        "        self._clocks.advance(sender.worker, clock)\n",
+        "",
     ),
     Mutant(
         "a follower drops what the lead may have counted",

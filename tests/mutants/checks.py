@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.core.cores import make_server, make_worker, of, pull, push, said, sender, tick
+from tests.core.cores import make_server, make_worker, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
+from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Apply, Fail, Serve
 from paceline.core.events import (
     Arrived,
     Connected,
+    Declared,
     Died,
     Disconnected,
     Timeout,
@@ -19,7 +20,7 @@ from paceline.core.events import (
     WantPush,
     WantRead,
 )
-from paceline.core.messages import Clock, Closed, Delivered, Fetched, Join, Joined, Taken, Ticked
+from paceline.core.messages import Clock, Closed, Delivered, Fetched, Held, Join, Joined, PushRefused, Taken, Ticked
 
 
 def generations() -> None:
@@ -123,6 +124,26 @@ def jumps() -> None:
     assert core.clock == 4
 
 
+def withdrawals() -> None:
+    core = make_worker(Consistency(bound=None, visible="on_clock"), num_servers=2)
+    core.handle(WantPush("w"), 0.0)
+    core.handle(WantClock(), 0.0)
+    core.handle(Arrived(0, Held(push_id(0, 0))), 0.0)
+    core.handle(Arrived(1, PushRefused(push_id(0, 0), "nan")), 0.0)
+    core.handle(Arrived(1, Ticked(1)), 0.0)
+    assert said(core.handle(WantClock(), 0.0), Clock)[0].withdrawn
+
+
+def joiners() -> None:
+    core = make_server(backup(1), workers=(0, 1, 2))
+    core.handle(Declared("s", ssp(0)), 0.0)
+    for worker in (0, 1):
+        core.handle(tick(worker, 3), 0.0)
+    core.handle(Join(sender(3)), 0.0)
+    core.handle(pull(0, 1, 3, needs=3, table="s"), 0.0)
+    assert said(core.handle(Died(2, 0, "killed"), 0.0), Fetched)
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     generations,
     attempts,
@@ -138,4 +159,6 @@ CHECKS: tuple[Callable[[], None], ...] = (
     torn_clocks,
     ticks,
     jumps,
+    withdrawals,
+    joiners,
 )

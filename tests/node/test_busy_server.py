@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.node.client import member, serve_table
+import pytest
+from tests.node.client import client, member, serve_table
 from tests.node.cluster import cluster
 
 from paceline.core.closing import MAX_AT_ONCE
-from paceline.core.messages import Clock, Sender, Ticked
+from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
+from paceline.core.server import ServerCore
+from paceline.node.inbox import Inbox
 from paceline.node.orders import Holdings
+from paceline.node.server import ServerNode
+from paceline.node.wire import Hello
 
 FAR = 3 * MAX_AT_ONCE
 PATIENCE_S = 10.0
+LEASE_S = 0.2
 
 
 def test_what_is_due_is_done_although_there_is_always_something_to_take_in(tmp_path: Path) -> None:
@@ -35,3 +42,60 @@ def test_what_is_due_is_done_although_there_is_always_something_to_take_in(tmp_p
         worker.hear(Ticked)
         assert has_ended.wait(2 * PATIENCE_S)
     assert clocks == [FAR]
+
+
+def test_l6_a_worker_whose_return_waits_in_the_queue_when_its_lease_ends_is_not_given_up(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        [server] = servers.servers
+        with member(servers, 0):
+            pass
+        _until(server, lambda core: core.lives.next_deadline() is not None)  # its lease runs
+        is_back = threading.Event()
+        server.do(lambda _: is_back.wait(PATIENCE_S))  # a long update, say
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            while not server._inbox.num_waiting() or not _is_over(server):
+                threading.Event().wait(LEASE_S / 10)
+            is_back.set()
+            again.hear(Joined)
+            again.say(Clock(Sender(1, 0, 0), 1))
+            again.hear(Ticked)
+
+
+def test_l6_time_in_which_the_server_has_not_run_is_not_held_against_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.node.server._OVERSLEPT_S", LEASE_S / 2)
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        with member(servers, 0):
+            pass
+        wait, slept = Inbox.get, threading.Event()
+
+        def oversleep(inbox: Inbox, timeout_s: float | None) -> object | None:
+            item = wait(inbox, timeout_s)
+            if item is None and not slept.is_set():
+                threading.Event().wait(2 * LEASE_S)  # as if it had been stopped
+                slept.set()
+            return item
+
+        monkeypatch.setattr(Inbox, "get", oversleep)
+        assert slept.wait(PATIENCE_S)
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            again.hear(Joined)
+
+
+def _is_over(server: ServerNode) -> bool:
+    deadline = server._core.next_deadline()
+    return deadline is not None and deadline < time.monotonic()
+
+
+def _until(server: ServerNode, holds: Callable[[ServerCore], bool]) -> None:
+    """Wait until the server's core is as it shall be."""
+    done = threading.Event()
+
+    def look(holdings: Holdings) -> None:
+        done.set() if holds(holdings.core) else server.do(look)
+
+    server.do(look)
+    assert done.wait(PATIENCE_S)

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,16 @@ def test_a_push_that_makes_no_sense_is_refused_with_the_reason(
         assert pytest.approx(read(reader, 1)) == [0.0] * NUMEL
         assert servers.num_waiting() == 0
         assert re.search(reason, refused.reason)
+
+
+def test_e8_over_tcp_no_worker_is_believed_that_it_has_looked_for_nan(tmp_path: Path) -> None:
+    with cluster("tcp", tmp_path, num_servers=1) as servers, member(servers, 1) as liar:
+        serve_table(liar)
+        spoiled = as_body(torch.tensor([1.0, math.nan, 1.0, 1.0]))
+        liar.say(replace(push(0), screened=True), spoiled)
+        refused, _ = liar.hear(PushRefused)
+        assert "1 of its 4 elements on server 0 are NaN or infinite" in refused.reason
+        assert servers.values("w").isfinite().all()
 
 
 def test_a_push_for_a_closed_clock_is_refused(tmp_path: Path) -> None:

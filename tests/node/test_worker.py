@@ -1,18 +1,22 @@
 """A worker's own side: whatever happens, whoever waits is told, and what broke is made again."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from tests.node.cluster import CARRIERS, cluster, counts_of, open_table, read_values, table
 
-from paceline.core.messages import Sender
+from paceline.core.effects import ServerEffect
+from paceline.core.messages import Push, Sender
+from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
 from paceline.transport import Credentials, FaultPlan, TcpTransport
+from paceline.transport.security import TokenHandshake
 
 
 def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -93,6 +97,41 @@ def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_the
         node.leave()
 
 
+def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("paceline.core.ledger.WINDOW", "paceline.core.worker.WINDOW"):
+        monkeypatch.setattr(place, 20)
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
+        open_table(node, table("held", 4, "bsp"))
+        open_table(node, table("free", 4, "asynchronous"))
+        pushed = node.push("held", torch.ones(4), count=1.0)
+        for _ in range(60):
+            assert node.push("free", torch.ones(4), count=1.0).result(timeout=10).applied
+        for _ in range(19):
+            node.push("held", torch.ones(4), count=1.0)
+        with pytest.raises(UsageError, match=r"has made .* pushes of table 'held' in clock 0"):
+            node.push("held", torch.ones(4), count=1.0)
+        node.tick()
+        assert pushed.result(timeout=10).applied
+
+
+def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1, num_servers=3) as servers, servers.joined(0) as node:
+        for name, policy in (("a", "asynchronous"), ("b", "bsp")):
+            open_table(node, table(name, 192, policy))
+            servers.servers[1]._shelf.broken[name] = "it is broken"
+            pushed = node.push(name, torch.ones(192), count=1.0)
+            node.tick()
+            outcome = pushed.result(timeout=10)
+            assert not outcome.applied
+            if policy == "bsp":
+                assert (outcome.reason, outcome.applied_on) == ("it is broken", ())
+                assert not servers.values(name).any()
+            else:
+                told = "server 1 refused its part: it is broken; it is applied on server 0, 2, and stays there"
+                assert (outcome.reason, outcome.applied_on) == (told, (0, 2))
+                assert [server._shelf.shards[name].values.sum() for server in servers.servers] == [64, 0, 64]
+
+
 def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))
@@ -154,6 +193,50 @@ def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tm
 
         assert servers.values("w").tolist() == [16.0] * 4
         assert counts_of(servers.transport).cut >= 10
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_e7_a_push_made_while_a_connection_comes_back_follows_those_that_are_repeated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, arrived = ServerCore.handle, list[int]()
+
+    def note(core: ServerCore, event: ServerEvent, now: float) -> list[ServerEffect]:
+        if isinstance(event, Push):
+            arrived.append(event.id.seq)
+        return handle(core, event, now)
+
+    monkeypatch.setattr(ServerCore, "handle", note)
+    with cluster(kind, tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        [link] = node._links
+        with node._changed:
+            link._post.connection.close()
+            node.push("w", torch.ones(4), count=1.0)  # lost
+            until_s = time.monotonic() + 10
+            while link.hello.connection < 2 and time.monotonic() < until_s:
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.02)  # the reader has the new connection, and waits for the lock
+            node.push("w", torch.ones(4), count=1.0)
+        node.settle()
+    assert arrived[:2] == [0, 1]
+
+
+def test_a_cut_while_a_connection_is_made_again_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, num_checked = TokenHandshake._token_behind, [0]
+
+    def cut_the_second(handshake: TokenHandshake, proof: bytes, transcript: bytes) -> bytes | None:
+        num_checked[0] += 1
+        if num_checked[0] == 2:
+            raise EOFError  # as when the line breaks before the server has proven itself
+        return check(handshake, proof, transcript)
+
+    monkeypatch.setattr(TokenHandshake, "_token_behind", cut_the_second)
+    with cluster("tcp", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        node._links[0]._post.connection.close()
+        assert node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+    assert num_checked == [3]
 
 
 def test_a_closed_worker_refuses_to_go_on_and_may_be_closed_again(tmp_path: Path) -> None:

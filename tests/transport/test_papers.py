@@ -163,7 +163,7 @@ def test_a_proof_cannot_be_passed_on_by_who_sits_in_between(listener: Listener, 
         ):
             pool.submit(pass_on, near, far)
             pool.submit(pass_on, far, near)
-            with pytest.raises(AuthenticationFailed, match="closed the connection instead of proving itself"):
+            with pytest.raises(AuthenticationFailed, match="refused the proof of our token"):
                 client.result()
     assert nobody_was_let_in(listener)
     assert "did not prove that it belongs to this job" in told[0]

@@ -25,6 +25,7 @@ from tests.transport.wire import (
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.transport import Credentials, Limits, Listener, TcpTransport
+from paceline.transport.security import REFUSAL
 
 
 @pytest.fixture
@@ -69,11 +70,11 @@ def test_an_honest_client_by_the_book_is_let_in(listener: Listener) -> None:
             assert server.identity == b"worker 3"
 
 
-def test_without_a_proof_nothing_is_learned_but_the_version(listener: Listener) -> None:
+def test_without_a_proof_nothing_is_learned_but_the_version_and_that_it_does_not_hold(listener: Listener) -> None:
     with open_raw(listener.address) as client:
         client.sendall(hello() + bytes(32))
         said = read_to_end(client)
-    assert len(said) == GREETING_BYTES
+    assert (len(said), said[GREETING_BYTES:]) == (GREETING_BYTES + len(REFUSAL), REFUSAL)
     assert nobody_was_let_in(listener)
 
 
@@ -90,7 +91,7 @@ def test_no_noise_gets_in(listener: Listener, noise: bytes) -> None:
         client.sendall(noise)
         with suppress(OSError):  # refused already
             client.shutdown(socket.SHUT_WR)
-        assert len(read_to_end(client)) <= GREETING_BYTES
+        assert read_to_end(client)[GREETING_BYTES:] in (b"", REFUSAL)
     assert nobody_was_let_in(listener)
 
 
@@ -104,7 +105,7 @@ def test_replayed_handshake_fails(listener: Listener) -> None:
         listener.accept(timeout_s=5).close()
     with open_raw(listener.address) as replayer:
         replayer.sendall(hello(b"worker 3") + recorded)
-        assert len(read_to_end(replayer)) == GREETING_BYTES
+        assert read_to_end(replayer)[GREETING_BYTES:] == REFUSAL
     assert nobody_was_let_in(listener)
 
 
@@ -113,7 +114,7 @@ def test_proof_does_not_pass_for_another_identity(listener: Listener) -> None:
         client.sendall(hello(b"worker 4"))
         nonce = read_exactly(client, GREETING_BYTES)[-32:]
         client.sendall(proof(b"client", b"worker 3", NONCE, nonce))
-        assert read_to_end(client) == b""
+        assert read_to_end(client) == REFUSAL
     assert nobody_was_let_in(listener)
 
 
@@ -180,6 +181,19 @@ def test_server_that_hangs_up_is_named(transport: TcpTransport) -> None:
         server.accept()[0].close()
         with pytest.raises(PeerError, match="closed the connection during the handshake"):
             client.result()
+
+
+def test_a_connection_that_is_cut_before_the_servers_proof_is_no_refusal(transport: TcpTransport) -> None:
+    with raw_server() as (server, address), ThreadPoolExecutor(1) as pool:
+        client = pool.submit(transport.connect, address, b"", timeout_s=5)
+        sock, _ = server.accept()
+        with sock:
+            read_exactly(sock, len(hello()))
+            sock.sendall(greeting())
+            read_exactly(sock, 32)
+        with pytest.raises(PeerError, match="closed the connection during the handshake") as raised:
+            client.result()
+        assert not isinstance(raised.value, AuthenticationFailed)
 
 
 def test_slow_client_is_closed_at_the_deadline() -> None:

@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +19,10 @@ from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageEr
 from paceline.transport import Limits, TcpTransport
 from paceline.transport.channel import SocketChannel
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
+from paceline.transport.silence import Silence
 from paceline.transport.stream import StreamConnection
+
+ROOT = Path(__file__).parents[2]
 
 
 def served_by_hand(listener_limits: Limits | None = None) -> tuple[socket.socket, StreamConnection]:
@@ -187,6 +192,80 @@ def test_silence_noticed_by_the_kernel_is_a_loss_and_no_deadline(monkeypatch: py
         monkeypatch.setattr(SocketChannel, "read_some", silent)
         with pytest.raises(ConnectionLost, match="fell silent"):
             server.receive(timeout_s=5)
+
+
+def user_timeout_ms(connection: StreamConnection) -> int:
+    sock = connection._channel._socket  # type: ignore[attr-defined]
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
+def test_a_peer_that_is_stopped_while_a_large_frame_is_under_way_is_not_given_up_by_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.transport.silence._PAUSE_S", 0.0)
+    transport, body = TcpTransport(CREDENTIALS), memoryview(bytes(32 << 20))
+    with closing(transport.listen("127.0.0.1:0")) as listener, ThreadPoolExecutor(1) as pool:
+        near = transport.connect(listener.address, b"", timeout_s=5)
+        with closing(near), closing(listener.accept(timeout_s=5)) as far:
+            sent = pool.submit(near.send, b"large", body, timeout_s=60)  # the other end reads nothing, as if stopped
+            for _ in range(20):
+                with pytest.raises(DeadlineExceeded):
+                    near.receive(timeout_s=0.02)
+                assert user_timeout_ms(near) == 0
+            assert not sent.done()
+            assert far.receive(timeout_s=30).body == body
+            sent.result(timeout=5)
+
+
+@pytest.mark.campaign
+def test_a_process_that_is_stopped_for_twenty_seconds_gets_its_large_frame() -> None:
+    code = (
+        "from paceline.transport import TcpTransport; from tests.transport.carriers import CREDENTIALS\n"
+        "listener = TcpTransport(CREDENTIALS).listen('127.0.0.1:0'); print(listener.address, flush=True)\n"
+        "connection = listener.accept(timeout_s=30); input()\n"
+        "print(len(connection.receive(timeout_s=60).body), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child, ThreadPoolExecutor(1) as pool:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        connection = TcpTransport(CREDENTIALS).connect(child.stdout.readline().strip(), b"", timeout_s=30)
+        with closing(connection):
+            os.kill(child.pid, signal.SIGSTOP)
+            sent = pool.submit(connection.send, b"large", memoryview(bytes(64 << 20)), timeout_s=120)
+            with pytest.raises(DeadlineExceeded):
+                connection.receive(timeout_s=20)
+            os.kill(child.pid, signal.SIGCONT)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == f"{64 << 20}\n"
+            sent.result(timeout=10)
+
+
+def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.transport.silence._PAUSE_S", 0.0)
+
+    class Line:
+        """A socket whose kernel says how often it has said something again, and asked at a closed window."""
+
+        said_again, asked_again, timeout_ms = 0, 0, 0
+
+        def getsockopt(self, level: int, option: int, size: int) -> bytes:
+            assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+            return bytes([1, 0, self.said_again, self.asked_again])[:size]
+
+        def setsockopt(self, level: int, option: int, value: int) -> None:
+            assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            self.timeout_ms = value
+
+    line = Line()
+    silence = Silence(line)  # type: ignore[arg-type]
+    seen: list[int] = []
+    for line.said_again, line.asked_again in ((0, 0), (0, 2), (1, 0), (5, 0), (0, 0), (0, 3), (0, 1)):
+        silence.look()
+        seen.append(line.timeout_ms)
+    assert seen == [0, 0, 10_000, 10_000, 0, 10_000, 0]
 
 
 def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> None:

@@ -7,16 +7,28 @@ first server, the lead, all parts of that worker's update are safe. The lead alo
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.messages import PushId
 
-Contributors = tuple[tuple[int, int], ...]
-
 # The lead decides no more clocks than this before all other servers have followed.
 MAX_LEAD = 1 << 13
+# A worker that has more pushes than this withdrawn from clocks that are still open is a misbehaving peer.
+MAX_WITHDRAWN = 1 << 13
 # By one event no more clocks are closed than this, so that a worker whose clock leaps keeps nobody waiting.
 MAX_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What completes a clock: (worker, incarnation) of all whose pushes are applied, but for those withdrawn.
+
+    `withdrawn` names (worker, incarnation, sequence number) of pushes that some server refused.
+    """
+
+    contributors: tuple[tuple[int, int], ...]
+    withdrawn: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -29,9 +41,11 @@ class Closing:
     # The clock this table began at: earlier ones had nobody who could contribute.
     _began: int = field(init=False)
     _held: dict[int, list[PushId]] = field(default_factory=dict[int, list[PushId]])
-    _withdrawn: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
+    # By open clock, (worker, incarnation, sequence number) of pushes that are not to be applied; and how many by life.
+    _withdrawn: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict[int, set[tuple[int, int, int]]])
+    _num_withdrawn: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
     # Invariant: holds only clocks that some follower has yet to apply.
-    _decided: dict[int, Contributors] = field(default_factory=dict[int, Contributors])
+    _decided: dict[int, Decision] = field(default_factory=dict[int, Decision])
     _following: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
@@ -47,48 +61,61 @@ class Closing:
         """Keep a push until its clock closes."""
         self._held.setdefault(clock, []).append(push_id)
 
-    def withdraw(self, worker: int, incarnation: int, clock: int) -> None:
-        """Exclude a worker from a clock although it ticks: some server refused its part of the update."""
-        if self.clock <= clock <= self.clock + MAX_LEAD:
-            self._withdrawn.add((worker, incarnation, clock))
+    def withdraw(self, worker: int, incarnation: int, clock: int, seq: int) -> bool:
+        """On the lead: apply no part of a push, as some server refused its own; False when there are too many."""
+        if clock < self.clock:
+            return True
+        entries, life = self._withdrawn.setdefault(clock, set()), (worker, incarnation)
+        self._num_withdrawn[life] += (*life, seq) not in entries
+        entries.add((*life, seq))
+        return self._num_withdrawn[life] <= MAX_WITHDRAWN
 
-    def decide(self, finished: list[tuple[int, int]]) -> Contributors:
-        """On the lead: fix the contributors of the current clock from the workers that have finished it."""
-        contributors = tuple(
-            (worker, incarnation)
-            for worker, incarnation in finished
-            if (worker, incarnation, self.clock) not in self._withdrawn
-        )
+    def decide(self, finished: list[tuple[int, int]]) -> Decision:
+        """On the lead: decide what completes the current clock, given the workers that have finished it."""
+        lives = set(finished)
+        withdrawn = sorted(entry for entry in self._withdrawn.get(self.clock, ()) if entry[:2] in lives)
+        decision = Decision(tuple(finished), tuple(withdrawn))
         if self.num_followers:
-            self._decided[self.clock] = contributors
-        return contributors
+            self._decided[self.clock] = decision
+        return decision
 
-    def close(self, contributors: Contributors) -> tuple[list[PushId], list[PushId]]:
-        """Complete the current clock; return (to apply, in rank order then in order of pushing) and (to refuse)."""
-        held = sorted(self._held.pop(self.clock, []))
-        chosen = set(contributors)
-        applied = [push_id for push_id in held if (push_id.worker, push_id.incarnation) in chosen]
-        refused = [push_id for push_id in held if (push_id.worker, push_id.incarnation) not in chosen]
+    def close(self, decision: Decision) -> tuple[list[PushId], list[PushId], list[PushId]]:
+        """Complete the current clock; return pushes to apply, to refuse as withdrawn, and to refuse as late.
+
+        Those to apply are in the order of the ranks, and of pushing.
+        """
+        chosen, gone = set(decision.contributors), set(decision.withdrawn)
+        applied: list[PushId] = []
+        withdrawn: list[PushId] = []
+        late: list[PushId] = []
+        for push_id in sorted(self._held.pop(self.clock, [])):
+            life = (push_id.worker, push_id.incarnation)
+            kind = late if life not in chosen else withdrawn if (*life, push_id.seq) in gone else applied
+            kind.append(push_id)
+        for worker, incarnation, _ in self._withdrawn.pop(self.clock, ()):
+            self._num_withdrawn[worker, incarnation] -= 1
         self.clock += 1
-        self._withdrawn = {entry for entry in self._withdrawn if entry[2] >= self.clock}
-        return applied, refused
+        return applied, withdrawn, late
 
     def drop(self, worker: int, incarnation: int) -> list[PushId]:
         """Give up what a worker that is gone has pushed for clocks that are still open."""
+        if self._num_withdrawn.pop((worker, incarnation), 0):
+            rest = {c: {e for e in own if e[:2] != (worker, incarnation)} for c, own in self._withdrawn.items()}
+            self._withdrawn = {clock: own for clock, own in rest.items() if own}
         dropped: list[PushId] = []
         for clock, ids in self._held.items():
-            gone = [i for i in ids if (i.worker, i.incarnation) == (worker, incarnation)]
-            dropped += gone
+            gone = {i for i in ids if (i.worker, i.incarnation) == (worker, incarnation)}
+            dropped += sorted(gone)
             self._held[clock] = [i for i in ids if i not in gone]
         return dropped
 
-    def follow(self, server: int, clock: int) -> Contributors | None:
-        """On the lead: a server asks who completed `clock`; return them, or None while that is open."""
+    def follow(self, server: int, clock: int) -> Decision | None:
+        """On the lead: a server asks what completed `clock`; return the decision, or None while that is open."""
         self._following[server] = max(clock, self._following.get(server, 0))
         if len(self._following) == self.num_followers:
             done = min(self._following.values())
             self._decided = {c: who for c, who in self._decided.items() if c >= done}
-        return () if clock < self._began else self._decided.get(clock)
+        return Decision(()) if clock < self._began else self._decided.get(clock)
 
     def followers_of(self, clock: int) -> list[int]:
         """On the lead: the servers that wait for the decision on this clock."""

@@ -59,7 +59,12 @@ class Timeout:
     """`next_deadline()` has passed."""
 
 
-ServerHappening = Declared | Changed | Spoiled | Disconnected | Died | Timeout
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """This server has not run for a while and could hear nobody: leases that ended meanwhile begin anew."""
+
+
+ServerHappening = Declared | Changed | Spoiled | Disconnected | Died | Timeout | Woke
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

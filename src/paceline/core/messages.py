@@ -54,7 +54,7 @@ class Leave:
 class Push:
     """An update made during `clock`; its tensor travels beside it.
 
-    All my pushes below `settled` have been answered by everyone, so their answers may be forgotten.
+    All my pushes of this table below `settled` have been answered by every server, so their answers may be forgotten.
     """
 
     id: PushId
@@ -67,12 +67,12 @@ class Push:
 class Clock:
     """I have finished every clock below `clock`, and every server has all pushes that belong to them.
 
-    `withdrawn` names (table, clock) whose push some server refused: no server may apply its part.
+    `withdrawn` names (table, clock, sequence number) of pushes that some server refused: no server may apply its part.
     """
 
     sender: Sender
     clock: int
-    withdrawn: tuple[tuple[str, int], ...] = ()
+    withdrawn: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ class Ticked:
 class Fetched:
     """The values you asked for travel beside this.
 
-    They contain all updates of the clocks below `clock`, `version` updates in total, and of your own pushes
-    exactly those below `settled` and those in `includes`.
+    They contain all updates of the clocks below `clock`, `version` updates in total, and of your own pushes of this
+    table exactly those below `settled` and those in `includes`.
     """
 
     request: int
@@ -209,12 +209,16 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """`clock` of `table` is complete with exactly these contributors, (worker, incarnation) in ascending rank."""
+    """`clock` of `table` is complete with exactly these contributors, (worker, incarnation) in ascending rank.
+
+    Of their pushes those are left out that `withdrawn` names: (worker, incarnation, sequence number).
+    """
 
     generation: int
     table: str
     clock: int
     contributors: tuple[tuple[int, int], ...]
+    withdrawn: tuple[tuple[int, int, int], ...] = ()
 
 
 BetweenServers = Follow | Closed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.messages import FromWorker, Join
+from paceline.core.messages import FromWorker, Join, Pull
 
 # What is asked, of which server; a later message under the same key replaces the earlier one.
 Key = tuple[int, str, int | str]
@@ -21,6 +21,11 @@ class Unanswered:
     attempts: int = 1
     bare: bool = False
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the answer comes once other workers have finished a clock, however long that takes them."""
+        return self.bare or isinstance(self.message, Pull)
+
 
 @dataclass(slots=True)
 class Outbox:
@@ -31,6 +36,7 @@ class Outbox:
 
     def add(self, key: Key, message: FromWorker, now: float) -> None:
         """Expect an answer under this key."""
+        self._unanswered.pop(key, None)  # what replaces an earlier message is said after all that came between
         self._unanswered[key] = Unanswered(message, due=now + self.retry_s)
 
     def answered(self, key: Key) -> bool:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
-from paceline.core.closing import MAX_AT_ONCE, Closing, Contributors
+from paceline.core.closing import MAX_AT_ONCE, MAX_WITHDRAWN, Closing, Decision
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout
+from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout, Woke
 from paceline.core.ledger import WINDOW
 from paceline.core.membership import Life
 from paceline.core.membership import Membership as Lives
@@ -45,6 +45,7 @@ from paceline.errors import ProtocolBug
 ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
+MAX_EARLY = 1 << 12  # questions of followers about tables that are yet to be declared
 
 
 @dataclass(slots=True)
@@ -58,6 +59,8 @@ class ServerCore:
     tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
     _clocks: Clocks = field(init=False)
     _has_more: bool = False  # clocks are to be closed that an event has left
+    # What followers have asked about tables that are yet to be declared here.
+    _early: list[Follow] = field(default_factory=list[Follow])
 
     def __post_init__(self) -> None:
         """Count on the expected workers from the start, so that no early one runs ahead of them."""
@@ -101,6 +104,9 @@ class ServerCore:
                 self._on_died(event, effects)
             case Timeout():
                 self._on_timeout(now, effects)
+            case Woke():
+                for _, life in self.lives.overdue(now):
+                    life.lease_until = now + self.settings.lease_s
         return effects
 
     def next_deadline(self) -> float | None:
@@ -129,20 +135,24 @@ class ServerCore:
         life = self._life_of(push.id.sender, effects)
         if life is None:
             return
-        life.ledger.settle(push.settled)
+        if push.table in self.tables:
+            life.ledger.settle(push.table, push.settled)
         if life.ledger.is_late(push):
-            return
-        if life.ledger.overflows(push):
-            reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes"
-            effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
             return
         known = life.ledger.answer(push)
         if known is not None:
             effects.append(self._to(push.id, known))
-            return
-        self._decide_push(push, spoiled, life, effects)
+        elif life.ledger.overflows(self._filed_under(push.table)):
+            reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes of table '{push.table[:200]}'"
+            effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
+        else:
+            self._decide_push(push, spoiled, effects)
 
-    def _decide_push(self, push: Push, spoiled: str, life: Life, effects: list[ServerEffect]) -> None:
+    def _filed_under(self, table: str) -> str:
+        """Return under which name answers are kept: one for all tables that do not exist, so that it has a bound."""
+        return table if table in self.tables else ""
+
+    def _decide_push(self, push: Push, spoiled: str, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
         table = self.tables.get(push.table)
         if spoiled or table is None:
@@ -164,19 +174,25 @@ class ServerCore:
     ) -> None:
         life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
-            life.ledger.record(table, answer)
+            life.ledger.record(self._filed_under(table), answer)
         effects.append(self._to(push_id, answer))
 
     # -- clocks ------------------------------------------------------------------------------------------------------
 
     def _on_clock(self, event: Clock, effects: list[ServerEffect]) -> None:
         sender = event.sender
-        if self._life_of(sender, effects) is None:
+        life = self._life_of(sender, effects)
+        if life is None:
             return
-        for name, clock in event.withdrawn:
+        for name, clock, seq in () if self._follows else event.withdrawn:
             table = self.tables.get(name)
-            if table is not None and table.closes_clocks:
-                table.closing.withdraw(sender.worker, sender.incarnation, clock)
+            if table is None or not table.closes_clocks:
+                continue
+            if not table.closing.withdraw(sender.worker, sender.incarnation, clock, seq):
+                reason = f"more than {MAX_WITHDRAWN} of its pushes of table '{name}' are withdrawn from open clocks"
+                effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, reason)))
+                self._give_up(sender.worker, life, "died", reason, effects)
+                return
         before = self._clocks.slowest
         self._clocks.advance(sender.worker, event.clock)
         effects.append(Reply(sender.worker, sender.incarnation, Ticked(self._clocks.of(sender.worker))))
@@ -200,41 +216,53 @@ class ServerCore:
                 self._has_more = True
                 return
             finished = self._clocks.past(clock)
-            contributors = table.closing.decide([(worker, self._living(worker).incarnation) for worker in finished])
-            self._close(name, table, contributors, effects)
+            decision = table.closing.decide([(worker, self._living(worker).incarnation) for worker in finished])
+            self._close(name, table, decision, effects)
             for server in table.closing.followers_of(clock):
-                effects.append(Tell(server, Closed(self.settings.generation, name, clock, contributors)))
+                effects.append(Tell(server, self._closed(name, clock, decision)))
 
-    def _close(self, name: str, table: ServedTable, contributors: Contributors, effects: list[ServerEffect]) -> None:
+    def _closed(self, table: str, clock: int, decision: Decision) -> Closed:
+        return Closed(self.settings.generation, table, clock, decision.contributors, decision.withdrawn)
+
+    def _close(self, name: str, table: ServedTable, decision: Decision, effects: list[ServerEffect]) -> None:
         clock = table.closing.clock
-        applied, refused = table.closing.close(contributors)
+        applied, withdrawn, late = table.closing.close(decision)
         if applied:
             effects.append(Apply(name, tuple(applied)))
             table.version += 1
         for push_id in applied:
             self._answer(push_id, name, Applied(push_id), effects)
-        for push_id in refused:
-            effects.append(Discard(push_id))
+        for push_id in withdrawn:
+            reason = f"another server refused its part of this push of table '{name}', clock {clock}"
+            self._refuse_held(push_id, name, reason, effects)
+        for push_id in late:
             reason = f"clock {clock} of table '{name}' was completed without worker {push_id.worker}"
-            self._answer(push_id, name, PushRefused(push_id, reason), effects)
+            self._refuse_held(push_id, name, reason, effects)
         self._release(name, table, effects)
+
+    def _refuse_held(self, push_id: PushId, table: str, reason: str, effects: list[ServerEffect]) -> None:
+        effects.append(Discard(push_id))
+        self._answer(push_id, table, PushRefused(push_id, reason), effects)
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
         if event.generation != self.settings.generation or table is None or event.clock != table.closing.clock:
             return
-        self._close(event.table, table, event.contributors, effects)
+        self._close(event.table, table, Decision(event.contributors, event.withdrawn), effects)
         self._ask_lead(event.table, table, now, effects)
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
-        table = self.tables.get(event.table)
-        if event.generation != self.settings.generation or table is None or not table.closes_clocks:
+        if event.generation != self.settings.generation:
             return
-        contributors = table.closing.follow(event.server, event.clock)
-        if contributors is not None:
-            closed = Closed(event.generation, event.table, event.clock, contributors)
-            effects.append(Tell(event.server, closed))
-        self._close_complete(event.table, table, effects)
+        table = self.tables.get(event.table)
+        if table is None:  # a worker has declared it there first
+            if len(self._early) < MAX_EARLY:  # else it is asked again
+                self._early.append(event)
+        elif table.closes_clocks:
+            decision = table.closing.follow(event.server, event.clock)
+            if decision is not None:
+                effects.append(Tell(event.server, self._closed(event.table, event.clock, decision)))
+            self._close_complete(event.table, table, effects)
 
     def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
@@ -293,6 +321,10 @@ class ServerCore:
         self.tables[event.table] = table
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
+        early = [follow for follow in self._early if follow.table == event.table]
+        self._early = [follow for follow in self._early if follow.table != event.table]
+        for follow in early:
+            self._on_follow(follow, effects)
 
     # -- members -----------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,8 @@ class WorkerSettings:
         num_servers: how many servers there are; clocks are told to all of them.
         retry_s: after how long an unanswered message is repeated for the first time; the pauses double, up to 12 times
             this. Long on carriers that lose nothing, short on those that do.
-        max_attempts: how often a message is sent before the worker gives up.
+        max_attempts: how often a message is sent before the worker gives up; reads, and pushes that are held, wait for
+            other workers, and for as long as the caller does.
         shares: how much of each table every server holds; see `ServerSettings`.
     """
 

@@ -46,9 +46,9 @@ class ServedTable:
     def fetched(self, pull: Pull, clock: int, ledger: Ledger) -> Fetched:
         """Return the answer to a pull, to go with the values as they are now."""
         includes = ledger.applied_in(self.name)
-        return Fetched(pull.request, self.name, clock, self.version, ledger.settled, includes)
+        return Fetched(pull.request, self.name, clock, self.version, ledger.settled_in(self.name), includes)
 
     def delivered(self, worker: int, clock: int, ledger: Ledger) -> Delivered:
         """Return the notice of new values to a subscriber, to go with the values as they are now."""
         includes, since = ledger.applied_in(self.name), self.readers.before(worker)
-        return Delivered(self.name, clock, self.version, ledger.settled, includes, since)
+        return Delivered(self.name, clock, self.version, ledger.settled_in(self.name), includes, since)

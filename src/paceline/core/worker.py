@@ -9,6 +9,7 @@ Rules this file keeps:
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
@@ -25,6 +26,7 @@ from paceline.core.events import (
     WantRead,
     WantRows,
 )
+from paceline.core.ledger import WINDOW
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -69,6 +71,9 @@ class _Table:
     # (clock, version) of the cached part of each server. Invariant: both only grow. Absent = never seen.
     have: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     reading: _Reading | None = None
+    # Pushes that some server has neither applied nor refused: sequence number -> how many were made before.
+    unsettled: dict[int, int] = field(default_factory=dict[int, int])
+    num_made: int = 0
 
     def fresh(self, server: int, needs: int) -> bool:
         return server in self.have and self.have[server][0] >= needs
@@ -95,7 +100,10 @@ class WorkerCore:
     next_request: int = 1
     # Invariant: every push of the clocks below is on every server that has a part in it.
     _ticked: int = 0
-    _withdrawn: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    # How many pushes of each clock some server has yet to say that it has.
+    _unseen: Counter[int] = field(default_factory=Counter[int])
+    # (table, clock, sequence number) of pushes that some server refused.
+    _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     _leaving: bool = False
     _left: set[int] = field(default_factory=set[int])
     _outbox: Outbox = field(init=False)
@@ -141,10 +149,21 @@ class WorkerCore:
         """Return when `handle(Timeout(), now)` is due next, or None."""
         return self._outbox.next_due()
 
-    @property
-    def settled(self) -> int:
-        """All pushes below this sequence number are answered by everyone."""
-        return min(self._pushed, default=self.next_seq)
+    def settled(self, table: str) -> int:
+        """Return a sequence number below which every server has answered all pushes of this table."""
+        return next(iter(self._tables[table].unsettled), self.next_seq)
+
+    def may_push(self, table: str) -> bool:
+        """Return whether servers take one more push of this table: they remember the answers to so many."""
+        entry = self._tables[table]
+        return entry.num_made - next(iter(entry.unsettled.values()), entry.num_made) < WINDOW
+
+    def waits_for_own_clock(self, table: str) -> bool:
+        """Return whether the oldest unsettled push of this table is held until this worker finishes its clock."""
+        entry = self._tables[table]
+        oldest = next(iter(entry.unsettled), None)
+        held = entry.consistency.visible == "on_clock"
+        return held and oldest is not None and self._pushed[oldest].push.clock == self.clock
 
     def awaits(self, server: int, message: Fetched) -> bool:
         """Say whether this is the answer that a read is waiting for, and not one that comes late or twice."""
@@ -154,24 +173,26 @@ class WorkerCore:
 
     def num_unsettled(self, table: str) -> int:
         """Count the pushes of this table that some server has neither applied nor refused."""
-        return sum(pushed.push.table == table for pushed in self._pushed.values())
+        return len(self._tables[table].unsettled)
 
     # -- pushes and clocks -------------------------------------------------------------------------------------------
 
     def _on_push(self, want: WantPush, now: float, effects: list[WorkerEffect]) -> None:
-        sender = self.settings.sender
-        servers = self._tables[want.table].servers if want.servers is None else want.servers
+        sender, table = self.settings.sender, self._tables[want.table]
+        servers = table.servers if want.servers is None else want.servers
         push_id = PushId(sender.generation, sender.worker, sender.incarnation, self.next_seq)
-        push = Push(push_id, want.table, self.clock, self.settled)
+        push = Push(push_id, want.table, self.clock, self.settled(want.table))
         self.next_seq += 1
         self._pushed[push_id.seq] = _Pushed(push, set(servers), set(servers))
+        table.unsettled[push_id.seq] = table.num_made
+        table.num_made += 1
+        self._unseen[push.clock] += 1
         for server in servers:
             self._say((server, "push", push_id.seq), push, now, effects)
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
         """Tell the servers the clocks that are finished, as far as all pushes that belong to them have arrived."""
-        unseen = (p.push.clock for p in self._pushed.values() if p.unseen and p.push.clock < self.clock)
-        ready = min(unseen, default=self.clock)
+        ready = min((clock for clock in self._unseen if clock < self.clock), default=self.clock)
         if ready > self._ticked:
             self._ticked = ready
             withdrawn = tuple(sorted(self._withdrawn))
@@ -183,7 +204,7 @@ class WorkerCore:
         pushed = self._pushed.get(answer.id.seq)
         if pushed is None or server not in pushed.unsettled:
             return
-        pushed.unseen.discard(server)
+        self._note_seen(pushed, server)
         key = (server, "push", answer.id.seq)
         if isinstance(answer, Held):
             self._outbox.make_bare(key)
@@ -192,12 +213,23 @@ class WorkerCore:
             pushed.unsettled.discard(server)
             refused = answer.reason if isinstance(answer, PushRefused) else ""
             if refused:
-                self._withdrawn.add((pushed.push.table, pushed.push.clock))
+                self._withdrawn.add((pushed.push.table, pushed.push.clock, answer.id.seq))
             effects.append(Release(server, answer.id, refused))
         if not pushed.unsettled:
             del self._pushed[answer.id.seq]
+            del self._tables[pushed.push.table].unsettled[answer.id.seq]
         self._tick(now, effects)
         self._leave_when_settled(now, effects)
+
+    def _note_seen(self, pushed: _Pushed, server: int) -> None:
+        """Note that a server has its part of a push."""
+        if server in pushed.unseen:
+            pushed.unseen.discard(server)
+            if not pushed.unseen:
+                clock = pushed.push.clock
+                self._unseen[clock] -= 1
+                if not self._unseen[clock]:
+                    del self._unseen[clock]
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -353,7 +385,7 @@ class WorkerCore:
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
         for server, entry in self._outbox.repeat_due(now):
-            if entry.attempts > self.settings.max_attempts:
+            if entry.attempts > self.settings.max_attempts and not entry.waits_for_others:
                 what = type(entry.message).__name__.lower()
                 effects.append(Fail(f"server {server} has not answered a {what} in {entry.attempts - 1} attempts"))
                 return

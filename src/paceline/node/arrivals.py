@@ -59,9 +59,13 @@ class Arrivals:
             return self.mirrors[message.table].landing(self.server, size_bytes)
         return None
 
-    def on_reconnected(self) -> None:
-        """Say again what may have been lost with the connection before."""
+    def on_reconnected(self, use: Callable[[], None]) -> None:
+        """Say again, over the connection that `use` takes into use, what may have been lost with the one before.
+
+        Under one lock, under which everything is sent: a new push may not go before an older one (E7).
+        """
         with self.waiting.changed:
+            use()
             self.rows.on_reconnected(self.server)
             self.handle(Connected(self.server), EMPTY)
             self.calls.repeat(self.server)

@@ -54,6 +54,10 @@ class Inbox:
         except queue.Empty:
             return None
 
+    def num_waiting(self) -> int:
+        """Count what is in the queue."""
+        return self._queue.qsize()
+
     def close(self) -> None:
         """Stop listening, end all connections, wait for the threads and drop what nobody took."""
         self._closing.set()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.post import Post
@@ -28,7 +29,8 @@ class Link:
         hello: who connects; the count of its connections is filled in here.
         on_frame: called with each frame, on the reader thread.
         place: asked where bodies go that the carrier copies, on the reader thread.
-        on_reconnected: called when the connection was made again, on the reader thread.
+        on_reconnected: called when the connection was made again, on the reader thread, with what lets `send` use it.
+            It has to call that, and to repeat what is unanswered before others may send: else they overtake it.
         on_lost: called with the reason when nothing will come from the server any more.
     """
 
@@ -39,7 +41,7 @@ class Link:
     patience_s: float
     on_frame: Callable[[Frame], None]
     place: Place
-    on_reconnected: Callable[[], None]
+    on_reconnected: Callable[[Callable[[], None]], None]
     on_lost: Callable[[str], None]
     _post: Post = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -91,24 +93,28 @@ class Link:
             except DeadlineExceeded:
                 continue
             except PeerError as error:
-                problem = self._reconnect(str(error))
-                if problem:
+                made = self._reconnect(str(error))
+                if isinstance(made, str):
+                    problem = made
                     break
-                self.on_reconnected()
+                self.on_reconnected(partial(self._use, made))
         return problem
 
-    def _reconnect(self, problem: str) -> str:
-        """Try until connected or out of patience; return why there is no connection, or nothing."""
+    def _use(self, post: Post) -> None:
+        self._post = post
+        if self._closing.is_set():  # `close` has closed the one before
+            post.close()
+
+    def _reconnect(self, problem: str) -> Post | str:
+        """Try until connected or out of patience; return the new connection, or why there is none."""
         self._post.close()
         give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
         while time.monotonic() < give_up and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
-                self._post = self._connect(_POLL_S)
+                return self._connect(_POLL_S)
             except AuthenticationFailed as error:
                 return str(error)
             except PeerError as error:
                 problem = str(error)
-                continue
-            return ""
         return f"it did not come back within {self.patience_s:g} s ({problem})"

@@ -10,6 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.core.effects import Release
+from paceline.core.ledger import WINDOW
+from paceline.core.worker import WorkerCore
 from paceline.errors import UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
@@ -29,10 +32,47 @@ def promise(kind: type[T]) -> Future[T]:
 
 @dataclass(frozen=True, slots=True)
 class PushOutcome:
-    """How a push ended: applied everywhere, or refused with a reason."""
+    """How a push ended: applied everywhere, or refused with a reason.
+
+    `applied_on`: the ranks of servers that have applied their part of a push that others refused. It is not empty only
+    where updates are visible on arrival, after a refusal that a worker cannot foresee: each part is then applied as it
+    comes, and stays.
+    """
 
     applied: bool
     reason: str = ""
+    applied_on: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Answers:
+    """What servers have answered to the parts of one push."""
+
+    _refusals: dict[int, str] = field(default_factory=dict[int, str])  # by server
+    _applied_on: list[int] = field(default_factory=list[int])
+
+    def note(self, effect: Release) -> None:
+        """Note that a server has answered its part for good."""
+        if effect.refused:
+            self._refusals[effect.server] = effect.refused
+        else:
+            self._applied_on.append(effect.server)
+
+    @property
+    def refused(self) -> bool:
+        """Whether some server refused its part."""
+        return bool(self._refusals)
+
+    def outcome(self) -> PushOutcome:
+        """Return how the push ended, once all have answered."""
+        if not self._refusals:
+            return PushOutcome(applied=True)
+        server, reason = next(iter(self._refusals.items()))  # others may only follow the first
+        ranks = tuple(sorted(self._applied_on))
+        if ranks:
+            where = ", ".join(map(str, ranks))
+            reason = f"server {server} refused its part: {reason}; it is applied on server {where}, and stays there"
+        return PushOutcome(applied=False, reason=reason, applied_on=ranks)
 
 
 def settled(outcome: PushOutcome) -> Future[PushOutcome]:
@@ -65,7 +105,7 @@ class Outgoing:
     buffer: PushBuffer
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     future: Future[PushOutcome]
-    refused: str = ""
+    answers: Answers = field(default_factory=Answers)
 
 
 @dataclass(slots=True)
@@ -100,6 +140,15 @@ class Slots:
             self._num_made -= 1
         else:
             self._free.append(buffer)
+
+
+def refuse_endless_clock(core: WorkerCore, table: str) -> None:
+    """Raise UsageError if no more pushes of a table can be made before this worker finishes its clock."""
+    if core.waits_for_own_clock(table):
+        raise UsageError(
+            f"worker {core.settings.sender.worker} has made {WINDOW} pushes of table '{table}' in clock {core.clock}, "
+            "which servers keep until it is complete: push more at a time, or finish clocks more often."
+        )
 
 
 def objection(spec: TableSpec, gradient: Tensor) -> str:

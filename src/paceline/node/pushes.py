@@ -76,7 +76,7 @@ class Pushes:
         if outgoing is None:
             return None
         outgoing.bodies.pop(effect.server)
-        outgoing.refused = outgoing.refused or effect.refused
+        outgoing.answers.note(effect)
         if outgoing.bodies:
             return None
         self._slots[outgoing.frame.push.table].give(outgoing.buffer)

@@ -12,7 +12,7 @@ import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Died, Disconnected, Spoiled, Timeout
+from paceline.core.events import Changed, Died, Disconnected, Spoiled, Timeout, Woke
 from paceline.core.messages import (
     Clock,
     Closed,
@@ -53,6 +53,9 @@ from paceline.tensors.rows.ops import row_ops
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
 
+# A wait that ends so long after its time shows that this process has not run: it was stopped, or its machine was.
+_OVERSLEPT_S = 1.0
+
 
 @dataclass(slots=True)
 class ServerNode:
@@ -91,7 +94,14 @@ class ServerNode:
         self._core = ServerCore(self.settings, started=time.monotonic())
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        self._shelf = Shelf(self.settings, allocate, self._landing.give_back, self.num_threads, self.allowed_paths)
+        self._shelf = Shelf(
+            self.settings,
+            allocate,
+            self._landing.give_back,
+            self.num_threads,
+            self.allowed_paths,
+            trusts_screening=self.transport.maps_memory,
+        )
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
         self._peers = Peers(
@@ -106,26 +116,49 @@ class ServerNode:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
         self._inbox.open()
         try:
-            while True:
-                patience_s = self._patience_s()
-                item = self._toil.wait(partial(self._inbox.get, patience_s))
-                if isinstance(item, Stop):
-                    return
-                if item is None or patience_s == 0:  # what is due does not wait until nothing comes any more
-                    self._handle(Timeout())
-                if isinstance(item, Incoming):
-                    self._take_in(item)
-                elif isinstance(item, Died):
-                    self._handle(item)
-                elif isinstance(item, Expel):
-                    self._expel(item)
-                elif isinstance(item, Task):
-                    item.call(Holdings(self._core, self._shelf, self._rows))
+            while self._take_turn():
+                pass
         finally:
             try:
                 self._toil.record(self.trace, self._peers.sent_bytes)  # first: connections tell it what they carried
             finally:
                 self._close()
+
+    def _take_turn(self) -> bool:
+        """Wait for what comes next, then do what is due; False once `stop` was called.
+
+        What had come when something became due goes first: a worker that is back is not given up. What comes later does
+        not: else what is due would wait until nothing comes any more.
+        """
+        deadline = self._core.next_deadline()
+        patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        item = self._toil.wait(partial(self._inbox.get, patience_s))
+        if item is None and deadline and time.monotonic() - deadline > _OVERSLEPT_S:
+            self._handle(Woke())
+        if not self._take_item(item):
+            return False
+        if self._is_due():
+            if not all(self._take_item(self._inbox.get(0.0)) for _ in range(self._inbox.num_waiting())):
+                return False
+            if self._is_due():
+                self._handle(Timeout())
+        return True
+
+    def _is_due(self) -> bool:
+        deadline = self._core.next_deadline()
+        return deadline is not None and deadline <= time.monotonic()
+
+    def _take_item(self, item: object | None) -> bool:
+        """Take in what came; False once `stop` was called."""
+        if isinstance(item, Incoming):
+            self._take_in(item)
+        elif isinstance(item, Died):
+            self._handle(item)
+        elif isinstance(item, Expel):
+            self._expel(item)
+        elif isinstance(item, Task):
+            item.call(Holdings(self._core, self._shelf, self._rows))
+        return not isinstance(item, Stop)
 
     def stop(self) -> None:
         """End `run`, from any thread."""
@@ -149,10 +182,6 @@ class ServerNode:
         for content in (self._loans, self._shelf, self._rows, self._landing):
             content.clear()
         self.trace.close()
-
-    def _patience_s(self) -> float | None:
-        deadline = self._core.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 

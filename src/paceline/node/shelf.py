@@ -31,6 +31,8 @@ class Shelf:
         release: called with the memory of a push when it is not looked at any more.
         num_threads: how many threads an update may use, by the consistency of its table.
         allowed_paths: limits which rules may be imported by path; None allows all.
+        trusts_screening: whether a worker's word that it has looked for NaN and infinity is enough. It is where pushes
+            lie in the worker's own memory: it could change them after any look.
     """
 
     settings: ServerSettings
@@ -38,6 +40,7 @@ class Shelf:
     release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
     allowed_paths: frozenset[str] | None = None
+    trusts_screening: bool = False
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
@@ -97,7 +100,7 @@ class Shelf:
         if problem:
             return problem
         gradient = as_tensor(body, torch_dtype(spec))
-        if spec.nonfinite in ("reject", "halt") and not frame.screened:
+        if spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
             num_bad = shard.screen(gradient, frozenset(frame.absent))
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"

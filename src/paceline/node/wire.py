@@ -30,7 +30,8 @@ class Hello:
 class PushFrame:
     """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use.
 
-    `screened`: the worker has looked for NaN and infinity already, as the table demands.
+    `screened`: the worker has looked for NaN and infinity already, as the table demands. Servers believe it only over
+    memory that is the worker's own.
     """
 
     push: messages.Push

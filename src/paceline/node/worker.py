@@ -33,7 +33,15 @@ from paceline.node.calls import Calls
 from paceline.node.layout import spans
 from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
-from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, allocate, objection, settled
+from paceline.node.outgoing import (
+    PushBuffer,
+    PushOutcome,
+    Slots,
+    allocate,
+    objection,
+    refuse_endless_clock,
+    settled,
+)
 from paceline.node.pushes import Pushes
 from paceline.node.reads import ReadOutcome, Reads
 from paceline.node.requests import Declare, DeclareRows
@@ -159,15 +167,24 @@ class WorkerNode:
 
         Blocks while two earlier pushes of this table are under way. Memory that was used before comes back first, so
         who always waits for a push to be applied is given the same piece every time.
+
+        Raises:
+            UsageError: servers keep no more pushes of this table before this worker has finished its clock.
         """
         self._mirror(table)
         with self._changed:
             clock = self._core.clock
             self._waiting.wait(
-                lambda: self._pushes.has_slot(table, clock),
+                lambda: self._may_push(table) and self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
             )
             return self._pushes.take(table)
+
+    def _may_push(self, table: str) -> bool:
+        if self._core.may_push(table):
+            return True
+        refuse_endless_clock(self._core, table)
+        return False
 
     def give_back(self, table: str, buffer: PushBuffer) -> None:
         """Give back reserved memory without a push."""
@@ -397,9 +414,9 @@ class WorkerNode:
         outgoing = self._pushes.release(effect)
         if outgoing is None:
             return
-        if outgoing.refused:
+        if outgoing.answers.refused:
             self._mirrors[outgoing.frame.push.table].forget_own(effect.id.seq)
-        outgoing.future.set_result(PushOutcome(applied=not outgoing.refused, reason=outgoing.refused))
+        outgoing.future.set_result(outgoing.answers.outcome())
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
         self._links[server].send(encode(request), body)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final, Protocol, final
 
 from paceline.transport.deadline import Deadline
+from paceline.transport.silence import Silence
 
 _DESCRIPTOR_SPACE: Final = socket.CMSG_SPACE(array.array("i").itemsize)
 _TIMEVAL: Final = struct.Struct("ll")
@@ -85,6 +86,8 @@ class SocketChannel:
         self._socket = sock
         self._reading = _Patience(sock, socket.SO_RCVTIMEO)
         self._writing = _Patience(sock, socket.SO_SNDTIMEO)
+        # Unix sockets have no line that could be cut.
+        self._silence = None if sock.family == socket.AF_UNIX else Silence(sock)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
 
@@ -105,12 +108,14 @@ class SocketChannel:
                     [buffer], _DESCRIPTOR_SPACE, flags | _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
+                self._check_line()
                 _check_time(flags)
             else:
                 return _unless_ended(num_bytes), _descriptors(ancillary) if ancillary else []
 
     def write(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, descriptor: int | None = None) -> None:
         """Write all; see `Channel.write`."""
+        self._check_line()
         num_left = sum(map(len, buffers))
         ancillary = [] if descriptor is None else [_pass(descriptor)]
         num_written = 0
@@ -119,6 +124,7 @@ class SocketChannel:
             try:
                 num_sent = self._socket.sendmsg(buffers, ancillary, flags | _NO_SIGNAL)
             except BlockingIOError:
+                self._check_line()
                 _check_time(flags, num_written)
                 continue
             if num_sent == num_left:
@@ -151,7 +157,13 @@ class SocketChannel:
             try:
                 return _unless_ended(self._socket.recv_into(buffer, 0, flags | how))
             except BlockingIOError:
+                self._check_line()
                 _check_time(flags)
+
+    def _check_line(self) -> None:
+        """Have the kernel give the connection up only if the other end cannot be reached."""
+        if self._silence is not None:
+            self._silence.look()
 
 
 @final

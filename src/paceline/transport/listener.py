@@ -1,6 +1,6 @@
 """Accepting over stream sockets: a client that speaks shakes hands in a thread of its own, beside `accept`.
 
-A client that is turned away is told nothing; the owner of the listener is told why.
+A client that is turned away is told at most that its proof does not hold; the owner of the listener is told why.
 
 A client speaks first. Until it does it is one polled descriptor, of which there are at most `max_silent`. At most
 `max_half_open` clients that have spoken shake hands at once. Where either is full, the address with the most clients
@@ -255,7 +255,7 @@ class StreamListener:
             self._complain(error, f"{client.name} was turned away: {error}")
 
     def _shake_hands(self, client: _Client) -> None:
-        """Let a client in, or end its connection without a word."""
+        """Let a client in, or end its connection without the reason."""
         connection = None
         try:
             connection = self._welcome(self._handshake.answer(client.channel, client.deadline), client.name)

@@ -2,8 +2,8 @@
 
 Over tcp (`TokenHandshake`): both sides send a fresh nonce, then prove that they hold the job's token by a MAC over
 everything said: role, wire version, job, identity and both nonces. The client proves itself first, so a client without
-the token learns nothing but the wire version. Neither a recording nor a reflection of the other side's bytes
-passes: the nonces and the role differ.
+the token learns nothing but the wire version, and that its proof does not hold. Neither a recording nor a reflection of
+the other side's bytes passes: the nonces and the role differ.
 
 Over tcp with TLS (`TlsHandshake`): the same, inside TLS with certificates on both sides. The MAC then covers both
 certificates, too: who sits in between with a certificate of its own cannot pass on the proof of another.
@@ -19,6 +19,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
@@ -30,6 +31,8 @@ from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+# In the place of a proof: yours does not hold. A connection that ends without it was cut, and is made again.
+REFUSAL: Final = bytes(PROOF_BYTES)
 MAX_HANDSHAKE_BYTES: Final = 4096
 MAX_TLS_HANDSHAKE_BYTES: Final = 16384  # as certificates travel
 
@@ -84,6 +87,10 @@ class TokenHandshake:
         proof = read_exactly(channel, PROOF_BYTES, deadline)
         said = bound, identity, theirs, ours
         token = self._token_behind(proof, self._transcript(b"client", *said))
+        if token is None:
+            with suppress(OSError, OutOfTime):  # it may have gone away
+                channel.write([REFUSAL], deadline)
+            raise AuthenticationFailed("the client did not prove that it belongs to this job")
         channel.write([hmac.digest(token, self._transcript(b"server", *said), "sha256")], deadline)
         return Greeted(channel, identity)
 
@@ -98,32 +105,26 @@ class TokenHandshake:
         _check_server(magic, version, server)
         said = bound, identity, ours, theirs
         channel.write([hmac.digest(token, self._transcript(b"client", *said), "sha256")], deadline)
-        proof = self._await_proof(channel, server, deadline)
+        proof = read_exactly(channel, PROOF_BYTES, deadline)
+        if proof == REFUSAL:
+            raise AuthenticationFailed(
+                f"{server} refused the proof of our token: the token or the job {self._secret.job!r} is not the one it "
+                "was started with"
+            )
         if not hmac.compare_digest(proof, hmac.digest(token, self._transcript(b"server", *said), "sha256")):
             raise AuthenticationFailed(
                 f"{server} did not prove that it belongs to job {self._secret.job!r}; do not trust it"
             )
         return Greeted(channel, identity)
 
-    def _await_proof(self, channel: Channel, server: str, deadline: Deadline) -> bytes:
-        try:
-            return read_exactly(channel, PROOF_BYTES, deadline)
-        except (EOFError, ConnectionError):
-            raise AuthenticationFailed(
-                f"{server} closed the connection instead of proving itself: the token or the job "
-                f"{self._secret.job!r} is not the one it was started with"
-            ) from None
-
-    def _token_behind(self, proof: bytes, transcript: bytes) -> bytes:
-        """Return which of our tokens the client has; every one of them is tried, whichever it is."""
+    def _token_behind(self, proof: bytes, transcript: bytes) -> bytes | None:
+        """Return which of our tokens the client has, if any; every one of them is tried, whichever it is."""
         held = [
             token
             for token in self._secret.tokens()
             if hmac.compare_digest(proof, hmac.digest(token, transcript, "sha256"))
         ]
-        if not held:
-            raise AuthenticationFailed("the client did not prove that it belongs to this job")
-        return held[0]
+        return held[0] if held else None
 
     def _transcript(
         self, role: bytes, bound: bytes, identity: bytes, client_nonce: bytes, server_nonce: bytes

@@ -17,9 +17,11 @@ from paceline.transport.security import Greeted, Handshake, TokenHandshake, intr
 from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings
 
-# A peer whose machine is gone is given up after this long without an acknowledgement.
-_SILENCE_MS: Final = 10_000
+# While nothing is said, the kernel asks whether the other end is there, and gives up when so many questions in a row go
+# unanswered, after 11 seconds; while something is on its way, see `Silence`.
 _KEEPALIVE_AFTER_S: Final = 5
+_KEEPALIVE_EVERY_S: Final = 2
+_NUM_KEEPALIVES: Final = 3
 # What has not left waits in our queues, where what is urgent passes it, and not in the kernel's.
 _UNSENT_BYTES: Final = 256 << 10
 
@@ -146,10 +148,10 @@ def _inspect(sock: socket.socket) -> str:
 def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_AFTER_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_KEEPALIVES)
 
 
 def _parse(address: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:

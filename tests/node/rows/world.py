@@ -206,7 +206,7 @@ class World:
         self.old.append((server, lane))
         hello = Hello("worker", worker, 0, 1, lane.hello.connection + 1)
         self.lanes[worker, server] = node._links[server] = Lane.make(hello)  # type: ignore[call-overload]
-        self.arrivals(node, server).on_reconnected()
+        self.arrivals(node, server).on_reconnected(lambda: None)
 
     def late(self) -> None:
         """Have a server read what was left of a connection that was cut, or find that it is over."""

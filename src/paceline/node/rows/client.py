@@ -15,7 +15,7 @@ from paceline.core.events import Opened, WantPush
 from paceline.core.messages import Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError, UsageError
-from paceline.node.outgoing import PushOutcome, settled
+from paceline.node.outgoing import PushOutcome, refuse_endless_clock, settled
 from paceline.node.rows.budgeted import BudgetedRows, BudgetedTables
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions, OpenedRows
@@ -35,7 +35,6 @@ from paceline.transport.base import EMPTY
 
 MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
 MAX_BURSTS_UNDER_WAY = 100  # the same under a budget, which a burst uses up for 10 ms or more: a second's worth
-MAX_UNSETTLED = 1000  # from the oldest push of any table that some server has yet to answer to the newest
 MAX_READS = 1000  # of one table that are under way
 
 
@@ -327,13 +326,13 @@ class RowClient:
         if ended is None:
             return
         opened, cache = ended.opened, ended.opened.cache
-        if ended.refused:
+        if ended.answers.refused:
             opened.tell_again()
-        if cache is not None and ended.refused:
+        if cache is not None and ended.answers.refused:
             cache.refused_own(effect.id.seq, ended.ids)
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited(opened))
-        ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
+        ended.future.set_result(ended.answers.outcome())
         self.budgeted.wake()
 
     def _awaited(self, opened: OpenedRows) -> set[int]:
@@ -347,21 +346,16 @@ class RowClient:
         name, clock = opened.spec.name, self.core.clock
         num_held = self._pushes.held_at(clock).count(name)
         self.waiting.wait(
-            lambda: self._is_stuck() or (self._may_push() and self._pushes.count(name) - num_held < MAX_UNDER_WAY),
+            lambda: self._may_push(name) and self._pushes.count(name) - num_held < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",
         )
-        if self._is_stuck():
-            raise UsageError(
-                f"worker {self.core.settings.sender.worker} has made {MAX_UNSETTLED} pushes in clock {clock} since one "
-                "that servers keep until it is complete: push more rows at a time, or finish clocks more often."
-            )
 
-    def _may_push(self) -> bool:
-        return self.core.next_seq - self.core.settled < MAX_UNSETTLED
-
-    def _is_stuck(self) -> bool:
-        """Say whether no push may be made before this worker has finished its clock."""
-        return not self._may_push() and self._pushes.is_held(self.core.settled, self.core.clock)
+    def _may_push(self, table: str) -> bool:
+        """Return whether servers take one more push; raises UsageError where they do not before the clock is over."""
+        if self.core.may_push(table):
+            return True
+        refuse_endless_clock(self.core, table)
+        return False
 
     def _budgeted(self, opened: OpenedRows, settings: Managed) -> BudgetedRows:
         """Return what lets the pushes of a table wait for a budget."""
@@ -378,7 +372,7 @@ class RowClient:
             opened.change,
             ID_BYTES + opened.up.row_bytes,
             send=lambda ids, rows: self._send(opened, opened.sieve.sift(ids, rows, self.core.clock), 1.0),
-            has_room=lambda: self._may_push() and self._pushes.count(spec.name) < MAX_BURSTS_UNDER_WAY,
+            has_room=lambda: self.core.may_push(spec.name) and self._pushes.count(spec.name) < MAX_BURSTS_UNDER_WAY,
             traffic=lambda: opened.traffic,
             clock=lambda: self.core.clock,
         )

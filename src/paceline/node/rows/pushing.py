@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.node.outgoing import PushOutcome, promise
+from paceline.node.outgoing import Answers, PushOutcome, promise
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.wire import Keys, RowPushFrame
@@ -42,7 +42,7 @@ class RowPush:
     ids: Tensor  # of all parts
     push: Push | None = None  # its identity, as soon as it has one
     future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
-    refused: str = ""
+    answers: Answers = field(default_factory=Answers)
 
     def say(self, server: int, say: Say, *, bare: bool, with_ids: bool = False) -> None:
         """Send a server its part; `bare` without rows, as it has them; `with_ids` even if it keeps the list."""
@@ -80,11 +80,6 @@ class RowPushes:
             opened.spec.name for opened, push in made if opened.is_held and push is not None and push.clock == clock
         ]
 
-    def is_held(self, seq: int, clock: int) -> bool:
-        """Say whether the push of this number is one that servers keep until this clock is complete."""
-        made = ((push.opened, push.push) for push in self._under_way.values())
-        return any(o.is_held and p is not None and (p.id.seq, p.clock) == (seq, clock) for o, p in made)
-
     def prepare(self, push: RowPush) -> None:
         """Have a push ready that is given its identity when the core first sends it."""
         self._next = push
@@ -107,7 +102,7 @@ class RowPushes:
         """Note that a server has answered; return the push when all have."""
         push = self._under_way[effect.id]
         push.parts.pop(effect.server, None)
-        push.refused = push.refused or effect.refused
+        push.answers.note(effect)
         if push.parts:
             return None
         return self._under_way.pop(effect.id)
