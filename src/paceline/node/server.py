@@ -50,7 +50,7 @@ from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullF
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.tensors.rows.ops import row_ops
-from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.base import Connection, Frame, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
 
 
@@ -91,7 +91,7 @@ class ServerNode:
         self._core = ServerCore(self.settings, started=time.monotonic())
         self._loans = Loans(self.transport)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        self._shelf = Shelf(self.settings, allocate, self._landing.give_back, self.num_threads, self.allowed_paths)
+        self._shelf = Shelf(self.settings, allocate, self.num_threads, self.allowed_paths)
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
         self._peers = Peers(
@@ -165,18 +165,19 @@ class ServerNode:
             if item.frame is None:
                 self._on_lost(hello, connection)
             else:
-                self._dispatch(hello, connection, decode(item.frame.header), item.frame.body)
+                self._dispatch(hello, connection, decode(item.frame.header), item.frame)
         except PeerError as error:
             rank = self.settings.server
             self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
             self._on_lost(hello, connection)
 
-    def _dispatch(self, hello: Hello, connection: Connection, message: object, body: memoryview) -> None:
+    def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
         check_said(hello, message, self.settings.num_servers)
+        body = frame.body
         if isinstance(message, Follow | Closed):
             self._handle(message)
         elif isinstance(message, PushFrame):
-            self._on_push(message, body)
+            self._on_push(message, frame)
         elif isinstance(message, PullFrame):
             if message.pull.table in self._rows:
                 raise PeerError(f"a worker pulls '{message.pull.table}', a table of rows, as if it had a shape")
@@ -212,18 +213,18 @@ class ServerNode:
             self._handle(declared)
         self._desk.release(self._core.members)
 
-    def _on_push(self, frame: PushFrame, body: memoryview) -> None:
-        push_id = frame.push.id
-        if self._shelf.has(push_id):  # a copy of a push that is held: the core knows what to say
-            self._landing.give_back(body)
-            self._handle(frame.push)
-            return
-        is_of_rows = frame.push.table in self._rows
-        problem = f"'{frame.push.table}' is a table of rows" if is_of_rows else self._shelf.accept(frame, body)
-        kept = self._handle(Spoiled(frame.push, problem) if problem else frame.push)
-        if not kept:
-            self._shelf.discard(push_id)
-            self._landing.give_back(body)
+    def _on_push(self, message: PushFrame, frame: Frame) -> None:
+        push = message.push
+        if self._shelf.has(push.id):  # a copy of a push that is held: the core knows what to say
+            frame.release()
+            self._handle(push)
+        elif push.table in self._rows:
+            frame.release()
+            self._handle(Spoiled(push, f"'{push.table}' is a table of rows"))
+        else:
+            problem = self._shelf.accept(message, frame.body, frame.buffer)  # whose memory it is from here on
+            if not self._handle(Spoiled(push, problem) if problem else push):
+                self._shelf.discard(push.id)
 
     def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
         push = frame.push

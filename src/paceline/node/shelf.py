@@ -20,6 +20,7 @@ from paceline.node.wire import PushFrame
 from paceline.tensors.shard import Contribution, Shard
 from paceline.tensors.table import TableSpec, differences
 from paceline.tensors.update import resolve
+from paceline.transport.pool import Buffer
 
 
 @dataclass(slots=True)
@@ -28,14 +29,12 @@ class Shelf:
 
     Args:
         allocate: gives zeroed memory for values.
-        release: called with the memory of a push when it is not looked at any more.
         num_threads: how many threads an update may use, by the consistency of its table.
         allowed_paths: limits which rules may be imported by path; None allows all.
     """
 
     settings: ServerSettings
     allocate: Callable[[int], memoryview]
-    release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
     allowed_paths: frozenset[str] | None = None
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
@@ -44,9 +43,9 @@ class Shelf:
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
     # Why a table takes no more pushes: an update of it could not be made.
     broken: dict[str, str] = field(default_factory=dict[str, str])
-    # Pushes that have arrived and are neither applied nor discarded, with the memory that they came in.
-    _waiting: dict[PushId, tuple[Contribution, memoryview]] = field(
-        default_factory=dict[PushId, tuple[Contribution, memoryview]]
+    # Pushes that have arrived and are neither applied nor discarded, with the memory that is to be given back then.
+    _waiting: dict[PushId, tuple[Contribution, Buffer | None]] = field(
+        default_factory=dict[PushId, tuple[Contribution, Buffer | None]]
     )
 
     @property
@@ -83,11 +82,18 @@ class Shelf:
             self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
         return consistency
 
-    def accept(self, frame: PushFrame, body: memoryview) -> str:
-        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing."""
+    def accept(self, frame: PushFrame, body: memoryview, buffer: Buffer | None) -> str:
+        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing.
+
+        The memory that it came in is owned here from now on: given back at once where the tensor is not kept.
+        """
         spec, shard = self.specs.get(frame.push.table), self.shards.get(frame.push.table)
-        if spec is None or shard is None:
-            return ""
+        problem = "" if spec is None or shard is None else self._keep(frame, spec, shard, body, buffer)
+        if buffer is not None and not self.has(frame.push.id):
+            buffer.release()
+        return problem
+
+    def _keep(self, frame: PushFrame, spec: TableSpec, shard: Shard, body: memoryview, buffer: Buffer | None) -> str:
         if spec.name in self.broken:
             return self.broken[spec.name]
         expected = self.size_bytes(spec.name)
@@ -103,7 +109,7 @@ class Shelf:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
         worker = frame.push.id.worker
         contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper, worker)
-        self._waiting[frame.push.id] = contribution, body
+        self._waiting[frame.push.id] = contribution, buffer
         return ""
 
     def has(self, push_id: PushId) -> bool:
@@ -122,15 +128,16 @@ class Shelf:
                 self.shards[table].apply([contribution for contribution, _ in pushes])
         except MISHAPS as error:
             self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
-        for _, body in pushes:
-            self.release(body)
+        for _, buffer in pushes:
+            if buffer is not None:
+                buffer.release()
         return self.broken.get(table, "")
 
     def discard(self, push_id: PushId) -> None:
         """Forget the tensor of a push."""
-        found = self._waiting.pop(push_id, None)
-        if found is not None:
-            self.release(found[1])
+        _, buffer = self._waiting.pop(push_id, (None, None))
+        if buffer is not None:
+            buffer.release()
 
     def clear(self) -> None:
         """Let go of all tables and pushes: nobody is served any more."""
