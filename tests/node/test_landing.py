@@ -60,7 +60,7 @@ def serving(policy: str, trace: Trace) -> Iterator[ServerNode]:
     transport = MemoryTransport()
     with closing(transport.listen("memory://server-0")) as listener:
         settings = ServerSettings(0, 1, workers=(0,))
-        node = ServerNode(settings, listener, transport, lambda: (listener.address,), trace)
+        node = ServerNode(settings, listener, transport, lambda: (listener.address,), trace, poisons=True)
         node._handle(Join(Sender(1, 0, 0)))
         node._handle(Declared("w", node._shelf.declare(table("w", NUMEL, policy))))
         yield node

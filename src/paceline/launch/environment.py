@@ -19,6 +19,7 @@ RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
+POISON: Final = "PACELINE_POISON"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -131,6 +132,15 @@ def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
 def wants_traceback(variables: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the user asked to be shown where errors come from."""
     return bool(variables.get(TRACEBACK))
+
+
+def poisons_free_memory(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether memory that becomes free is to be overwritten with NaN: every test of Paceline runs so.
+
+    >>> poisons_free_memory({"PACELINE_POISON": "1"}), poisons_free_memory({})
+    (True, False)
+    """
+    return variables.get(POISON, "0") not in ("", "0")
 
 
 def child_environment(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.node.wire import is_push
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
-from paceline.transport.pool import Buffer, BufferPool
+from paceline.transport.pool import Buffer, BufferPool, ExactPieces
 
 
 @dataclass(slots=True)
@@ -16,7 +16,12 @@ class Landing:
     Holds only what has been given back, so a push that breaks off or is refused on the way leaves nothing behind.
     """
 
-    pool: BufferPool = field(default_factory=lambda: BufferPool(fresh_buffer))
+    poisons: bool = False
+    pool: BufferPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start without memory."""
+        self.pool = BufferPool(ExactPieces(fresh_buffer), poisons=self.poisons)
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | None:
         """Return where the body of a frame goes; None leaves it to the carrier, for which small ones are no work."""

@@ -31,9 +31,9 @@ class Pushes:
         """Have memory for pushes of a table."""
         self._slots[table] = slots
 
-    def take(self, table: str) -> PushBuffer:
-        """Return memory for one more push of a table."""
-        return self._slots[table].take()
+    def take(self, table: str, *, shown: bool) -> PushBuffer:
+        """Return memory for one more push of a table; see `Slots.take`."""
+        return self._slots[table].take(shown=shown)
 
     def give(self, table: str, buffer: PushBuffer) -> None:
         """Take back memory for pushes of a table that was not used."""

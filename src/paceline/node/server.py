@@ -62,6 +62,7 @@ class ServerNode:
         addresses: returns the addresses of all servers, called when another server is first needed.
         full_trace: also record every event and its effects, so that the run can be replayed.
         allowed_paths: limits which rules and functions may be imported by path; None allows all.
+        poisons: overwrite memory of pushes and values that becomes free, so that a late look at it shows.
     """
 
     settings: ServerSettings
@@ -72,11 +73,12 @@ class ServerNode:
     full_trace: bool = False
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
+    poisons: bool = False
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
     _loans: Loans = field(init=False)
-    _landing: Landing = field(default_factory=Landing)
+    _landing: Landing = field(init=False)
     _snapshots: Snapshots = field(default_factory=Snapshots)
     _shelf: Shelf = field(init=False)
     _rows: RowShelf = field(init=False)
@@ -89,7 +91,7 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Join the parts."""
         self._core = ServerCore(self.settings, started=time.monotonic())
-        self._loans = Loans(self.transport)
+        self._loans, self._landing = Loans(self.transport, self.poisons), Landing(self.poisons)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
         self._shelf = Shelf(self.settings, allocate, self.num_threads, self.allowed_paths)
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)

@@ -145,7 +145,9 @@ class WorkerNode:
             mirror = Mirror(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             self._mirrors[spec.name] = mirror
             held = consistency.visible == "on_clock"
-            self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec)))
+            self._pushes.open(
+                spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec), self.options.poisons)
+            )
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
 
@@ -160,6 +162,9 @@ class WorkerNode:
         Blocks while two earlier pushes of this table are under way. Memory that was used before comes back first, so
         who always waits for a push to be applied is given the same piece every time.
         """
+        return self._reserve(table, shown=True)
+
+    def _reserve(self, table: str, *, shown: bool) -> PushBuffer:
         self._mirror(table)
         with self._changed:
             clock = self._core.clock
@@ -167,7 +172,7 @@ class WorkerNode:
                 lambda: self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
             )
-            return self._pushes.take(table)
+            return self._pushes.take(table, shown=shown)
 
     def give_back(self, table: str, buffer: PushBuffer) -> None:
         """Give back reserved memory without a push."""
@@ -197,7 +202,7 @@ class WorkerNode:
         problem = self._objection(table, gradient)
         if problem:
             return settled(PushOutcome(applied=False, reason=problem))
-        buffer = self.reserve(table)
+        buffer = self._reserve(table, shown=False)
         buffer.gradient.copy_(gradient)
         return self._push(table, buffer, count, absent, hyper)
 

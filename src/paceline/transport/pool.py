@@ -1,13 +1,68 @@
-"""Memory that is lent and comes back: one owner at a time, who gives it back once."""
+"""Memory that is lent and comes back: one owner at a time, who gives it back once.
+
+What is free can be poisoned, so that whoever still looks at it finds NaN, and not what happens to be there.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import Final, Protocol, final
 from weakref import WeakSet
 
 from paceline.errors import ProtocolBug
+
+_POISON: Final = 0xFF  # in every byte: NaN as floating-point numbers of any size, -1 as integers
+
+
+def poison(memory: memoryview) -> None:
+    """Overwrite free memory with what nobody can take for values."""
+    if memory.nbytes:
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), _POISON, memory.nbytes)
+
+
+def is_poisoned(memory: memoryview) -> bool:
+    """Say whether memory is as `poison` leaves it."""
+    return bytes(memory).count(_POISON) == memory.nbytes
+
+
+class Pieces(Protocol):
+    """Memory that is free. Used under the lock of its pool."""
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of at least this size, made if need be; what making it raises comes out here."""
+        ...
+
+    def give(self, memory: memoryview) -> None:
+        """Take memory back."""
+        ...
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        ...
+
+
+@final
+class ExactPieces:
+    """Keeps all that is free by its size, and gives out what came back last."""
+
+    def __init__(self, make: Callable[[int], memoryview]) -> None:
+        self._make = make
+        self._free: dict[int, list[memoryview]] = {}
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of this size; see `Pieces.take`."""
+        free = self._free.get(size_bytes)
+        return free.pop() if free else self._make(size_bytes)
+
+    def give(self, memory: memoryview) -> None:
+        """Take memory back."""
+        self._free.setdefault(memory.nbytes, []).append(memory)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._free.clear()
 
 
 @final
@@ -17,10 +72,11 @@ class Buffer:
     The same memory lent again is another buffer, so that a late owner of this one cannot give that away.
     """
 
-    __slots__ = ("__weakref__", "_pool", "memory")
+    __slots__ = ("__weakref__", "_pool", "memory", "whole")
 
-    def __init__(self, memory: memoryview, pool: BufferPool) -> None:
-        self.memory = memory
+    def __init__(self, whole: memoryview, size_bytes: int, pool: BufferPool) -> None:
+        self.whole: Final = whole  # the piece that this is the start of
+        self.memory: Final = whole if whole.nbytes == size_bytes else whole[:size_bytes]
         self._pool = pool
 
     def release(self) -> None:
@@ -34,13 +90,14 @@ class Buffer:
 
 @final
 class BufferPool:
-    """Lends memory of exact sizes, the piece given back last first. Safe to use from several threads.
+    """Lends memory, and takes it back from each owner once. Safe to use from several threads.
 
     Args:
-        make: gives new writable memory of a size in bytes; what it raises comes out of `lend`.
+        pieces: what is free.
+        poisons: overwrite what comes back; tests do.
 
     Example:
-        >>> pool = BufferPool(lambda size_bytes: memoryview(bytearray(size_bytes)))
+        >>> pool = BufferPool(ExactPieces(lambda size_bytes: memoryview(bytearray(size_bytes))))
         >>> first = pool.lend(8)
         >>> first.release()
         >>> second = pool.lend(8)
@@ -52,10 +109,10 @@ class BufferPool:
         paceline.errors.ProtocolBug: memory of 8 bytes was given back twice
     """
 
-    def __init__(self, make: Callable[[int], memoryview]) -> None:
-        self._make = make
+    def __init__(self, pieces: Pieces, *, poisons: bool = False) -> None:
+        self._pieces = pieces
+        self._poisons = poisons
         self._lock = threading.Lock()
-        self._free: dict[int, list[memoryview]] = {}
         self._lent: WeakSet[Buffer] = WeakSet()
 
     @property
@@ -65,10 +122,9 @@ class BufferPool:
             return len(self._lent)
 
     def lend(self, size_bytes: int) -> Buffer:
-        """Lend memory of this size, of any content."""
+        """Lend memory of this size, of any content; raises what making it raises."""
         with self._lock:
-            free = self._free.get(size_bytes)
-            buffer = Buffer(free.pop() if free else self._make(size_bytes), self)
+            buffer = Buffer(self._pieces.take(size_bytes), size_bytes, self)
             self._lent.add(buffer)
         return buffer
 
@@ -78,9 +134,11 @@ class BufferPool:
             if buffer not in self._lent:
                 raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes was given back twice")
             self._lent.discard(buffer)
-            self._free.setdefault(buffer.memory.nbytes, []).append(buffer.memory)
+            if self._poisons:
+                poison(buffer.whole)
+            self._pieces.give(buffer.whole)
 
     def clear(self) -> None:
         """Let go of all memory that is free."""
         with self._lock:
-            self._free.clear()
+            self._pieces.clear()
