@@ -7,7 +7,7 @@ import signal
 import pytest
 
 # Every process that a test starts overwrites memory that becomes free: a late look at it finds NaN.
-os.environ["PACELINE_POISON"] = "1"
+os.environ["PACELINE_CHECK_MEMORY"] = "1"
 
 # A background shell ignores Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

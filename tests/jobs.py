@@ -105,7 +105,9 @@ def job(
         listeners = [transport.listen(_address(spec, rank)) for rank in range(servers)]
         addresses = tuple(listener.address for listener in listeners)
         nodes = [
-            ServerNode(server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None), poisons=True)
+            ServerNode(
+                server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None), checks_memory=True
+            )
             for rank, listener in enumerate(listeners)
         ]
         running = [threading.Thread(target=node.run, name="test-server", daemon=True) for node in nodes]

@@ -20,7 +20,7 @@ from paceline.launch.carriers import make_transport
 from paceline.launch.ending import when_script_ends
 from paceline.launch.entering.entrance import enter
 from paceline.launch.entering.gathering import START_TIMEOUT_S
-from paceline.launch.environment import Place, allows_plain_collectives, find_place, is_serving, poisons_free_memory
+from paceline.launch.environment import Place, allows_plain_collectives, checks_memory, find_place, is_serving
 from paceline.launch.keys.holders import Holder
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -77,7 +77,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
     """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
-    options = WorkerOptions(spec.wait_timeout_s, poisons=poisons_free_memory())
+    options = WorkerOptions(spec.wait_timeout_s, checks_memory=checks_memory())
     node = WorkerNode(settings, transport, spec.addresses, options)
     rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
     with ExitStack() as undo:
@@ -116,11 +116,11 @@ def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
     with ExitStack() as undo:
-        poisons = poisons_free_memory()
-        server = Embedded.start(transport, poisons=poisons)
+        checks = checks_memory()
+        server = Embedded.start(transport, checks_memory=checks)
         undo.callback(server.close, politely=False)
         settings = WorkerSettings(Sender(1, 0, 0), num_servers=1)
-        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(poisons=poisons))
+        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(checks_memory=checks))
         undo.callback(node.close)
         node.join()
         undo.pop_all()

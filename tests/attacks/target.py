@@ -81,7 +81,7 @@ def serving(
     listener = carrier.listen("127.0.0.1:0")
     addresses = (listener.address,)
     settings = ServerSettings(0, 1, lease_s=60.0)
-    node = ServerNode(settings, listener, carrier, lambda: addresses, Trace(None), poisons=True)
+    node = ServerNode(settings, listener, carrier, lambda: addresses, Trace(None), checks_memory=True)
     thread = threading.Thread(target=node.run, name="target", daemon=True)
     thread.start()
     try:

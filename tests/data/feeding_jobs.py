@@ -45,7 +45,8 @@ def fed_job(directory: Path, *, data_servers: int = 0, carrier: str = "memory", 
     with job(directory, carrier=carrier, **settings) as started:
         listeners = [started.transport.listen(_place(carrier, started.spec, rank)) for rank in range(data_servers)]
         nodes = [
-            FeedNode(rank, one, started.transport, generation=1, poisons=True) for rank, one in enumerate(listeners)
+            FeedNode(rank, one, started.transport, generation=1, checks_memory=True)
+            for rank, one in enumerate(listeners)
         ]
         threads = [threading.Thread(target=node.run, name="test-data-server", daemon=True) for node in nodes]
         for thread in threads:

@@ -117,7 +117,7 @@ class Feeders:
         listener = self.transport.listen(address_of(self.kind, self.directory, self._num_started))
         self._num_started += 1
         node = FeedNode(
-            server, listener, self.transport, GENERATION, open_records=open_records, poisons=True, **options
+            server, listener, self.transport, GENERATION, open_records=open_records, checks_memory=True, **options
         )
         self.addresses[server : server + 1] = [listener.address]
         self.nodes[server] = node

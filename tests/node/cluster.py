@@ -58,7 +58,7 @@ class Cluster:
         settings = WorkerSettings(
             Sender(1, rank, incarnation), len(self.addresses), retry_s=RETRY_S, shares=self.shares
         )
-        return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s, poisons=True))
+        return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s, checks_memory=True))
 
     @contextmanager
     def joined(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> Iterator[WorkerNode]:
@@ -134,7 +134,7 @@ def cluster(
             transport,
             lambda: addresses,
             Trace(None),
-            poisons=True,
+            checks_memory=True,
         )
         for rank, listener in enumerate(listeners)
     ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.node.cluster import table
 
 from paceline.core.events import Declared
-from paceline.core.messages import Join, Push, PushId, Sender
+from paceline.core.messages import Clock, Join, Push, PushId, Sender
 from paceline.core.settings import ServerSettings
 from paceline.errors import ProtocolBug
 from paceline.node.landing import Landing
@@ -54,13 +56,24 @@ class AtUpdate(Trace):
             self.lent.append(taken(self.landing))
 
 
+class Told(Trace):
+    """A trace that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.told: list[records.Record] = []
+
+    def record(self, record: records.Record) -> None:
+        self.told.append(record)
+
+
 @contextmanager
 def serving(policy: str, trace: Trace) -> Iterator[ServerNode]:
     """A server whose thread is the test: worker 0 takes part, and there is a table 'w'."""
     transport = MemoryTransport()
     with closing(transport.listen("memory://server-0")) as listener:
         settings = ServerSettings(0, 1, workers=(0,))
-        node = ServerNode(settings, listener, transport, lambda: (listener.address,), trace, poisons=True)
+        node = ServerNode(settings, listener, transport, lambda: (listener.address,), trace, checks_memory=True)
         node._handle(Join(Sender(1, 0, 0)))
         node._handle(Declared("w", node._shelf.declare(table("w", NUMEL, policy))))
         yield node
@@ -100,6 +113,39 @@ def test_each_push_gives_its_memory_back_whatever_becomes_of_it(policy: str) -> 
         held = 2 if policy == "bsp" else 0
         assert node._landing.pool.num_lent == len(node._shelf._waiting) == held
         assert (node._shelf.shards["w"].values == (0.0 if held else 3.0)).all()
+
+
+def refusals(trace: Told) -> list[str]:
+    return [record.reason for record in trace.told if isinstance(record, records.Refusal)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_that_are_not_those_that_were_sent_are_refused(policy: str) -> None:
+    trace = Told()
+    right = zlib.crc32(np.full(NUMEL, 1.0, dtype=np.float32))
+    with serving(policy, trace) as node:
+        for seq, checksum in enumerate((right, right ^ 1)):
+            arrive(node, replace(push(seq), checksums=(checksum,)), 1.0)
+        if policy == "bsp":
+            node._handle(Clock(Sender(1, 0, 0), 1))
+
+        assert refusals(trace) == [f"its {SIZE_BYTES} bytes on server 0 are not those that worker 0 sent"]
+        assert (node._shelf.shards["w"].values == 1.0).all()
+        assert node._landing.pool.num_lent == 0
+
+
+def test_memory_that_changes_while_its_push_waits_is_found() -> None:
+    trace = Told()
+    with serving("bsp", trace) as node:
+        arrive(node, push(0), 1.0)
+        [waiting] = node._shelf._waiting.values()
+        waiting.contribution.gradient[7] = 3.0
+
+        node._handle(Clock(Sender(1, 0, 0), 1))
+
+        [problem] = refusals(trace)
+        assert "the memory of a push of worker 0 changed while it waited" in problem
+        assert not node._shelf.shards["w"].values.any()
 
 
 def test_memory_that_was_given_back_is_used_again_and_once() -> None:

@@ -19,7 +19,7 @@ RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
-POISON: Final = "PACELINE_POISON"
+CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -134,13 +134,13 @@ def wants_traceback(variables: Mapping[str, str] = os.environ) -> bool:
     return bool(variables.get(TRACEBACK))
 
 
-def poisons_free_memory(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether memory that becomes free is to be overwritten with NaN: every test of Paceline runs so.
+def checks_memory(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether nodes look after the memory that they lend, which takes time: every test of Paceline runs so.
 
-    >>> poisons_free_memory({"PACELINE_POISON": "1"}), poisons_free_memory({})
+    >>> checks_memory({"PACELINE_CHECK_MEMORY": "1"}), checks_memory({})
     (True, False)
     """
-    return variables.get(POISON, "0") not in ("", "0")
+    return variables.get(CHECK_MEMORY, "0") not in ("", "0")
 
 
 def child_environment(

@@ -62,7 +62,8 @@ class ServerNode:
         addresses: returns the addresses of all servers, called when another server is first needed.
         full_trace: also record every event and its effects, so that the run can be replayed.
         allowed_paths: limits which rules and functions may be imported by path; None allows all.
-        poisons: overwrite memory of pushes and values that becomes free, so that a late look at it shows.
+        checks_memory: overwrite memory of pushes and values that becomes free, so that a late look at it shows, and
+            see that the memory of a push stays as it came.
     """
 
     settings: ServerSettings
@@ -73,7 +74,7 @@ class ServerNode:
     full_trace: bool = False
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
-    poisons: bool = False
+    checks_memory: bool = False
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
@@ -91,9 +92,9 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Join the parts."""
         self._core = ServerCore(self.settings, started=time.monotonic())
-        self._loans, self._landing = Loans(self.transport, self.poisons), Landing(self.poisons)
+        self._loans, self._landing = Loans(self.transport, self.checks_memory), Landing(self.checks_memory)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        self._shelf = Shelf(self.settings, allocate, self.num_threads, self.allowed_paths)
+        self._shelf = Shelf(self.settings, allocate, self.num_threads, self.allowed_paths, self.checks_memory)
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
         self._peers = Peers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -11,7 +12,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
-from paceline.errors import UsageError
+from paceline.errors import ProtocolBug, UsageError
 from paceline.node.layout import as_tensor, spans, torch_dtype
 from paceline.node.mishaps import MISHAPS, story
 from paceline.node.numbers import objection
@@ -23,6 +24,21 @@ from paceline.tensors.update import resolve
 from paceline.transport.pool import Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A push that is neither applied nor discarded, and the memory that it came in: to be given back if it is lent."""
+
+    contribution: Contribution
+    body: memoryview
+    buffer: Buffer | None
+    checksum: int  # where memory is checked, else 0
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        if self.buffer is not None:
+            self.buffer.release()
+
+
 @dataclass(slots=True)
 class Shelf:
     """What one server holds.
@@ -31,22 +47,21 @@ class Shelf:
         allocate: gives zeroed memory for values.
         num_threads: how many threads an update may use, by the consistency of its table.
         allowed_paths: limits which rules may be imported by path; None allows all.
+        checks_memory: see that the memory of a push stays as it came until it is applied.
     """
 
     settings: ServerSettings
     allocate: Callable[[int], memoryview]
     num_threads: Callable[[Consistency], int]
     allowed_paths: frozenset[str] | None = None
+    checks_memory: bool = False
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
     # Why a table takes no more pushes: an update of it could not be made.
     broken: dict[str, str] = field(default_factory=dict[str, str])
-    # Pushes that have arrived and are neither applied nor discarded, with the memory that is to be given back then.
-    _waiting: dict[PushId, tuple[Contribution, Buffer | None]] = field(
-        default_factory=dict[PushId, tuple[Contribution, Buffer | None]]
-    )
+    _waiting: dict[PushId, _Arrived] = field(default_factory=dict[PushId, _Arrived])
 
     @property
     def server(self) -> int:
@@ -99,6 +114,9 @@ class Shelf:
         expected = self.size_bytes(spec.name)
         if len(body) != expected:
             return f"its tensor has {len(body)} bytes, server {self.server} expects {expected} for '{spec.name}'"
+        checksum = zlib.crc32(body) if self.checks_memory or frame.checksums else 0
+        if frame.checksums[self.server : self.server + 1] not in ((), (checksum,)):
+            return f"its {expected} bytes on server {self.server} are not those that worker {frame.push.id.worker} sent"
         problem = _objection(spec, frame)
         if problem:
             return problem
@@ -109,7 +127,7 @@ class Shelf:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
         worker = frame.push.id.worker
         contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper, worker)
-        self._waiting[frame.push.id] = contribution, buffer
+        self._waiting[frame.push.id] = _Arrived(contribution, body, buffer, checksum)
         return ""
 
     def has(self, push_id: PushId) -> bool:
@@ -124,20 +142,26 @@ class Shelf:
         """
         pushes = [self._waiting.pop(push_id) for push_id in ids]
         try:
+            self._require_as_it_came(pushes)
             if table not in self.broken:
-                self.shards[table].apply([contribution for contribution, _ in pushes])
+                self.shards[table].apply([push.contribution for push in pushes])
         except MISHAPS as error:
             self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
-        for _, buffer in pushes:
-            if buffer is not None:
-                buffer.release()
+        for push in pushes:
+            push.release()
         return self.broken.get(table, "")
+
+    def _require_as_it_came(self, pushes: Sequence[_Arrived]) -> None:
+        """Raise ProtocolBug if memory is checked, and that of a push has changed while it waited."""
+        for push in pushes if self.checks_memory else ():
+            if zlib.crc32(push.body) != push.checksum:
+                raise ProtocolBug(f"the memory of a push of worker {push.contribution.worker} changed while it waited")
 
     def discard(self, push_id: PushId) -> None:
         """Forget the tensor of a push."""
-        _, buffer = self._waiting.pop(push_id, (None, None))
-        if buffer is not None:
-            buffer.release()
+        push = self._waiting.pop(push_id, None)
+        if push is not None:
+            push.release()
 
     def clear(self) -> None:
         """Let go of all tables and pushes: nobody is served any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from paceline.node.layout import spans
 from paceline.node.links import Link
 from paceline.node.mirror import Mirror, can_replay
 from paceline.node.outgoing import PushBuffer, PushOutcome, Slots, allocate, objection, settled
-from paceline.node.pushes import Pushes
+from paceline.node.pushes import NO_PUSH, Pushes
 from paceline.node.reads import ReadOutcome, Reads
 from paceline.node.requests import Declare, DeclareRows
 from paceline.node.rows.client import RowClient
@@ -42,7 +43,7 @@ from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
-from paceline.node.wire import Hello, encode
+from paceline.node.wire import Hello, PushFrame, encode
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper, TableSpec
@@ -146,7 +147,7 @@ class WorkerNode:
             self._mirrors[spec.name] = mirror
             held = consistency.visible == "on_clock"
             self._pushes.open(
-                spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec), self.options.poisons)
+                spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec), self.options.checks_memory)
             )
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
@@ -340,7 +341,9 @@ class WorkerNode:
         bodies = {server: parts[server] for server in mirror.servers}
         with self._changed:
             self._waiting.check()
-            future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)
+            checksums = tuple(map(zlib.crc32, parts)) if self.options.checks_memory else ()
+            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums)
+            future = self._pushes.prepare(buffer, bodies, frame)
             mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
             self._handle(WantPush(table))
         return future
