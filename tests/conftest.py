@@ -1,9 +1,13 @@
 """What holds for all tests."""
 
 import gc
+import os
 import signal
 
 import pytest
+
+# Every process that a test starts overwrites memory that becomes free: a late look at it finds NaN.
+os.environ["PACELINE_CHECK_MEMORY"] = "1"
 
 # A background shell ignores Ctrl-C, and `nohup` a hangup; so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,7 +20,8 @@ from paceline.current import bind
 from paceline.joining import join
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.environment import Place
-from paceline.launch.keys.holders import Holder
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import KEYS_NAME, Holder
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.node.server import ServerNode
@@ -30,7 +31,7 @@ from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 
 DEADLINE_S = 100.0
-CARRIERS = ("memory", "shm", "tcp")
+CARRIERS = ("memory", "shm", "tcp")  # and "tls"
 
 Result = TypeVar("Result")
 
@@ -94,7 +95,8 @@ def job(
         job="test",
         num_workers=workers,
         num_servers=servers,
-        transport=carrier,  # pyright: ignore[reportArgumentType]
+        transport="tcp" if carrier == "tls" else carrier,  # pyright: ignore[reportArgumentType]
+        encrypted=carrier == "tls",
         run_dir=str(directory),
         **{"wait_timeout_s": DEADLINE_S / 2, **settings},
     )
@@ -103,7 +105,9 @@ def job(
         listeners = [transport.listen(_address(spec, rank)) for rank in range(servers)]
         addresses = tuple(listener.address for listener in listeners)
         nodes = [
-            ServerNode(server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None))
+            ServerNode(
+                server_settings(spec, rank), listener, transport, lambda: addresses, Trace(None), checks_memory=True
+            )
             for rank, listener in enumerate(listeners)
         ]
         running = [threading.Thread(target=node.run, name="test-server", daemon=True) for node in nodes]
@@ -142,6 +146,9 @@ def _transport(spec: ClusterSpec, directory: Path) -> Transport:
         return MemoryTransport()
     if spec.transport == "tcp":
         write_token(directory)
+    if spec.encrypted:
+        (directory / KEYS_NAME).mkdir(mode=0o700)
+        Authority.make(spec.job).issue(directory / KEYS_NAME, Holder("any"))
     return make_transport(spec, Holder("any"), pytest.fail)
 
 

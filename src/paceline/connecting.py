@@ -11,7 +11,7 @@ from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
 from paceline.joining import start
 from paceline.launch.ending import leave_after_crash, when_script_ends
-from paceline.launch.environment import Place
+from paceline.launch.environment import Place, checks_memory
 from paceline.node.meter import Meter
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
@@ -87,7 +87,8 @@ def _join_remote(location: Location, shown: Pass, rank: int | None, workers: int
     entrance = enter(location, shown.access(location, rank), rank, workers)
     admitted = entrance.admitted
     settings = WorkerSettings(Sender(admitted.generation, admitted.rank, admitted.incarnation), num_servers=1)
-    node = WorkerNode(settings, entrance.line, (str(location),), WorkerOptions(reconnect_timeout_s=LEASE_S))
+    options = WorkerOptions(reconnect_timeout_s=LEASE_S, checks_memory=checks_memory())
+    node = WorkerNode(settings, entrance.line, (str(location),), options)
     try:
         node.join()
     except BaseException:

@@ -25,6 +25,7 @@ from paceline.launch.entering.gathering import START_TIMEOUT_S
 from paceline.launch.environment import (
     Place,
     allows_plain_collectives,
+    checks_memory,
     claim_place,
     find_place,
     inherited_from,
@@ -138,7 +139,8 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
     """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
-    node = WorkerNode(settings, transport, spec.addresses, WorkerOptions(spec.wait_timeout_s))
+    options = WorkerOptions(spec.wait_timeout_s, checks_memory=checks_memory())
+    node = WorkerNode(settings, transport, spec.addresses, options)
     rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
     with ExitStack() as undo:
         undo.callback(node.close)
@@ -176,9 +178,11 @@ def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
     with ExitStack() as undo:
-        server = Embedded.start(transport)
+        checks = checks_memory()
+        server = Embedded.start(transport, checks_memory=checks)
         undo.callback(server.close, politely=False)
-        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), num_servers=1), transport, server.addresses)
+        settings = WorkerSettings(Sender(1, 0, 0), num_servers=1)
+        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(checks_memory=checks))
         undo.callback(node.close)
         node.join()
         undo.pop_all()

@@ -18,7 +18,7 @@ from paceline.current import bind
 from paceline.errors import UsageError
 from paceline.joining import join
 from paceline.launch.complaint import complain
-from paceline.launch.environment import Place, claim_place, find_place
+from paceline.launch.environment import Place, checks_memory, claim_place, find_place
 from paceline.launch.lifeline import die_with_launcher
 from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD, Notice
 from paceline.launch.server import server_settings
@@ -50,6 +50,7 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> int:
             lambda: addresses,
             Trace(trace_path(Path(spec.run_dir), "server", rank)),
             full_trace=spec.trace == "full",
+            checks_memory=checks_memory(),
         )
         for rank, listener in enumerate(listeners)
     ]

@@ -80,7 +80,8 @@ def serving(
     carrier = TcpTransport(CREDENTIALS, limits, tls=tls)
     listener = carrier.listen("127.0.0.1:0")
     addresses = (listener.address,)
-    node = ServerNode(ServerSettings(0, 1, lease_s=60.0), listener, carrier, lambda: addresses, Trace(None))
+    settings = ServerSettings(0, 1, lease_s=60.0)
+    node = ServerNode(settings, listener, carrier, lambda: addresses, Trace(None), checks_memory=True)
     thread = threading.Thread(target=node.run, name="target", daemon=True)
     thread.start()
     try:

@@ -44,7 +44,10 @@ def fed_job(directory: Path, *, data_servers: int = 0, carrier: str = "memory", 
     """Start a job, with data servers if there are to be any; nothing is left of them afterwards."""
     with job(directory, carrier=carrier, **settings) as started:
         listeners = [started.transport.listen(_place(carrier, started.spec, rank)) for rank in range(data_servers)]
-        nodes = [FeedNode(rank, one, started.transport, generation=1) for rank, one in enumerate(listeners)]
+        nodes = [
+            FeedNode(rank, one, started.transport, generation=1, checks_memory=True)
+            for rank, one in enumerate(listeners)
+        ]
         threads = [threading.Thread(target=node.run, name="test-data-server", daemon=True) for node in nodes]
         for thread in threads:
             thread.start()

@@ -116,7 +116,9 @@ class Feeders:
         """Run a data server, at an address that no earlier one had."""
         listener = self.transport.listen(address_of(self.kind, self.directory, self._num_started))
         self._num_started += 1
-        node = FeedNode(server, listener, self.transport, GENERATION, open_records=open_records, **options)
+        node = FeedNode(
+            server, listener, self.transport, GENERATION, open_records=open_records, checks_memory=True, **options
+        )
         self.addresses[server : server + 1] = [listener.address]
         self.nodes[server] = node
         thread = self._threads[server] = threading.Thread(target=node.run, daemon=True)

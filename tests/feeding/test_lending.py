@@ -6,23 +6,31 @@ import threading
 
 import pytest
 
-from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending
+from paceline.errors import ProtocolBug
+from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending, Piece
 from paceline.feeding.wire import NO_LOAN
-from paceline.transport import MemoryTransport, ShmTransport
+from paceline.transport import MemoryTransport, ShmTransport, Transport
+from paceline.transport.pool import is_poisoned
+
+
+def whole(piece: Piece) -> memoryview:
+    """The memory that a batch is the start of."""
+    assert piece.buffer is not None
+    return piece.buffer.whole
 
 
 def test_memory_is_lent_until_it_is_given_back() -> None:
     lending = Lending(ShmTransport("lending"))
     first = lending.take(5000)
     second = lending.take(5000)
-    assert (first.memory.nbytes, first.whole is second.whole) == (5000, False)
+    assert (first.memory.nbytes, whole(first) is whole(second)) == (5000, False)
     assert lending.give_back(first.loan)
     assert not lending.give_back(first.loan)
     third = lending.take(4000)
-    assert third.whole is first.whole
+    assert whole(third) is whole(first)
     assert third.loan not in (first.loan, second.loan)
     lending.drop(third)
-    assert lending.take(8192).whole is first.whole
+    assert whole(lending.take(8192)) is whole(first)
     lending.clear()
 
 
@@ -31,7 +39,7 @@ def test_who_keeps_very_much_is_sent_copies() -> None:
     pieces = [lending.take(1) for _ in range(MAX_LOANS + 1)]
     assert [piece.loan == NO_LOAN for piece in pieces] == [False] * MAX_LOANS + [True]
     assert all(lending.give_back(piece.loan) for piece in pieces[:-1])
-    assert len(lending._shared._free) == MAX_FREE
+    assert len(lending._free_shared._free) == MAX_FREE
     lending.clear()
 
 
@@ -44,10 +52,10 @@ def test_what_all_keep_together_has_its_bound() -> None:
     assert second.take(1).loan == 1
     first.clear()
     assert first.take(1).loan == NO_LOAN, "nobody would return it"
-    second._shared.make = lambda _: memoryview(bytearray(1 << 62))
+    second._free_shared.make = lambda _: memoryview(bytearray(1 << 62))
     with pytest.raises(MemoryError):
         second.take(1)
-    second._shared.make = transport.allocate
+    second._free_shared.make = transport.allocate
     assert second.take(1).loan == 2, "there is still room for it"
     second.clear()
 
@@ -57,5 +65,24 @@ def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:
     first = lending.take(5000)
     assert first.loan == NO_LOAN
     lending.on_sent(first)
-    assert lending.take(100).whole is first.whole
+    assert whole(lending.take(100)) is whole(first)
     lending.clear()
+
+
+@pytest.mark.parametrize("transport", [ShmTransport("lending"), MemoryTransport()])
+def test_a_late_look_at_a_batch_finds_nothing_of_it(transport: Transport) -> None:
+    lending = Lending(transport, poisons=True)
+    piece = lending.take(5000)
+    late = piece.memory[:]
+    late[:] = bytes(5000)
+    lending.drop(piece)
+    assert is_poisoned(late)
+    lending.clear()
+
+
+def test_a_batch_that_has_left_twice_is_a_mistake_of_ours() -> None:
+    lending = Lending(MemoryTransport())
+    piece = lending.take(100)
+    lending.on_sent(piece)
+    with pytest.raises(ProtocolBug, match="given back twice"):
+        lending.on_sent(piece)

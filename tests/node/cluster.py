@@ -12,6 +12,8 @@ from torch import Tensor
 
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
+from paceline.launch.keys.certificates import Authority
+from paceline.launch.keys.holders import Holder, tls_settings
 from paceline.node.layout import torch_dtype
 from paceline.node.reads import ReadOutcome
 from paceline.node.requests import AwaitValues, Initialise
@@ -33,7 +35,8 @@ from paceline.transport import (
     Transport,
 )
 
-CARRIERS = ("memory", "tcp", "shm")
+CARRIERS = ("memory", "tcp", "shm")  # and "tls"
+CREDENTIALS = Credentials(bytes(range(32)), "nodes")
 RETRY_S = 0.05
 JOIN_S = 60.0  # by then every thread of a test has ended, or the test fails
 
@@ -55,7 +58,7 @@ class Cluster:
         settings = WorkerSettings(
             Sender(1, rank, incarnation), len(self.addresses), retry_s=RETRY_S, shares=self.shares
         )
-        return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s))
+        return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s, checks_memory=True))
 
     @contextmanager
     def joined(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> Iterator[WorkerNode]:
@@ -131,6 +134,7 @@ def cluster(
             transport,
             lambda: addresses,
             Trace(None),
+            checks_memory=True,
         )
         for rank, listener in enumerate(listeners)
     ]
@@ -151,7 +155,10 @@ def make_transport(kind: str, directory: Path) -> Transport:
     if kind == "memory":
         return MemoryTransport()
     if kind == "tcp":
-        return TcpTransport(Credentials(bytes(range(32)), "nodes"))
+        return TcpTransport(CREDENTIALS)
+    if kind == "tls":
+        Authority.make(CREDENTIALS.job).issue(directory, Holder("any"))
+        return TcpTransport(CREDENTIALS, tls=tls_settings(directory, Holder("any")))
     os.chmod(directory, 0o700)
     return ShmTransport("nodes")
 
@@ -160,6 +167,7 @@ def address_of(kind: str, directory: Path, rank: int) -> str:
     return {
         "memory": f"memory://server-{rank}",
         "tcp": "tcp://127.0.0.1:0",
+        "tls": "tcp://127.0.0.1:0",
         "shm": f"shm://{directory}/server-{rank}.sock",
     }[kind]
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
+from paceline.errors import PeerError
 from paceline.node.mirror import Mirror, can_replay
 from paceline.tensors.rules import Hyper, RuleSpec
 from paceline.tensors.table import Segment, TableSpec
@@ -79,3 +80,12 @@ def test_what_a_worker_cannot_compute_is_not_shown(more: Hyper) -> None:
 )
 def test_own_updates_are_replayed_where_their_effect_is_plain(rule: RuleSpec, consistency: str, can: bool) -> None:
     assert can_replay(mirror(rule).spec, Consistency.parse(consistency)) is can
+
+
+@pytest.mark.parametrize("sent", [(), (1.0,), (1.0, 2.0, 3.0)])
+def test_values_of_another_size_than_the_part_are_not_taken_in(sent: tuple[float, ...]) -> None:
+    copy = mirror(Add())
+    copy.install(1, values(5.0, 6.0), 0, ())
+    with pytest.raises(PeerError, match=f"server 1 sent {4 * len(sent)} bytes as its part of table 'w', expected 8"):
+        copy.install(1, values(*sent), 0, ())
+    assert read(copy)[2:] == [5.0, 6.0]

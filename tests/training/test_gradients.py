@@ -288,7 +288,7 @@ def test_values_fetched_without_a_push_take_no_memory_for_pushes(tmp_path: Path,
             worker.clock()
             optimizer.follow()
         slots = worker.node._pushes._slots["model"]
-        return slots._num_made == 1
+        return slots.num_made == 1
 
     assert run_job(tmp_path, work, carrier="shm") == [True]
 

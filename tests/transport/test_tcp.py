@@ -17,7 +17,8 @@ from tests.transport.wire import open_raw, raw_server, shake_hands
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Limits, TcpTransport
-from paceline.transport.channel import SocketChannel
+from paceline.transport.channel import OutOfTime, SocketChannel
+from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
 from paceline.transport.silence import Silence
 from paceline.transport.stream import StreamConnection
@@ -278,3 +279,15 @@ def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> Non
                 break
             connection.send(b"more", memoryview(bytes(16 << 10)), timeout_s=5)
         assert not connection.has_room(0)
+
+
+def test_one_thread_may_ask_for_room_while_another_waits_for_it() -> None:
+    here, there = socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as pool:
+        channel = SocketChannel(here)
+        while channel.has_room():
+            here.send(bytes(4096))
+        waiting = pool.submit(channel.wait_for_room, Deadline.after(0.2))
+        while not waiting.done():
+            assert not channel.has_room()
+        assert isinstance(waiting.exception(), OutOfTime)

@@ -10,6 +10,7 @@ from typing import Final
 from paceline.feeding.wire import NO_LOAN
 from paceline.transport.base import EMPTY, Transport
 from paceline.transport.buffers import fresh_buffer
+from paceline.transport.pool import Buffer, BufferPool
 
 # What may be kept of our memory; beyond that copies are sent. A loan takes two descriptors here, and one at the worker.
 MAX_LOANS: Final = 64  # over one connection
@@ -21,7 +22,7 @@ _PAGE_BYTES: Final = 4096
 
 @dataclass(slots=True)
 class Pool:
-    """Pieces of memory, given back for the next time."""
+    """Pieces of memory, given back for the next time; what is lent of them is a `BufferPool`'s to know."""
 
     make: Callable[[int], memoryview]
     _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
@@ -48,12 +49,16 @@ class Pool:
 class Piece:
     """Memory for one batch: lent to the worker under a number, or ours (`NO_LOAN`), of which the carrier makes a copy.
 
-    `whole` may be larger than what the batch needs.
+    An empty batch has no buffer.
     """
 
     loan: int
-    memory: memoryview
-    whole: memoryview
+    buffer: Buffer | None
+
+    @property
+    def memory(self) -> memoryview:
+        """As much memory as the batch needs."""
+        return EMPTY if self.buffer is None else self.buffer.memory
 
 
 def new_room() -> threading.Semaphore:
@@ -71,17 +76,21 @@ class Lending:
 
     transport: Transport
     room: threading.Semaphore = field(default_factory=new_room)
-    _shared: Pool = field(init=False)
-    _own: Pool = field(default_factory=lambda: Pool(fresh_buffer))
-    _lent: dict[int, memoryview] = field(default_factory=dict[int, memoryview])
+    poisons: bool = False
+    _free_shared: Pool = field(init=False)
+    _shared: BufferPool = field(init=False)
+    _own: BufferPool = field(init=False)
+    _lent: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
     _lent_bytes: int = 0
     _num_loans: int = 0
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        """Make the pool whose memory the worker can map."""
-        self._shared = Pool(self.transport.allocate)
+        """Make the pools: of memory that the worker can map, and of our own."""
+        self._free_shared = Pool(self.transport.allocate)
+        self._shared = BufferPool(self._free_shared, poisons=self.poisons)
+        self._own = BufferPool(Pool(fresh_buffer), poisons=self.poisons)
 
     def take(self, size_bytes: int) -> Piece:
         """Return memory for a batch of this size.
@@ -90,20 +99,19 @@ class Lending:
             OSError, MemoryError: there is none.
         """
         if not size_bytes:
-            return Piece(NO_LOAN, EMPTY, EMPTY)
+            return Piece(NO_LOAN, None)
         with self._lock:
             if not (self._may_lend(size_bytes) and self.room.acquire(blocking=False)):
-                whole = self._own.take(size_bytes)
-                return Piece(NO_LOAN, whole[:size_bytes], whole)
+                return Piece(NO_LOAN, self._own.lend(size_bytes))
             try:
-                whole = self._shared.take(size_bytes)
+                buffer = self._shared.lend(size_bytes)
             except (OSError, MemoryError):
                 self.room.release()
                 raise
             loan, self._num_loans = self._num_loans, self._num_loans + 1
-            self._lent[loan] = whole
-            self._lent_bytes += whole.nbytes
-            return Piece(loan, whole[:size_bytes], whole)
+            self._lent[loan] = buffer
+            self._lent_bytes += buffer.whole.nbytes
+            return Piece(loan, buffer)
 
     def drop(self, piece: Piece) -> None:
         """Take back memory of which the worker will not hear."""
@@ -112,18 +120,17 @@ class Lending:
 
     def on_sent(self, piece: Piece) -> None:
         """Note that the carrier has taken a batch: where it made a copy, the memory is free."""
-        if piece.loan == NO_LOAN and piece.whole.nbytes:
-            with self._lock:
-                self._own.give(piece.whole)
+        if piece.loan == NO_LOAN and piece.buffer is not None:
+            piece.buffer.release()
 
     def give_back(self, loan: int) -> bool:
         """Note that the worker does not look at a loan any more; False when nothing is lent under this number."""
         with self._lock:
-            memory = self._lent.pop(loan, None)
-            if memory is None:
+            buffer = self._lent.pop(loan, None)
+            if buffer is None:
                 return False
-            self._lent_bytes -= memory.nbytes
-            self._shared.give(memory)
+            self._lent_bytes -= buffer.whole.nbytes
+            buffer.release()
             self.room.release()
             return True
 

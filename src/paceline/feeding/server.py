@@ -60,6 +60,7 @@ class FeedNode:
         trace: where the sum of its work is recorded in the end, and who was turned away.
         open_records: opens a recipe.
         max_batch_bytes: a larger batch is refused.
+        checks_memory: overwrite memory of batches that becomes free, so that a late look at it shows.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -73,6 +74,7 @@ class FeedNode:
     trace: Trace = field(default_factory=lambda: Trace(None))
     open_records: OpenRecords = open_recipe
     max_batch_bytes: int = 2 << 30
+    checks_memory: bool = False
     _inbox: Inbox = field(init=False)
     _library: Library = field(init=False)
     _turns: Turns = field(default_factory=Turns)
@@ -155,7 +157,9 @@ class FeedNode:
         """Return who has begun to speak; None where it was ended here, and this was said before."""
         if all(known is not connection for known in self._inbox.connections()):
             return None
-        caller = meet(connection, self.generation, self._turns.look, Lending(self.transport, self._room))
+        caller = meet(
+            connection, self.generation, self._turns.look, Lending(self.transport, self._room, self.checks_memory)
+        )
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
         if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:

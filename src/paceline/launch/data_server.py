@@ -11,6 +11,7 @@ from pathlib import Path
 from paceline.feeding.server import FeedNode
 from paceline.launch.addresses import address_path
 from paceline.launch.carriers import listen_address, make_transport
+from paceline.launch.environment import checks_memory
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.revocation import revoked_path, watching_revoked
 from paceline.launch.machines import LOOPBACK
@@ -25,7 +26,7 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
     listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
     trace = Trace(trace_path(run_dir, "data", rank))
-    node = FeedNode(rank, listener, transport, spec.generation, trace=trace)
+    node = FeedNode(rank, listener, transport, spec.generation, trace=trace, checks_memory=checks_memory())
     threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(address_path(run_dir, "data", rank), listener.address.encode())
     with watching_revoked(revoked_path(spec), node.expel):

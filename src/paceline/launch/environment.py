@@ -20,6 +20,7 @@ RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
+CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 IMPORT_PATH: Final = "PYTHONPATH"
@@ -147,6 +148,15 @@ def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
 def wants_traceback(variables: Mapping[str, str] = os.environ) -> bool:
     """Tell whether the user asked to be shown where errors come from."""
     return bool(variables.get(TRACEBACK))
+
+
+def checks_memory(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether nodes look after the memory that they lend, which takes time: every test of Paceline runs so.
+
+    >>> checks_memory({"PACELINE_CHECK_MEMORY": "1"}), checks_memory({})
+    (True, False)
+    """
+    return variables.get(CHECK_MEMORY, "0") not in ("", "0")
 
 
 def child_environment(

@@ -15,6 +15,7 @@ from paceline.core.settings import ServerSettings
 from paceline.launch.addresses import CLUSTER_NAME, address_path
 from paceline.launch.carriers import listen_address, make_transport
 from paceline.launch.cores import cores_here, server_threads
+from paceline.launch.environment import checks_memory
 from paceline.launch.keys.holders import Holder
 from paceline.launch.keys.revocation import revoked_path, watching_revoked
 from paceline.launch.machines import LOOPBACK
@@ -63,6 +64,7 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
         addresses,
         trace,
         full_trace=spec.trace == "full",
+        checks_memory=checks_memory(),
         num_threads=lambda consistency: spec.server_threads or threads_here(consistency, spec),
     )
     threading.Thread(target=obey, args=(node,), name="paceline-orders", daemon=True).start()

@@ -12,6 +12,7 @@ from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.node.wire import PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
+from paceline.transport.pool import Buffer
 
 SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no sense, it is refused with a reason
 # What a worker sends of the rows of a table in one piece: a few megabytes, unless they are very wide.
@@ -33,7 +34,7 @@ class Allowance:
     rows: RowShelf
     landing: Landing
 
-    def place(self, header: bytes, size_bytes: int) -> memoryview | None:
+    def place(self, header: bytes, size_bytes: int) -> Buffer | None:
         """Return where a body goes; None leaves it to the carrier. Raises PeerError for a body that cannot be right."""
         if size_bytes > SMALL_BYTES:
             self._check(decode(header), size_bytes)

@@ -20,11 +20,12 @@ class Embedded:
     addresses: tuple[str, ...]
 
     @staticmethod
-    def start(transport: MemoryTransport) -> Embedded:
-        """Start a server for one worker."""
+    def start(transport: MemoryTransport, *, checks_memory: bool = False) -> Embedded:
+        """Start a server for one worker; see `ServerNode`."""
         listener = transport.listen("memory://server-0")
         addresses = (listener.address,)
-        node = ServerNode(ServerSettings(0, 1, workers=(0,)), listener, transport, lambda: addresses, Trace(None))
+        settings = ServerSettings(0, 1, workers=(0,))
+        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
         thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
         thread.start()
         return Embedded(node, thread, addresses)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
+from paceline.errors import PeerError
 from paceline.node.layout import as_tensor, torch_dtype
 from paceline.tensors.table import Hyper, TableSpec
 from paceline.transport.base import EMPTY
@@ -121,6 +122,11 @@ class Mirror:
     def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
         """Take in values from a server; they contain the own pushes below `settled` and those in `includes`."""
         values = as_tensor(body, torch_dtype(self.spec))
+        if values.numel() != self.spans[server].length:
+            raise PeerError(
+                f"server {server} sent {values.nbytes} bytes as its part of table '{self.spec.name}', expected "
+                f"{self.spans[server].length * values.itemsize}"
+            )
         if self.live:
             self._parts[server], self._bodies[server] = values, body
         elif values.data_ptr() != self._parts[server].data_ptr():

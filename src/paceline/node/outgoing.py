@@ -13,12 +13,13 @@ from torch import Tensor
 from paceline.core.effects import Release
 from paceline.core.ledger import WINDOW
 from paceline.core.worker import WorkerCore
-from paceline.errors import UsageError
+from paceline.errors import ProtocolBug, UsageError
 from paceline.node.layout import torch_dtype
 from paceline.node.wire import PushFrame
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import TableSpec
 from paceline.transport.base import Transport
+from paceline.transport.pool import poison
 
 T = TypeVar("T")
 
@@ -119,26 +120,41 @@ class Slots:
     limit: int
     held: bool
     make: Callable[[], PushBuffer]
+    poisons: bool = False
     _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
-    _num_made: int = 0
+    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # and whether it is shown
 
     @property
     def available(self) -> bool:
         """Say whether there is memory for one more push within the limit."""
-        return bool(self._free) or self._num_made < self.limit
+        return bool(self._free) or self.num_made < self.limit
 
-    def take(self) -> PushBuffer:
-        """Return memory, the piece given back last if there is one; make it if need be, also beyond the limit."""
-        if self._free:
-            return self._free.pop()
-        self._num_made += 1
-        return self.make()
+    @property
+    def num_made(self) -> int:
+        """Number of pieces that there are, free or not."""
+        return len(self._free) + len(self._lent)
+
+    def take(self, *, shown: bool) -> PushBuffer:
+        """Return memory, the piece given back last if there is one; make it if need be, also beyond the limit.
+
+        What is `shown` may be looked at until it is written to again, as a gradient that lies in it is.
+        """
+        buffer = self._free.pop() if self._free else self.make()
+        self._lent[buffer] = shown
+        return buffer
 
     def give(self, buffer: PushBuffer) -> None:
-        """Take memory back: its content is no longer needed."""
-        if self._num_made > self.limit:
-            self._num_made -= 1
-        else:
+        """Take memory back: nothing that is under way needs its content any more.
+
+        Raises:
+            ProtocolBug: it is not lent.
+        """
+        shown = self._lent.pop(buffer, None)
+        if shown is None:
+            raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes for pushes was given back twice")
+        if self.poisons and not shown:
+            poison(buffer.memory)
+        if self.num_made < self.limit:
             self._free.append(buffer)
 
 

@@ -10,9 +10,9 @@ from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
 from paceline.node.outgoing import Outgoing, PushBuffer, PushOutcome, Slots, promise
 from paceline.node.wire import PushFrame
-from paceline.tensors.table import Hyper
 
-_NOBODY = Push(PushId(0, 0, 0, 0), "", 0, 0)
+# In the place of an identity that is not known yet.
+NO_PUSH = Push(PushId(0, 0, 0, 0), "", 0, 0)
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class Pushes:
         """Have memory for pushes of a table."""
         self._slots[table] = slots
 
-    def take(self, table: str) -> PushBuffer:
-        """Return memory for one more push of a table."""
-        return self._slots[table].take()
+    def take(self, table: str, *, shown: bool) -> PushBuffer:
+        """Return memory for one more push of a table; see `Slots.take`."""
+        return self._slots[table].take(shown=shown)
 
     def give(self, table: str, buffer: PushBuffer) -> None:
         """Take back memory for pushes of a table that was not used."""
@@ -49,17 +49,8 @@ class Pushes:
         held = (table for table, slots in self._slots.items() if slots.held and clock in self._clocks_of(table))
         return next(held, "")
 
-    def prepare(
-        self,
-        buffer: PushBuffer,
-        bodies: dict[int, memoryview],
-        *,
-        count: float,
-        absent: tuple[int, ...],
-        hyper: tuple[Hyper, ...],
-    ) -> Future[PushOutcome]:
+    def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
         """Have a push ready that is given its identity by the next call of `outgoing`."""
-        frame = PushFrame(_NOBODY, count, absent, hyper, screened=True)
         self._next = Outgoing(frame, buffer, bodies, promise(PushOutcome))
         return self._next.future
 

@@ -50,7 +50,7 @@ from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullF
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.tensors.rows.ops import row_ops
-from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.base import Connection, Frame, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
 
 # A wait that ends so long after its time shows that this process has not run: it was stopped, or its machine was.
@@ -65,6 +65,8 @@ class ServerNode:
         addresses: returns the addresses of all servers, called when another server is first needed.
         full_trace: also record every event and its effects, so that the run can be replayed.
         allowed_paths: limits which rules and functions may be imported by path; None allows all.
+        checks_memory: overwrite memory of pushes and values that becomes free, so that a late look at it shows, and
+            see that the memory of a push stays as it came.
     """
 
     settings: ServerSettings
@@ -75,11 +77,12 @@ class ServerNode:
     full_trace: bool = False
     allowed_paths: frozenset[str] | None = None
     num_threads: Callable[[Consistency], int] = lambda _: 1
+    checks_memory: bool = False
     _core: ServerCore = field(init=False)
     _inbox: Inbox = field(init=False)
     _peers: Peers = field(init=False)
     _loans: Loans = field(init=False)
-    _landing: Landing = field(default_factory=Landing)
+    _landing: Landing = field(init=False)
     _snapshots: Snapshots = field(default_factory=Snapshots)
     _shelf: Shelf = field(init=False)
     _rows: RowShelf = field(init=False)
@@ -92,15 +95,15 @@ class ServerNode:
     def __post_init__(self) -> None:
         """Join the parts."""
         self._core = ServerCore(self.settings, started=time.monotonic())
-        self._loans = Loans(self.transport)
+        self._loans, self._landing = Loans(self.transport, self.checks_memory), Landing(self.checks_memory)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
         self._shelf = Shelf(
             self.settings,
             allocate,
-            self._landing.give_back,
             self.num_threads,
             self.allowed_paths,
             trusts_screening=self.transport.maps_memory,
+            checks_memory=self.checks_memory,
         )
         self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
@@ -194,18 +197,19 @@ class ServerNode:
             if item.frame is None:
                 self._on_lost(hello, connection)
             else:
-                self._dispatch(hello, connection, decode(item.frame.header), item.frame.body)
+                self._dispatch(hello, connection, decode(item.frame.header), item.frame)
         except PeerError as error:
             rank = self.settings.server
             self.trace.record(records.Refusal(time.monotonic(), rank, -1, "", f"{connection.peer}: {error}"))
             self._on_lost(hello, connection)
 
-    def _dispatch(self, hello: Hello, connection: Connection, message: object, body: memoryview) -> None:
+    def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
         check_said(hello, message, self.settings.num_servers)
+        body = frame.body
         if isinstance(message, Follow | Closed):
             self._handle(message)
         elif isinstance(message, PushFrame):
-            self._on_push(message, body)
+            self._on_push(message, frame)
         elif isinstance(message, PullFrame):
             if message.pull.table in self._rows:
                 raise PeerError(f"a worker pulls '{message.pull.table}', a table of rows, as if it had a shape")
@@ -241,18 +245,18 @@ class ServerNode:
             self._handle(declared)
         self._desk.release(self._core.members)
 
-    def _on_push(self, frame: PushFrame, body: memoryview) -> None:
-        push_id = frame.push.id
-        if self._shelf.has(push_id):  # a copy of a push that is held: the core knows what to say
-            self._landing.give_back(body)
-            self._handle(frame.push)
-            return
-        is_of_rows = frame.push.table in self._rows
-        problem = f"'{frame.push.table}' is a table of rows" if is_of_rows else self._shelf.accept(frame, body)
-        kept = self._handle(Spoiled(frame.push, problem) if problem else frame.push)
-        if not kept:
-            self._shelf.discard(push_id)
-            self._landing.give_back(body)
+    def _on_push(self, message: PushFrame, frame: Frame) -> None:
+        push = message.push
+        if self._shelf.has(push.id):  # a copy of a push that is held: the core knows what to say
+            frame.release()
+            self._handle(push)
+        elif push.table in self._rows:
+            frame.release()
+            self._handle(Spoiled(push, f"'{push.table}' is a table of rows"))
+        else:
+            problem = self._shelf.accept(message, frame.body, frame.buffer)  # whose memory it is from here on
+            if not self._handle(Spoiled(push, problem) if problem else push):
+                self._shelf.discard(push.id)
 
     def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
         push = frame.push

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -11,7 +12,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
-from paceline.errors import UsageError
+from paceline.errors import ProtocolBug, UsageError
 from paceline.node.layout import as_tensor, spans, torch_dtype
 from paceline.node.mishaps import MISHAPS, story
 from paceline.node.numbers import objection
@@ -20,6 +21,22 @@ from paceline.node.wire import PushFrame
 from paceline.tensors.shard import Contribution, Shard
 from paceline.tensors.table import TableSpec, differences
 from paceline.tensors.update import resolve
+from paceline.transport.pool import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A push that is neither applied nor discarded, and the memory that it came in: to be given back if it is lent."""
+
+    contribution: Contribution
+    body: memoryview
+    buffer: Buffer | None
+    checksum: int  # where memory is checked, else 0
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        if self.buffer is not None:
+            self.buffer.release()
 
 
 @dataclass(slots=True)
@@ -28,29 +45,26 @@ class Shelf:
 
     Args:
         allocate: gives zeroed memory for values.
-        release: called with the memory of a push when it is not looked at any more.
         num_threads: how many threads an update may use, by the consistency of its table.
         allowed_paths: limits which rules may be imported by path; None allows all.
         trusts_screening: whether a worker's word that it has looked for NaN and infinity is enough. It is where pushes
             lie in the worker's own memory: it could change them after any look.
+        checks_memory: see that the memory of a push stays as it came until it is applied.
     """
 
     settings: ServerSettings
     allocate: Callable[[int], memoryview]
-    release: Callable[[memoryview], None]
     num_threads: Callable[[Consistency], int]
     allowed_paths: frozenset[str] | None = None
     trusts_screening: bool = False
+    checks_memory: bool = False
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
     # Why a table takes no more pushes: an update of it could not be made.
     broken: dict[str, str] = field(default_factory=dict[str, str])
-    # Pushes that have arrived and are neither applied nor discarded, with the memory that they came in.
-    _waiting: dict[PushId, tuple[Contribution, memoryview]] = field(
-        default_factory=dict[PushId, tuple[Contribution, memoryview]]
-    )
+    _waiting: dict[PushId, _Arrived] = field(default_factory=dict[PushId, _Arrived])
 
     @property
     def server(self) -> int:
@@ -86,16 +100,26 @@ class Shelf:
             self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
         return consistency
 
-    def accept(self, frame: PushFrame, body: memoryview) -> str:
-        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing."""
+    def accept(self, frame: PushFrame, body: memoryview, buffer: Buffer | None) -> str:
+        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing.
+
+        The memory that it came in is owned here from now on: given back at once where the tensor is not kept.
+        """
         spec, shard = self.specs.get(frame.push.table), self.shards.get(frame.push.table)
-        if spec is None or shard is None:
-            return ""
+        problem = "" if spec is None or shard is None else self._keep(frame, spec, shard, body, buffer)
+        if buffer is not None and not self.has(frame.push.id):
+            buffer.release()
+        return problem
+
+    def _keep(self, frame: PushFrame, spec: TableSpec, shard: Shard, body: memoryview, buffer: Buffer | None) -> str:
         if spec.name in self.broken:
             return self.broken[spec.name]
         expected = self.size_bytes(spec.name)
         if len(body) != expected:
             return f"its tensor has {len(body)} bytes, server {self.server} expects {expected} for '{spec.name}'"
+        checksum = zlib.crc32(body) if self.checks_memory or frame.checksums else 0
+        if frame.checksums[self.server : self.server + 1] not in ((), (checksum,)):
+            return f"its {expected} bytes on server {self.server} are not those that worker {frame.push.id.worker} sent"
         problem = _objection(spec, frame)
         if problem:
             return problem
@@ -106,7 +130,7 @@ class Shelf:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
         worker = frame.push.id.worker
         contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper, worker)
-        self._waiting[frame.push.id] = contribution, body
+        self._waiting[frame.push.id] = _Arrived(contribution, body, buffer, checksum)
         return ""
 
     def has(self, push_id: PushId) -> bool:
@@ -121,19 +145,26 @@ class Shelf:
         """
         pushes = [self._waiting.pop(push_id) for push_id in ids]
         try:
+            self._require_as_it_came(pushes)
             if table not in self.broken:
-                self.shards[table].apply([contribution for contribution, _ in pushes])
+                self.shards[table].apply([push.contribution for push in pushes])
         except MISHAPS as error:
             self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
-        for _, body in pushes:
-            self.release(body)
+        for push in pushes:
+            push.release()
         return self.broken.get(table, "")
+
+    def _require_as_it_came(self, pushes: Sequence[_Arrived]) -> None:
+        """Raise ProtocolBug if memory is checked, and that of a push has changed while it waited."""
+        for push in pushes if self.checks_memory else ():
+            if zlib.crc32(push.body) != push.checksum:
+                raise ProtocolBug(f"the memory of a push of worker {push.contribution.worker} changed while it waited")
 
     def discard(self, push_id: PushId) -> None:
         """Forget the tensor of a push."""
-        found = self._waiting.pop(push_id, None)
-        if found is not None:
-            self.release(found[1])
+        push = self._waiting.pop(push_id, None)
+        if push is not None:
+            push.release()
 
     def clear(self) -> None:
         """Let go of all tables and pushes: nobody is served any more."""

@@ -12,10 +12,14 @@ from paceline.errors import DeadlineExceeded, PeerError
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How patient a worker is, in seconds: with a silent job (`wait_timeout_s`), with a broken connection."""
+    """How patient a worker is, in seconds: with a silent job (`wait_timeout_s`), with a broken connection.
+
+    With `checks_memory` it overwrites memory of pushes that becomes free, and tells servers what pushes add up to.
+    """
 
     wait_timeout_s: float = 600.0
     reconnect_timeout_s: float = 5.0
+    checks_memory: bool = False
 
 
 @dataclass(slots=True)

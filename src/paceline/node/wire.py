@@ -31,7 +31,8 @@ class PushFrame:
     """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use.
 
     `screened`: the worker has looked for NaN and infinity already, as the table demands. Servers believe it only over
-    memory that is the worker's own.
+    memory that is the worker's own. `checksums`: the CRC-32 of the part of each server, by rank; none where memory is
+    not checked.
     """
 
     push: messages.Push
@@ -39,6 +40,7 @@ class PushFrame:
     absent: tuple[int, ...]
     hyper: tuple[Hyper, ...]
     screened: bool = False
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

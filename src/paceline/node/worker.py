@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ from paceline.node.outgoing import (
     refuse_endless_clock,
     settled,
 )
-from paceline.node.pushes import Pushes
+from paceline.node.pushes import NO_PUSH, Pushes
 from paceline.node.reads import ReadOutcome, Reads
 from paceline.node.requests import Declare, DeclareRows
 from paceline.node.rows.client import RowClient
@@ -50,7 +51,7 @@ from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
-from paceline.node.wire import Hello, encode
+from paceline.node.wire import Hello, PushFrame, encode
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper, TableSpec
@@ -153,7 +154,9 @@ class WorkerNode:
             mirror = Mirror(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
             self._mirrors[spec.name] = mirror
             held = consistency.visible == "on_clock"
-            self._pushes.open(spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec)))
+            self._pushes.open(
+                spec.name, Slots(_SLOTS, held, lambda: allocate(self.transport, spec), self.options.checks_memory)
+            )
             self._handle(Opened(spec.name, consistency, mirror.servers))
         return mirror
 
@@ -171,6 +174,9 @@ class WorkerNode:
         Raises:
             UsageError: servers keep no more pushes of this table before this worker has finished its clock.
         """
+        return self._reserve(table, shown=True)
+
+    def _reserve(self, table: str, *, shown: bool) -> PushBuffer:
         self._mirror(table)
         with self._changed:
             clock = self._core.clock
@@ -178,7 +184,7 @@ class WorkerNode:
                 lambda: self._may_push(table) and self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
             )
-            return self._pushes.take(table)
+            return self._pushes.take(table, shown=shown)
 
     def _may_push(self, table: str) -> bool:
         if self._core.may_push(table):
@@ -214,7 +220,7 @@ class WorkerNode:
         problem = self._objection(table, gradient)
         if problem:
             return settled(PushOutcome(applied=False, reason=problem))
-        buffer = self.reserve(table)
+        buffer = self._reserve(table, shown=False)
         buffer.gradient.copy_(gradient)
         return self._push(table, buffer, count, absent, hyper)
 
@@ -357,7 +363,9 @@ class WorkerNode:
         bodies = {server: parts[server] for server in mirror.servers}
         with self._changed:
             self._waiting.check()
-            future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)
+            checksums = tuple(map(zlib.crc32, parts)) if self.options.checks_memory else ()
+            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums)
+            future = self._pushes.prepare(buffer, bodies, frame)
             mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
             self._handle(WantPush(table))
         return future

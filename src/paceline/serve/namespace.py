@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from paceline.core.settings import ServerSettings
 from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError
 from paceline.launch.cores import cores_here, server_threads
+from paceline.launch.environment import checks_memory
 from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission
@@ -225,6 +226,7 @@ class Namespace:
             Trace(None),
             allowed_paths=self._hosting.allowed_paths,
             num_threads=_num_threads,
+            checks_memory=checks_memory(),
         )
 
         def take_up(held: Holdings) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from paceline.errors import UsageError
+from paceline.transport.pool import Buffer
 
 EMPTY: Final = memoryview(b"")
 
 # Says where a body shall go, given the header of its frame and its size in bytes; None for fresh memory.
-Place = Callable[[bytes, int], memoryview | None]
+Place = Callable[[bytes, int], Buffer | memoryview | None]
 
 MIN_TOKEN_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 1024
@@ -26,10 +27,19 @@ MAX_IDENTITY_BYTES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message: `header` as sent, `body` a flat memory of bytes (`EMPTY` when there is none)."""
+    """One message: `header` as sent, `body` a flat memory of bytes (`EMPTY` when there is none).
+
+    `buffer` is set when the body lies in lent memory: its owner is now the receiver of the frame, who releases it.
+    """
 
     header: bytes
     body: memoryview
+    buffer: Buffer | None = None
+
+    def release(self) -> None:
+        """Give lent memory back: the body is not looked at any more. Nothing happens where none is lent."""
+        if self.buffer is not None:
+            self.buffer.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +152,8 @@ class Connection(Protocol):
         """Wait for the next frame. One thread at a time.
 
         `place` is asked, once a frame, where a body goes that is not the sender's memory and not empty: into writable
-        memory of exactly its size, of which the frame then has a view, or (None) into fresh memory. When it raises
-        PeerError, that comes out here and the connection is over.
+        memory of exactly its size, of which the frame then has a view (and the buffer, where it gave one), or (None)
+        into fresh memory. When it raises PeerError, that comes out here and the connection is over.
 
         Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call),
         ConnectionLost, PeerError for bytes that are not a frame within the limits (the connection is then over), or

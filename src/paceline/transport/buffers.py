@@ -11,6 +11,7 @@ from typing import Final, final
 
 from paceline.errors import UsageError
 from paceline.transport.base import EMPTY, Place
+from paceline.transport.pool import Buffer
 
 # Below this a zeroed bytearray is cheaper than a mapping; above it, pages are better touched as bytes arrive.
 MIN_MAPPED_BYTES: Final = 256 * 1024
@@ -57,18 +58,22 @@ def copied(body: memoryview) -> memoryview:
     return copy
 
 
-def destination(place: Place | None, header: bytes, size_bytes: int) -> memoryview | None:
-    """Ask `place` where a body goes; returns the memory as bytes, or raises UsageError when a body cannot go there."""
-    memory = None if place is None else place(header, size_bytes)
-    if memory is None:
+def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[memoryview, Buffer | None] | None:
+    """Ask `place` where a body goes; returns the memory as bytes and its buffer, if it is lent.
+
+    Raises UsageError when a body cannot go there.
+    """
+    given = None if place is None else place(header, size_bytes)
+    if given is None:
         return None
+    memory, buffer = (given.memory, given) if isinstance(given, Buffer) else (given, None)
     if memory.readonly or memory.nbytes != size_bytes:
         kind = "read-only" if memory.readonly else "writable"
         raise UsageError(
             f"a body of {size_bytes} bytes was to go into {kind} memory of {memory.nbytes} bytes, expected writable "
             "memory of its size"
         )
-    return flat(memory)
+    return flat(memory), buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,6 @@ class SocketChannel:
         self._writing = _Patience(sock, socket.SO_SNDTIMEO)
         # Unix sockets have no line that could be cut.
         self._silence = None if sock.family == socket.AF_UNIX else Silence(sock)
-        self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
 
     def read_some(self, buffer: memoryview, deadline: Deadline) -> int:
         """Wait for bytes; see `Channel.read_some`."""
@@ -135,11 +133,11 @@ class SocketChannel:
 
     def has_room(self) -> bool:
         """Say whether the kernel has room: it says so once a third of what it holds back is free."""
-        return bool(self._writable.poll(0))
+        return self._is_writable(within_ms=0)
 
     def wait_for_room(self, deadline: Deadline) -> None:
         """Wait until something can be written."""
-        if not self._writable.poll(deadline.remaining_ms()):
+        if not self._is_writable(deadline.remaining_ms()):
             raise OutOfTime
 
     def shut(self) -> None:
@@ -150,6 +148,14 @@ class SocketChannel:
     def close(self) -> None:
         """Free the descriptor; see `Channel.close`."""
         self._socket.close()
+
+    def _is_writable(self, within_ms: int) -> bool:
+        number = self._socket.fileno()
+        if number < 0:
+            return True  # it is closed, as a write will say
+        poll = select.poll()  # of this call alone: another thread may be waiting in one
+        poll.register(number, select.POLLOUT)
+        return bool(poll.poll(within_ms))
 
     def _read(self, buffer: memoryview, deadline: Deadline, how: int) -> int:
         while True:

@@ -129,11 +129,12 @@ class MemoryConnection:
         """Copy a body that is not the sender's memory to where it is wanted."""
         if not frame.body.nbytes or self._regions.find(frame.body) is not None:
             return frame
-        memory = destination(place, frame.header, frame.body.nbytes)
-        if memory is None:
+        found = destination(place, frame.header, frame.body.nbytes)
+        if found is None:
             return frame
+        memory, buffer = found
         memory[:] = frame.body
-        return Frame(frame.header, memory)
+        return Frame(frame.header, memory, buffer)
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"the connection to {self.peer} is over: one side closed it")

@@ -12,6 +12,7 @@ from paceline.transport.buffers import destination, flat, fresh_buffer
 from paceline.transport.channel import OutOfTime
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
+from paceline.transport.pool import Buffer
 from paceline.transport.readahead import ReadAhead
 from paceline.transport.security import Greeted
 
@@ -25,6 +26,7 @@ class _Arrival:
     header: bytes
     body: memoryview
     num_read: int
+    buffer: Buffer | None = None
 
 
 @final
@@ -160,7 +162,7 @@ class StreamConnection:
         while arrival.num_read < size_bytes:
             arrival.num_read += self._channel.read_much(arrival.body[arrival.num_read :], deadline)
         self._arrival = None
-        return Frame(arrival.header, arrival.body)
+        return Frame(arrival.header, arrival.body, arrival.buffer)
 
     def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
         """Read prefix and header and take memory for the body; None when it was but the end of a segment."""
@@ -172,15 +174,15 @@ class StreamConnection:
             ahead.skip(len(start))
             body = self._bodies.view(prefix, ahead.descriptors, self.peer)
             return None if prefix.kind is Kind.RETIRED else _Arrival(header, body, len(body))
-        body = self._memory_for(header, prefix.body_bytes, place)
+        body, buffer = self._memory_for(header, prefix.body_bytes, place)
         ahead.skip(len(start))
-        return _Arrival(header, body, ahead.drain_into(body) if prefix.body_bytes else 0)
+        return _Arrival(header, body, ahead.drain_into(body) if prefix.body_bytes else 0, buffer)
 
-    def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> memoryview:
+    def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> tuple[memoryview, Buffer | None]:
         if not size_bytes:
-            return EMPTY
-        memory = destination(place, header, size_bytes)
-        return fresh_buffer(size_bytes) if memory is None else memory
+            return EMPTY, None
+        found = destination(place, header, size_bytes)
+        return (fresh_buffer(size_bytes), None) if found is None else found
 
 
 def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> bytes:
