@@ -42,7 +42,7 @@ from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
-from paceline.node.wire import Hello, encode
+from paceline.node.wire import Hello, RowsUsed, encode
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper, TableSpec
@@ -218,9 +218,14 @@ class WorkerNode:
         return self._push(table, buffer, count, absent, hyper)
 
     def tick(self) -> None:
-        """Finish the current clock; blocks while rows that have to go before wait for a budget, else not."""
+        """Finish the current clock.
+
+        Blocks while rows that have to go before wait for a budget, and while servers have to answer many ticks that
+        said which rows were read from a cache.
+        """
         with self._changed:
             self.rows.budgeted.send_due(self._core.clock)
+            self.rows.end_clock(self._core.clock)
             self._waiting.check()
             self._handle(WantClock())
 
@@ -397,4 +402,4 @@ class WorkerNode:
         outgoing.future.set_result(PushOutcome(applied=not outgoing.refused, reason=outgoing.refused))
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
-        self._links[server].send(encode(request), body)
+        self._links[server].send(encode(request), body, urgent=isinstance(request, RowsUsed))  # as the tick after it

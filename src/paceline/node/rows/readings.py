@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -43,6 +44,13 @@ class RowReading:
     def ids_for(self, server: int) -> Tensor:
         """Return the ids that a server is asked for."""
         return self.ids[self.asked[server]]
+
+    def ids_not_of(self, servers: Sequence[int]) -> Tensor:
+        """Return the ids that none of these servers is asked for."""
+        kept = torch.ones(len(self.ids), dtype=torch.bool)
+        for server in servers:
+            kept[self.asked[server]] = False
+        return self.ids[kept]
 
 
 @dataclass(slots=True)
