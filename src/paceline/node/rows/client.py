@@ -311,7 +311,7 @@ class RowClient:
 
     def _send(self, opened: OpenedRows, sifted: Sifted, count: float) -> Future[PushOutcome]:
         parts = self._parts(opened, sifted)
-        push = RowPush(opened, parts, count, sifted.ids)
+        push = RowPush(opened, parts, count, sifted.ids, sifted.change)
         if not parts:
             push.future.set_result(PushOutcome(applied=True))
             return push.future
@@ -360,12 +360,23 @@ class RowClient:
         opened, cache = ended.opened, ended.opened.cache
         if ended.refused:
             opened.tell_again()
+            self._undo(ended)
         if cache is not None and ended.refused:
             cache.refused_own(effect.id.seq, ended.ids)
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited(opened))
         ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
         self.budgeted.wake()
+
+    def _undo(self, push: RowPush) -> None:
+        """Keep back of a refused push's rows what was kept back before it, but where a server has applied its part."""
+        if push.change is None:
+            return
+        refused = torch.ones(len(push.change.ids), dtype=torch.bool)
+        order, counts = self.owners.split(push.change.ids)
+        for server, places in enumerate(order.split(counts)):
+            refused[places] = server not in push.applied_by
+        push.opened.sieve.undo(push.change.part(refused))
 
     def _awaited(self, opened: OpenedRows) -> set[int]:
         """Return the servers from which rows may come that they have made before this moment."""

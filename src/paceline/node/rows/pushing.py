@@ -15,6 +15,7 @@ from paceline.node.outgoing import PushOutcome, promise
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.wire import Keys, RowPushFrame
+from paceline.tensors.filters.residual import KeptChange
 from paceline.tensors.filters.traffic import Bytes, Traffic
 from paceline.tensors.table import Hyper
 from paceline.transport.base import EMPTY
@@ -40,6 +41,8 @@ class RowPush:
     parts: dict[int, Part]  # by server. Invariant: exactly those that have not answered
     count: float
     ids: Tensor  # of all parts
+    change: KeptChange | None = None  # what it changed of what filters keep back
+    applied_by: set[int] = field(default_factory=set[int])  # servers that have applied their part
     push: Push | None = None  # its identity, as soon as it has one
     future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
     refused: str = ""
@@ -107,6 +110,8 @@ class RowPushes:
         """Note that a server has answered; return the push when all have."""
         push = self._under_way[effect.id]
         push.parts.pop(effect.server, None)
+        if not effect.refused:
+            push.applied_by.add(effect.server)
         push.refused = push.refused or effect.refused
         if push.parts:
             return None
