@@ -385,7 +385,9 @@ class WorkerNode:
         message = effect.message
         if not isinstance(message, Push):
             said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
-            self._links[effect.server].send(encode(said), urgent=isinstance(message, Clock))
+            # A tick that overtakes a read could have it answered with values of the next clock.
+            urgent = isinstance(message, Clock) and not self.rows.awaits_fixed_rows()
+            self._links[effect.server].send(encode(said), urgent=urgent)
             return
         outgoing = self._pushes.outgoing(message)
         if outgoing is not None:

@@ -104,9 +104,11 @@ class RowClient:
         with self.waiting.changed:
             opened = self._opened(reading.table)
             self._wait(reading)
-            if opened.cache is None:
-                assert reading.rows is not None
+            if reading.rows is not None:
+                if opened.cache is not None:
+                    opened.cache.note_read(reading.ids, reading.rows)
                 return reading.rows, reading.clocks
+            assert opened.cache is not None
             while True:
                 rows, here = opened.cache.read(reading.ids)
                 clocks = torch.maximum(opened.cache.clocks(reading.ids), self._delivered(opened, reading.ids))
@@ -150,6 +152,10 @@ class RowClient:
             )
             for uses in told:
                 uses.end_clock(clock)
+
+    def awaits_fixed_rows(self) -> bool:
+        """Say whether a read is under way whose answer depends on the clock that servers have come to."""
+        return any(opened.reads_are_fixed and self._readings.count(table) for table, opened in self._tables.items())
 
     def num_under_way(self, table: str = "") -> int:
         """Count the pushes of a table, or of all, that some server has yet to answer."""

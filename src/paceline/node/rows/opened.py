@@ -105,6 +105,14 @@ class OpenedRows:
         return self.is_held and self.spec.scale != "sum"
 
     @property
+    def reads_are_fixed(self) -> bool:
+        """Say whether what a read returns is decided when it begins, and not by when it is used.
+
+        So it is where pushes show at the end of their clock, unless servers send what changes.
+        """
+        return self.is_held and not self.is_delivered
+
+    @property
     def is_delivered(self) -> bool:
         """Say whether servers send what changes, unasked."""
         return self.consistency.deliver == "on_clock"
