@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, hashed, keys, same_bits, with_hash
+from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, hashed, keys, placed_at, same_bits, with_hash
 from torch import Tensor
 
 from paceline.errors import ProtocolBug, UsageError
@@ -67,9 +67,9 @@ def test_free_slots_go_first_from_their_end(ops: RowOps) -> None:
 
 @pytest.mark.parametrize("home", [0, 9, 15])
 def test_ids_of_one_place_are_told_apart_and_found_after_one_goes(ops: RowOps, home: int) -> None:
-    colliding = keys(*(with_hash(upper << 32 | home) for upper in (7, 7 + (1 << 31), 8, 9)))
-    beside = keys(*(with_hash(5 << 32 | (home + distance) % 16) for distance in (1, 2)))
-    same_upper = keys(*(with_hash(7 << 32 | lower << 4 | home) for lower in (1, 2)))
+    colliding = keys(*(placed_at(upper << 32 | home) for upper in (7, 7 + (1 << 31), 8, 9)))
+    beside = keys(*(placed_at(5 << 32 | (home + distance) % 16) for distance in (1, 2)))
+    same_upper = keys(*(placed_at(7 << 32 | lower << 4 | home) for lower in (1, 2)))
     everyone = torch.cat((colliding, beside, same_upper))
     for gone in range(8):
         entries, ids = empty_index(16, 8)
