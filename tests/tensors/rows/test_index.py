@@ -93,7 +93,7 @@ IndexAgainstDict.TestCase.settings = settings(max_examples=40, stateful_step_cou
 TestIndexAgainstDict = IndexAgainstDict.TestCase
 
 
-FLOOD = [placed_at(upper << 32 | 5) for upper in range(1, 3001)]  # all belong to one place where there is no seed
+FLOOD = [placed_at(upper << 32 | 5) for upper in range(1, 1501)]  # all belong to one place where there is no seed
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -106,7 +106,7 @@ def test_ids_that_were_chosen_to_get_in_each_others_way_do_not(name: str) -> Non
         assert index.find(torch.tensor(FLOOD)).tolist() == [-1 if slot % 2 == 0 else slot for slot in range(len(FLOOD))]
         index.add(torch.tensor(FLOOD))
     assert longest_way(plain) == len(FLOOD) - 1  # the attack works
-    assert longest_way(drawn) < 300  # by chance about 50 of 4096 entries
+    assert longest_way(drawn) < 300  # by chance about 40 of 2048 entries
     plain.close()
     drawn.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from paceline.errors import ProtocolBug, UsageError
 from paceline.tensors.rows import ops as ops_module
 from paceline.tensors.rows.fallback import hash_of
+from paceline.tensors.rows.native import NativeOps
 from paceline.tensors.rows.ops import RowOps, row_ops
+from paceline.tensors.rows.seed import NO_SEED, Seed
 
 NONE = keys()
 SOME_IDS = st.sampled_from(EXTREMES) | st.integers(*EXTREMES[:2]) | st.integers(0, 9)
@@ -202,6 +205,22 @@ def test_large_calls_give_the_same_to_the_last_bit() -> None:
         return *first, *second, out, *ops.unique(many), ops.split(many, 5)[0]
 
     on_all(grown)
+
+
+def test_each_search_for_distinct_keys_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "native" not in AVAILABLE:
+        pytest.skip("torch sorts keys")
+    seeds: list[Seed] = []
+    insert = NativeOps.insert
+
+    def watched(self: NativeOps, *given: Any) -> tuple[Tensor, Tensor]:
+        seeds.append(given[-1])
+        return insert(self, *given)
+
+    monkeypatch.setattr(NativeOps, "insert", watched)
+    for _ in range(3):
+        row_ops("native").unique(keys(1, 2, 1))
+    assert len({NO_SEED, *seeds}) == 4
 
 
 def test_tensors_of_another_kind_are_refused() -> None:

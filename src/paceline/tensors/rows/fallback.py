@@ -71,9 +71,7 @@ class TorchOps:
         behind = _slot_of(torch.cat(moved))
         _place(entries, behind, seeded_hash(ids[behind], seed))
 
-    def rebuild(
-        self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED
-    ) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """See `RowOps.rebuild`."""
         slots = torch.arange(num_slots) if live is None else live[:num_slots].nonzero().view(-1)
         _place(entries, slots, seeded_hash(ids[slots], seed))
@@ -119,7 +117,7 @@ def hash_of(ids: Tensor) -> Tensor:
 
 
 def seeded_hash(ids: Tensor, seed: Seed) -> Tensor:
-    """Return the hash of int64 ids by which an index finds them, as int64; unknown to those who do not know the seed."""
+    """Return the hash of int64 ids by which an index finds them, as int64; it cannot be told without the seed."""
     first, second = (number - (1 << 64) if number >> 63 else number for number in seed)
     return hash_of(hash_of(ids ^ first) ^ second)
 

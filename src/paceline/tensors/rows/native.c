@@ -58,21 +58,27 @@ static inline int64_t slot_of(uint64_t entry)
     return (int64_t)(entry & LOWER) - 1;
 }
 
+static inline int is_below(int64_t number, int64_t end)
+{
+    return (uint64_t)number < (uint64_t)end;
+}
+
 /* Returns the place of the key's entry, or the empty place where it would lie. */
-static inline uint64_t place_of(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t key, uint64_t hash)
+static inline uint64_t place_of(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, int64_t key,
+                                uint64_t hash)
 {
     uint64_t place = hash & mask;
     for (;; place = (place + 1) & mask) {
         uint64_t entry = entries[place];
         if (entry == 0)
             return place;
-        if (((entry ^ hash) & UPPER) == 0 && ids[slot_of(entry)] == key)
+        if (((entry ^ hash) & UPPER) == 0 && is_below(slot_of(entry), num_ids) && ids[slot_of(entry)] == key)
             return place;
     }
 }
 
 /* Hashes a block of keys, and asks for the memory that looking them up will need. */
-static inline void prepare(const uint64_t *entries, uint64_t mask, const int64_t *ids, seed_t seed,
+static inline void prepare(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, seed_t seed,
                            const int64_t *keys, int64_t num_keys, uint64_t *hashes)
 {
     for (int64_t i = 0; i < num_keys; i++) {
@@ -81,14 +87,9 @@ static inline void prepare(const uint64_t *entries, uint64_t mask, const int64_t
     }
     for (int64_t i = 0; i < num_keys; i++) {
         uint64_t entry = entries[hashes[i] & mask];
-        if (entry != 0)
+        if (is_below(slot_of(entry), num_ids))
             __builtin_prefetch(&ids[slot_of(entry)]);
     }
-}
-
-static inline int is_below(int64_t number, int64_t end)
-{
-    return (uint64_t)number < (uint64_t)end;
 }
 
 static inline int64_t block_from(int64_t start, int64_t num)
@@ -101,13 +102,12 @@ void paceline_find(const uint64_t *entries, uint64_t mask, const int64_t *ids, i
                    uint64_t seed_second, const int64_t *keys, int64_t num_keys, int64_t *slots)
 {
     seed_t seed = {seed_first, seed_second};
-    (void)num_ids; /* every slot that has an entry has an id */
     uint64_t hashes[BLOCK];
     for (int64_t start = 0; start < num_keys; start += BLOCK) {
         int64_t num = block_from(start, num_keys);
-        prepare(entries, mask, ids, seed, keys + start, num, hashes);
+        prepare(entries, mask, ids, num_ids, seed, keys + start, num, hashes);
         for (int64_t i = 0; i < num; i++)
-            slots[start + i] = slot_of(entries[place_of(entries, mask, ids, keys[start + i], hashes[i])]);
+            slots[start + i] = slot_of(entries[place_of(entries, mask, ids, num_ids, keys[start + i], hashes[i])]);
     }
 }
 
@@ -126,14 +126,16 @@ int64_t paceline_insert(uint64_t *entries, uint64_t mask, int64_t *ids, int64_t 
     int64_t num_added = 0;
     for (int64_t start = 0; start < num_keys; start += BLOCK) {
         int64_t num = block_from(start, num_keys);
-        prepare(entries, mask, ids, seed, keys + start, num, hashes);
+        prepare(entries, mask, ids, num_ids, seed, keys + start, num, hashes);
         for (int64_t i = 0; i < num; i++) {
             int64_t key = keys[start + i];
-            uint64_t place = place_of(entries, mask, ids, key, hashes[i]);
+            uint64_t place = place_of(entries, mask, ids, num_ids, key, hashes[i]);
             if (entries[place] == 0) {
-                int64_t slot = num_spare > 0 ? spare[--num_spare] : next_slot++;
+                int is_spare = num_spare > 0;
+                int64_t slot = is_spare ? spare[--num_spare] : next_slot;
                 if (!is_below(slot, end))
                     return -1 - (start + i);
+                next_slot += !is_spare;
                 ids[slot] = key;
                 entries[place] = (hashes[i] & UPPER) | (uint64_t)(slot + 1);
                 added[num_added++] = start + i;

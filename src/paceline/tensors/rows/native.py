@@ -86,9 +86,7 @@ class NativeOps:
         wrong: int = self._library.paceline_erase(*_index(entries, ids, seed), *_vector(slots))
         _refuse("erased", slots, wrong)
 
-    def rebuild(
-        self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED
-    ) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """See `RowOps.rebuild`."""
         pointer, num_known = (None, num_slots) if live is None else _vector(live, torch.bool)
         num_live = num_slots if live is None else int(live[:num_slots].sum())

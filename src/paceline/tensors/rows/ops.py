@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class RowOps(Protocol):
     """The operations behind row tables; every implementation gives the same results, bit for bit.
 
-    The `seed` of an index decides where its entries lie, and nothing else: peers who choose ids must not know it, or each
-    lookup could be made to pass all of them. It is the same in all calls for one index.
+    The `seed` of an index decides where its entries lie, and nothing else. Peers who choose ids must not know it, or
+    each lookup could be made to pass all of them. It is the same in all calls for one index.
 
     Ids, keys, slots, positions and entries are contiguous int64 tensors of one dimension in main memory; any int64 is
     an id. An index is `entries` (a power of two of them, zero is empty, at most three of four taken) together with
@@ -45,9 +45,7 @@ class RowOps(Protocol):
         """Take distinct slots out of the index."""
         ...
 
-    def rebuild(
-        self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED
-    ) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """Fill entries that are all zero from the first `num_slots` ids, or those of them where `live` (bool) is."""
         ...
 
