@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Final, Literal, Self, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from paceline.core.consistency import Consistency
 from paceline.current import current
-from paceline.errors import UsageError
+from paceline.errors import NoWeight, UsageError
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.table import RowTable
 from paceline.session import Session
@@ -23,14 +23,75 @@ from paceline.training.lookup import Lookup
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
+_NO_WEIGHT: Final = (
+    "table '{0}': the rows of this layer live on the servers, so it has no `weight` that another layer could share or "
+    "that could be set. To tie an output layer to it, multiply by the rows that are needed, hidden @ layer(ids).T; if "
+    "all are needed in every step, use torch.nn.Embedding, whose weight paceline.distributed trains with the rest. "
+    "Rows are read by layer.table.pull(ids) and written by layer.table.load(path)."
+)
 
-class Embedding(nn.Module):
+
+class _RowLayer(nn.Module):
+    """What layers have in common whose rows live on the servers. `_lookup` is set once a table is there."""
+
+    _lookup: Lookup
+    _learns = True
+
+    @property
+    def table(self) -> RowTable:
+        """The rows, to be pulled and pushed by hand."""
+        return self._lookup.table
+
+    @property
+    def num_refused(self) -> int:
+        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
+        return self._lookup.num_refused
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let the rows learn, or freeze them: what forward returns from now on needs no gradient of them.
+
+        It acts on this module alone. `model.requires_grad_(False)` reaches parameters, and rows are none: freeze a
+        model by `model.apply(lambda module: module.requires_grad_(False))`.
+        """
+        super().requires_grad_(requires_grad)
+        self._learns = requires_grad
+        return self
+
+    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
+        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
+
+        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
+        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
+        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
+        """
+        self._lookup.ask(ids, ahead)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were collected since the clock began."""
+        super().zero_grad(set_to_none)
+        self._lookup.zero_grad()
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """Say of `weight` why it is not there."""
+        if name == "weight":
+            raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        """Take no `weight`, which would change nothing."""
+        if name == "weight":
+            raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
+        super().__setattr__(name, value)
+
+
+class Embedding(_RowLayer):
     """A lookup table used like `torch.nn.Embedding`, whose rows live on the servers and learn there.
 
     It has no parameters, so optimizers and `state_dict` of the model do not see it. Forward pulls the distinct rows of
     its ids as the consistency demands; backward collects their gradients, and the end of the clock (`step` of a
     distributed optimizer, or `Session.clock`) pushes them, once. `zero_grad` of such an optimizer, or of this module,
-    drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact.
+    drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact. A copy
+    (`copy.deepcopy`) reads and trains the same rows, and is frozen by itself.
 
     Args:
         num_embeddings: ids are 0 to this; None takes any 64-bit ids, of which a row is kept once it was pushed.
@@ -59,7 +120,7 @@ class Embedding(nn.Module):
         IdOutOfRange: an `IndexError`; in forward: an id is not one of 0 to `num_embeddings`.
 
     Shape:
-        ids of any shape, int64 or int32, to `(*shape of the ids, embedding_dim)`, where the ids are.
+        ids of any shape and integer type, to `(*shape of the ids, embedding_dim)`, where the ids are.
 
     Example:
         >>> import torch, paceline
@@ -118,41 +179,17 @@ class Embedding(nn.Module):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
 
-    @property
-    def table(self) -> RowTable:
-        """The rows, to be pulled and pushed by hand."""
-        return self._lookup.table
-
-    @property
-    def num_refused(self) -> int:
-        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
-        return self._lookup.num_refused
-
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of these ids; blocks as long as the consistency demands."""
-        found = self._lookup.find(input)
+        found = self._lookup.find(input, learn=self._learns)
         return functional.embedding(found.places, found.rows, found.padding, scale_grad_by_freq=self.scale_grad_by_freq)
-
-    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
-        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
-
-        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
-        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
-        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
-        """
-        self._lookup.ask(ids, ahead)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were collected since the clock began."""
-        super().zero_grad(set_to_none)
-        self._lookup.zero_grad()
 
     def extra_repr(self) -> str:
         """Return what print shows of it."""
         return _described(self._lookup, self.num_embeddings)
 
 
-class EmbeddingBag(nn.Module):
+class EmbeddingBag(_RowLayer):
     """Sums, means or maxima of rows, used like `torch.nn.EmbeddingBag`; the rows live on the servers and learn there.
 
     All that `paceline.Embedding` says of rows, gradients and clocks holds here.
@@ -209,6 +246,10 @@ class EmbeddingBag(nn.Module):
         super().__init__()
         if mode not in get_args(Mode):
             raise UsageError(f"table '{name}': mode is '{mode}', expected one of {', '.join(get_args(Mode))}.")
+        if mode == "max" and scale_grad_by_freq:
+            raise UsageError(
+                f"table '{name}': scale_grad_by_freq goes with the modes 'sum' and 'mean', not with 'max'."
+            )
         padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
         ps = ps or current()
         table = ps.table(
@@ -232,43 +273,19 @@ class EmbeddingBag(nn.Module):
         self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    @property
-    def table(self) -> RowTable:
-        """The rows, to be pulled and pushed by hand."""
-        return self._lookup.table
-
-    @property
-    def num_refused(self) -> int:
-        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
-        return self._lookup.num_refused
-
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the sum, mean or maximum of each bag; blocks as long as the consistency demands."""
-        found = self._lookup.find(input)
+        # Not by torch, whose backward on a CPU takes the frequencies of other rows.
+        found = self._lookup.find(input, learn=self._learns, by_frequency=self.scale_grad_by_freq)
         return functional.embedding_bag(
             found.places,
             found.rows,
             offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
             padding_idx=found.padding,
         )
-
-    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
-        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
-
-        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
-        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
-        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
-        """
-        self._lookup.ask(ids, ahead)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were collected since the clock began."""
-        super().zero_grad(set_to_none)
-        self._lookup.zero_grad()
 
     def extra_repr(self) -> str:
         """Return what print shows of it."""

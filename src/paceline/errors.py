@@ -17,6 +17,10 @@ class IdOutOfRange(UsageError, IndexError):
     """An id is none of those that were declared. An `IndexError` too, as a torch module raises."""
 
 
+class NoWeight(UsageError, AttributeError):
+    """A layer has no `weight`, as its rows live on the servers. An `AttributeError` too, so that `hasattr` says so."""
+
+
 class CheckpointError(PacelineError):
     """What was saved cannot be used: a file is missing, damaged or of another format; the message names it."""
 

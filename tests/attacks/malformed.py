@@ -61,6 +61,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (RowPushFrame(push, 1.0, (), keys), rows),
         (RowPullFrame(messages.Pull(sender, 1, "r", 0, 0), keys), bytes_of(IDS)),
         (Unsubscribe(sender, "r", 3), bytes_of(IDS)),
+        (wire.RowsUsed(sender, "r", 3), bytes_of(IDS)),
         (wire.KeysWanted("q", 0, 0), b""),
         (messages.Join(sender), b""),
         (messages.Clock(sender, 3, (("w", 1),)), b""),

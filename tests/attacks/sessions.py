@@ -14,7 +14,7 @@ from paceline.core import messages
 from paceline.core.messages import Pull, Push, PushId
 from paceline.node import requests
 from paceline.node.requests import Errand
-from paceline.node.wire import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
+from paceline.node.wire import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.tensors import update
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
 from paceline.tensors.rules import Quorum, RuleSpec
@@ -111,6 +111,8 @@ class Talker:
         return pick((tick, messages.Taken(ME, pick(TABLES), pick(CLOCKS)), messages.Join(ME))), b""
 
     def _give_up(self) -> Said:
+        if self._random.random() < 0.5:
+            return RowsUsed(ME, self._random.choice(TABLES), self._random.choice(NUMBERS)), bytes_of(self._ids())
         return Unsubscribe(ME, self._random.choice(TABLES), self._random.choice((0, 5, 60))), bytes_of(self._ids())
 
     def _errand(self) -> Said:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import IdOutOfRange, UsageError
+from paceline.errors import IdOutOfRange, NoWeight, UsageError
 from paceline.session import Session
 from paceline.tensors.rules import RuleSpec
 
@@ -90,6 +93,8 @@ BAGS = {
     "with the last offset": (torch.tensor([4, 5, 4]), torch.tensor([0, 2, 3]), True),
     "all empty": (torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]), False),
     "all padding": (torch.tensor([3, 3]), torch.tensor([0, 1]), False),
+    "by columns": (ids_of_step(1).t(), None, False),
+    "not contiguous": (ids_of_step(1)[:, 0], torch.tensor([0, 1]), False),
     "32 bits": (torch.tensor([4, 3, 4], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32), False),
 }
 
@@ -138,6 +143,96 @@ def test_a_weighted_bag_learns_rows_and_weights(ps: Session, update: RuleSpec, m
 def test_ids_may_have_any_shape(ps: Session, shape: tuple[int, ...]) -> None:
     ours = paceline.Embedding(None, WIDTH, update=SGD, ps=ps)
     assert ours(torch.full(shape, 7)).shape == (*shape, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.uint32])
+def test_ids_may_have_any_integer_type_and_need_not_be_contiguous(ps: Session, dtype: torch.dtype) -> None:
+    ours = paceline.Embedding(NUM, WIDTH, update=SGD, ps=ps)
+    batch = torch.arange(12).view(4, 3).to(dtype)
+    assert torch.equal(ours(batch[:, 0]), ours.table.pull([0, 3, 6, 9]))
+    ours.prefetch(batch[:, 0], ahead=0)
+
+
+# -- compared with torch over random programs -------------------------------------------------------------------------
+
+
+def frequency_scaled(ids: Tensor, gradient: Tensor) -> Tensor:
+    """Divide the gradient of a table by how often each row is among the ids: what torch's bags do on a GPU."""
+    return gradient / ids.view(-1).bincount(minlength=NUM).clamp(min=1).unsqueeze(1)
+
+
+def program_of(seed: int) -> tuple[dict[str, object], list[tuple[Tensor, Tensor | None, Tensor | None]]]:
+    """Return the settings of a bag, and (ids, offsets, weights) of each forward pass of a clock."""
+    dice = random.Random(seed)
+    mode = dice.choice(["sum", "mean", "max"])
+    last = dice.random() < 0.3
+    settings = {
+        "mode": mode,
+        "scale_grad_by_freq": mode != "max" and dice.random() < 0.5,
+        "include_last_offset": last,
+        "padding_idx": dice.choice([None, 3, -1]),
+    }
+    torch_dice, passes = torch.Generator().manual_seed(seed), []
+    for _ in range(dice.randint(1, 3)):
+        flat = last or dice.random() < 0.5
+        num = dice.randint(0, 9)
+        ids = torch.randint(dice.choice([4, NUM]), (num,) if flat else (num, 3), generator=torch_dice)
+        middle = sorted(dice.randint(0, num) for _ in range(dice.randint(0, 4)))
+        offsets = torch.tensor([0, *middle, *[num] * last]) if flat else None
+        weighted = mode == "sum" and dice.random() < 0.5
+        weights = torch.randn(ids.shape, generator=torch_dice, dtype=torch.float64) if weighted else None
+        passes.append((ids, offsets, weights))
+    return settings, passes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_bags_give_and_learn_what_those_of_torch_do(ps: Session, seed: int) -> None:
+    settings, passes = program_of(seed)
+    ours = paceline.EmbeddingBag(NUM, WIDTH, update=paceline.update.Add(), dtype=torch.float64, ps=ps, **settings)
+    by_frequency = settings.pop("scale_grad_by_freq")
+    theirs = nn.EmbeddingBag(NUM, WIDTH, dtype=torch.float64, **settings)
+    like(ours, theirs)
+    before, learned = ours.table.pull(range(NUM)), torch.zeros(NUM, WIDTH, dtype=torch.float64)
+    for ids, offsets, weights in passes:
+        leaves = [None if weights is None else weights.clone().requires_grad_() for _ in range(2)]
+        found, expected = ours(ids, offsets, leaves[0]), theirs(ids, offsets, leaves[1])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        theirs.zero_grad()
+        loss_of(found).backward()
+        loss_of(expected).backward()
+        for our_weights, their_weights in [leaves] if weights is not None else []:
+            torch.testing.assert_close(our_weights.grad, their_weights.grad, rtol=1e-12, atol=1e-12)
+        learned += frequency_scaled(ids, theirs.weight.grad) if by_frequency else theirs.weight.grad
+    ps.clock()
+    torch.testing.assert_close(ours.table.pull(range(NUM)) - before, learned, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_embeddings_give_and_learn_what_those_of_torch_do(ps: Session, seed: int) -> None:
+    dice, torch_dice = random.Random(seed), torch.Generator().manual_seed(seed)
+    settings = {"padding_idx": dice.choice([None, 3, -1]), "scale_grad_by_freq": dice.random() < 0.5}
+    ours = paceline.Embedding(NUM, WIDTH, update=paceline.update.Add(), dtype=torch.float64, ps=ps, **settings)
+    theirs = nn.Embedding(NUM, WIDTH, dtype=torch.float64, **settings)
+    like(ours, theirs)
+    before = ours.table.pull(range(NUM))
+    for _ in range(dice.randint(1, 3)):
+        shape = [dice.randint(0, 4) for _ in range(dice.randint(0, 3))]
+        ids = torch.randint(dice.choice([4, NUM]), shape, generator=torch_dice)
+        found, expected = ours(ids), theirs(ids)
+        assert torch.equal(found, expected)
+        loss_of(found).backward()
+        loss_of(expected).backward()
+    ps.clock()
+    torch.testing.assert_close(ours.table.pull(range(NUM)) - before, theirs.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bag_divides_gradients_by_the_frequency_of_their_own_rows(ps: Session) -> None:
+    ours = paceline.EmbeddingBag(
+        None, 1, scale_grad_by_freq=True, mode="sum", update=paceline.update.Add(), init=0.0, ps=ps
+    )
+    ours(torch.tensor([[3, 5, 3, 1], [5, 5, 2, 0]])).sum().backward()
+    ps.clock()
+    assert ours.table.pull([0, 1, 2, 3, 5]).view(-1).tolist() == [1.0] * 5
 
 
 def test_without_a_number_of_embeddings_any_id_has_a_row(ps: Session) -> None:
@@ -207,6 +302,38 @@ def test_nothing_is_pushed(ps: Session, act: Callable[[paceline.Embedding], None
     assert pushed(ps, act) == ([0.0, 0.0, 0.0], 0)
 
 
+def frozen(ours: paceline.Embedding) -> None:
+    assert not ours.requires_grad_(False)(torch.tensor([0])).requires_grad
+    whole = nn.Sequential(ours, nn.Linear(2, 1)).requires_grad_(True)
+    whole.apply(lambda module: module.requires_grad_(False))
+    assert not whole(torch.tensor([0])).requires_grad
+
+
+def test_what_is_frozen_does_not_learn(ps: Session) -> None:
+    assert pushed(ps, frozen) == ([0.0, 0.0, 0.0], 0)
+
+
+def test_what_is_frozen_learns_again_when_it_is_let(ps: Session) -> None:
+    def act(ours: paceline.Embedding) -> None:
+        (ours.requires_grad_(False)(torch.tensor([0])) * torch.ones(2, requires_grad=True)).sum().backward()
+        ours.requires_grad_()(torch.tensor([1])).sum().backward()
+
+    assert pushed(ps, act) == ([0.0, -0.5, 0.0], 1)
+
+
+def test_a_copy_has_the_same_rows_learns_in_the_same_push_and_is_frozen_by_itself(ps: Session) -> None:
+    def act(ours: paceline.Embedding) -> None:
+        other = copy.deepcopy(nn.Sequential(ours))[0]
+        assert isinstance(other, paceline.Embedding)
+        assert other.table is ours.table
+        other(torch.tensor([0, 1])).sum().backward()
+        ours(torch.tensor([0])).sum().backward()
+        other.requires_grad_(False)
+        assert ours(torch.tensor([0])).requires_grad
+
+    assert pushed(ps, act) == ([-1.0, -0.5, 0.0], 1)
+
+
 def test_a_gradient_that_is_not_finite_is_refused_and_counted(ps: Session) -> None:
     ours = paceline.Embedding(3, 2, update=SGD, init=0.0, ps=ps)
     (ours(torch.tensor([0])) * torch.inf).sum().backward()
@@ -239,6 +366,7 @@ def test_ids_out_of_range_raise_as_in_torch(ps: Session, ids: list[int]) -> None
         ({"update": "sgd"}, "update is 'sgd', expected one of paceline.update"),
         ({"dtype": torch.int64}, "dtype is 'int64', expected one of"),
         ({"mode": "median"}, "mode is 'median', expected one of sum, mean, max"),
+        ({"mode": "max", "scale_grad_by_freq": True}, "scale_grad_by_freq goes with the modes 'sum' and 'mean'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_and_leave_no_table(ps: Session, settings: dict, message: str) -> None:
@@ -252,8 +380,26 @@ def test_settings_that_make_no_sense_are_refused_and_leave_no_table(ps: Session,
 
 def test_floating_ids_are_refused(ps: Session) -> None:
     ours = paceline.Embedding(NUM, WIDTH, update=SGD, ps=ps)
-    with pytest.raises(UsageError, match=r"ids are torch.float32, expected torch.int64 or torch.int32"):
-        ours(torch.ones(2))
+    for ids in (torch.ones(2), torch.tensor([True])):
+        with pytest.raises(UsageError, match=r"table 'embedding', .*ids are torch.\w+, expected integers"):
+            ours(ids)
+
+
+def test_a_weight_can_be_neither_shared_nor_set_and_the_error_says_what_to_do(ps: Session) -> None:
+    ours, head = paceline.Embedding(NUM, WIDTH, update=SGD, name="words", ps=ps), nn.Linear(WIDTH, NUM)
+    message = r"table 'words': the rows .* live on the servers.*tie an output layer.*torch.nn.Embedding"
+    with pytest.raises(NoWeight, match=message):
+        head.weight = ours.weight
+    with pytest.raises(NoWeight, match=message):
+        ours.weight = head.weight
+    assert not hasattr(ours, "weight")
+    with pytest.raises(AttributeError, match="no attribute 'bias'"):
+        _ = ours.bias
+
+
+def test_a_layer_is_not_pickled_and_the_error_says_what_to_do(ps: Session) -> None:
+    with pytest.raises(UsageError, match=r"table 'words': .* cannot be pickled. .*table.export"):
+        pickle.dumps(paceline.Embedding(NUM, WIDTH, update=SGD, name="words", ps=ps))
 
 
 def test_two_modules_need_two_names(ps: Session) -> None:

@@ -11,14 +11,14 @@ from paceline.node.requests import Initialise, LoadState, WriteRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
-from paceline.node.wire import PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
+from paceline.node.wire import PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe, decode
 from paceline.transport.pool import Buffer
 
 SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no sense, it is refused with a reason
 # What a worker sends of the rows of a table in one piece: a few megabytes, unless they are very wide.
 MAX_PIECE_BYTES: Final = 1 << 28
 _PIECE_BYTES_BY_WIDTH: Final = 64 * 16 * 8  # the least rows of a piece, with a rule of many states in float64
-MAX_DROPPED_BYTES: Final = 1 << 30  # ids of all rows that a worker has kept
+MAX_KEPT_BYTES: Final = 1 << 30  # ids of all rows that a worker keeps
 MAX_STATE_FACTOR: Final = 64  # the state of a rule is so many times as large as the values at most
 _STATE_SLACK_BYTES: Final = 16 << 20  # names, and states that do not grow with the values
 
@@ -65,8 +65,8 @@ class Allowance:
                 served = self.rows.tables.get(message.errand.table)
                 width = 0 if served is None else served.spec.width
                 return 0, max(MAX_PIECE_BYTES, width * _PIECE_BYTES_BY_WIDTH)
-            case Unsubscribe():
-                return 0, MAX_DROPPED_BYTES
+            case Unsubscribe() | RowsUsed():
+                return 0, MAX_KEPT_BYTES
             case _:
                 return 0, SMALL_BYTES
 

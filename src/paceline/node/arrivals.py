@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.events import Arrived, Connected
-from paceline.core.messages import Fetched
+from paceline.core.messages import Fetched, Ticked
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import Refused
 from paceline.node.calls import Calls
@@ -44,7 +44,9 @@ class Arrivals:
                 self.rows.on_keys_wanted(self.server, message)
             elif not self.waiting.failure:
                 self.handle(Arrived(self.server, message), frame.body)
-            if isinstance(message, Fetched):
+            if isinstance(message, Ticked):
+                self.rows.on_ticked(self.server, message.clock)
+            elif isinstance(message, Fetched):
                 self.reads.note_taken(self.server, message)
             self.waiting.changed.notify_all()
 

@@ -50,14 +50,14 @@ class Answers:
     """What servers have answered to the parts of one push."""
 
     _refusals: dict[int, str] = field(default_factory=dict[int, str])  # by server
-    _applied_on: list[int] = field(default_factory=list[int])
+    applied_on: list[int] = field(default_factory=list[int])  # servers
 
     def note(self, effect: Release) -> None:
         """Note that a server has answered its part for good."""
         if effect.refused:
             self._refusals[effect.server] = effect.refused
         else:
-            self._applied_on.append(effect.server)
+            self.applied_on.append(effect.server)
 
     @property
     def refused(self) -> bool:
@@ -69,7 +69,7 @@ class Answers:
         if not self._refusals:
             return PushOutcome(applied=True)
         server, reason = next(iter(self._refusals.items()))  # others may only follow the first
-        ranks = tuple(sorted(self._applied_on))
+        ranks = tuple(sorted(self.applied_on))
         if ranks:
             where = ", ".join(map(str, ranks))
             reason = f"server {server} refused its part: {reason}; it is applied on server {where}, and stays there"

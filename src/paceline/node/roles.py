@@ -21,6 +21,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     wire.RowPushFrame: "worker",
     wire.RowPullFrame: "worker",
     wire.Unsubscribe: "worker",
+    wire.RowsUsed: "worker",
     wire.KeysWanted: None,
     messages.Join: "worker",
     messages.Leave: "worker",
@@ -64,7 +65,9 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.push.id)
     elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
         _check_worker(hello, message.pull.sender)
-    elif isinstance(message, messages.Join | messages.Leave | messages.Clock | messages.Taken | wire.Unsubscribe):
+    elif isinstance(
+        message, messages.Join | messages.Leave | messages.Clock | messages.Taken | wire.Unsubscribe | wire.RowsUsed
+    ):
         _check_worker(hello, message.sender)
     elif isinstance(message, messages.Follow | messages.Closed):
         _check_server(hello, message, num_servers)

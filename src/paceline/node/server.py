@@ -46,7 +46,17 @@ from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
 from paceline.node.toil import Toil
 from paceline.node.whole_tables import WholeTables
-from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
+from paceline.node.wire import (
+    Hello,
+    KeysWanted,
+    PullFrame,
+    PushFrame,
+    RowPullFrame,
+    RowPushFrame,
+    RowsUsed,
+    Unsubscribe,
+    decode,
+)
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
 from paceline.tensors.rows.ops import row_ops
@@ -222,6 +232,9 @@ class ServerNode:
             self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
         elif isinstance(message, Unsubscribe):
             self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
+        elif isinstance(message, RowsUsed):
+            if not self._core.lives.objection(message.sender):
+                self._rows.use((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, Join | Leave | Clock | Taken):
             self._on_said(hello, connection, message)
         elif isinstance(message, Request):

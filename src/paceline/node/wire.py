@@ -105,6 +105,18 @@ class Unsubscribe:
     request: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowsUsed:
+    """A worker to a server: in this clock I have read these rows (their ids are the body) from what I keep of them.
+
+    It goes before the tick that ends the clock, whenever that is sent; a copy of it means nothing.
+    """
+
+    sender: messages.Sender
+    table: str
+    clock: int
+
+
 # The position is the kind byte: append, never reorder.
 _CODEC: Final = Codec[object](
     Hello,
@@ -145,6 +157,7 @@ _CODEC: Final = Codec[object](
     requests.WriteRows,
     requests.Describe,
     requests.TakePiece,
+    RowsUsed,
 )
 _PUSH: Final = _CODEC.kind_byte(PushFrame)
 

@@ -51,7 +51,7 @@ from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
-from paceline.node.wire import Hello, PushFrame, encode
+from paceline.node.wire import Hello, PushFrame, RowsUsed, encode
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper, TableSpec
@@ -241,9 +241,14 @@ class WorkerNode:
         return self._push(table, buffer, count, absent, hyper)
 
     def tick(self) -> None:
-        """Finish the current clock; blocks while rows that have to go before wait for a budget, else not."""
+        """Finish the current clock.
+
+        Blocks while rows that have to go before wait for a budget, and while servers have to answer many ticks that
+        said which rows were read from a cache.
+        """
         with self._changed:
             self.rows.budgeted.send_due(self._core.clock)
+            self.rows.end_clock(self._core.clock)
             self._waiting.check()
             self._handle(WantClock())
 
@@ -410,7 +415,9 @@ class WorkerNode:
         message = effect.message
         if not isinstance(message, Push):
             said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
-            self._links[effect.server].send(encode(said), urgent=isinstance(message, Clock))
+            # A tick that overtakes a read could have it answered with values of the next clock.
+            urgent = isinstance(message, Clock) and not self.rows.awaits_fixed_rows()
+            self._links[effect.server].send(encode(said), urgent=urgent)
             return
         outgoing = self._pushes.outgoing(message)
         if outgoing is not None:
@@ -427,4 +434,4 @@ class WorkerNode:
         outgoing.future.set_result(outgoing.answers.outcome())
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
-        self._links[server].send(encode(request), body)
+        self._links[server].send(encode(request), body, urgent=isinstance(request, RowsUsed))  # as the tick after it

@@ -72,18 +72,35 @@ class Lookup:
     _banked: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])  # of slices, weighed
     _asked: list[_Asked] = field(default_factory=list[_Asked])  # for this clock or a later one
 
-    def find(self, ids: Tensor) -> Found:
+    def __deepcopy__(self, memo: dict[int, object]) -> Lookup:
+        """Return this one: a copy of a layer reads and trains the same rows, in the same push."""
+        return self
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled: the rows are on the servers."""
+        raise UsageError(
+            f"table '{self.table.name}': a layer whose rows live on the servers cannot be pickled. Save the model's "
+            "state_dict(), and the rows by table.export(path)."
+        )
+
+    def find(self, ids: Tensor, *, learn: bool = True, by_frequency: bool = False) -> Found:
         """Return the rows of these ids, ready to be differentiated; blocks as `RowTable.pull` does.
 
         What backward finds for them is collected; the graph keeps no rows alive that it does not need itself.
+
+        Args:
+            ids: integers, any shape.
+            learn: whether gradients are wanted at all.
+            by_frequency: divide the gradient of each row by how often it is among the ids.
         """
         distinct, places = self._distinct(ids)
         padding = None
         if self.padding is not None:
             distinct, places, padding = _without(self.padding, distinct, places)
         leaf = self._read(distinct).to(ids.device)
-        if torch.is_grad_enabled():
-            leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._collect, distinct))
+        if learn and torch.is_grad_enabled():
+            times = places.bincount(minlength=len(distinct))[: len(distinct)] if by_frequency else None
+            leaf.requires_grad_().register_post_accumulate_grad_hook(partial(self._collect, distinct, times))
         rows = leaf
         if padding is not None or not len(distinct):
             rows = torch.cat((leaf, leaf.new_zeros((1, self.table.width))))
@@ -134,9 +151,7 @@ class Lookup:
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids without repeats, (n,), and the place among them of each, (number of ids,)."""
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise UsageError(f"table '{self.table.name}': ids are {ids.dtype}, expected torch.int64 or torch.int32.")
-        distinct, places = self.table.node.rows.ops.unique(ids.detach().to("cpu", torch.int64).reshape(-1))
+        distinct, places = self.table.node.rows.ops.unique(self.table.keys(ids).view(-1))
         if self.num_ids is not None and len(distinct):
             lowest, highest = (int(bound) for bound in distinct.aminmax())
             if lowest < 0 or highest >= self.num_ids:
@@ -164,11 +179,12 @@ class Lookup:
         together, places = self.table.node.rows.ops.unique(torch.cat((ids, wanted)))
         return places[len(ids) :] if len(together) == len(ids) else None
 
-    def _collect(self, ids: Tensor, rows: Tensor) -> None:
-        """Take the gradient that a backward pass has left in a leaf."""
+    def _collect(self, ids: Tensor, times: Tensor | None, rows: Tensor) -> None:
+        """Take the gradient that a backward pass has left in a leaf; divide it by `times`, a number for each row."""
         gradient, rows.grad = rows.grad, None
         if gradient is not None:
-            self._collected.append((ids, gradient.detach().to("cpu")))
+            gradient = gradient.detach().to("cpu")
+            self._collected.append((ids, gradient if times is None else gradient / times.unsqueeze(1)))
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells

@@ -22,7 +22,7 @@ def places_by_server(ids: torch.Tensor) -> list[list[int]]:
 def opened(consistency: object, kept: dict[int, list[int]]) -> OpenedRows:
     """Return a table of which rows are kept: by clock, their ids."""
     spec = RowTableSpec("r", 1, "float64", Add(), str(consistency), "sum", "reject")
-    made = OpenedRows.make(spec, CacheOptions(keep=True), OPS, 0)
+    made = OpenedRows.make(spec, CacheOptions(keep=True), Owners(OPS, 2), 0)
     assert made.cache is not None
     for clock, ids in kept.items():
         rows = torch.zeros(len(ids), 1, dtype=torch.float64)

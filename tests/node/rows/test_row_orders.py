@@ -1,16 +1,22 @@
 """Orders of events that chance seldom draws, one by one: who is sent what when frames cross each other."""
 
 import random
+from dataclasses import dataclass
 
+import pytest
 import torch
-from tests.node.rows.tables import rows_of
-from tests.node.rows.world import World
+from tests.node.rows.tables import open_rows, rows_of
+from tests.node.rows.world import Lane, World
 
+from paceline.core.messages import Clock
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.readings import RowReading
+from paceline.node.rows.table import RowFuture
+from paceline.node.wire import RowPullFrame, decode
 from paceline.tensors.filters import KeyCache
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.update import SGD
+from paceline.transport.base import EMPTY
 
 X, Y = torch.tensor([1]), torch.tensor([2])
 READER, WRITER = 0, 1
@@ -163,3 +169,57 @@ def test_hyperparameters_of_a_push_reach_the_servers_that_get_the_next_ones() ->
     world.settle()
     assert node.rows.take(node.rows.begin("r", ids, 0, refresh=True))[0].unique().tolist() == [-3.0]
     world.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("keep", [None, True])
+def test_what_a_read_gives_under_bsp_is_that_of_its_clock_whenever_it_is_used(ahead: int, keep: bool | None) -> None:
+    world = World(1, 2, random.Random(0))
+    try:
+        table = open_rows(world.workers[0], rows_of(consistency="bsp", width=1), CacheOptions(keep=keep))
+        ids = list(range(8))
+        at_clock: dict[int, list[float]] = {}
+        asked: dict[int, list[RowFuture]] = {}
+        for clock in range(5):
+            asked.setdefault(clock + ahead, []).append(table.pull_later(ids, ahead=ahead))
+            at_clock[clock] = table.pull(ids).view(-1).tolist()  # which brings newer rows than those asked for before
+            table.push(ids[clock:], torch.ones(8 - clock, 1))
+            table.node.tick()
+        at_clock[5] = table.pull(ids).view(-1).tolist()
+        for clock, futures in asked.items():
+            for future in futures:
+                assert future.result().view(-1).tolist() == at_clock[clock]
+        assert len({tuple(rows) for rows in at_clock.values()}) == 6
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("keep", [None, True])
+def test_a_tick_does_not_overtake_a_read_of_its_clock(keep: bool | None) -> None:
+    world = two("bsp") if keep else World(2, 1, random.Random(0))
+    if not keep:
+        for node in world.workers.values():
+            node.open_rows(rows_of(consistency="bsp", width=1), CacheOptions())
+    sent: list[tuple[type, bool]] = []
+    lane = world.lanes[READER, 0]
+    world.workers[READER]._links[0] = Watched(lane, sent)  # type: ignore[call-overload]
+    reading = ask(world, X)
+    world.workers[READER].tick()
+    assert sent == [(RowPullFrame, False), (Clock, False)]
+    world.settle()
+    assert reading.future.done()
+    world.workers[READER].tick()
+    assert sent[-1] == (Clock, True)
+    world.close()
+
+
+@dataclass
+class Watched:
+    """A connection of which a test sees what was sent, and what was urgent."""
+
+    lane: Lane
+    sent: list[tuple[type, bool]]
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+        self.sent.append((type(decode(header)), urgent))
+        self.lane.send(header, body)

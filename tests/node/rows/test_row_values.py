@@ -10,6 +10,7 @@ from tests.node.cluster import CARRIERS, Work, cluster
 from tests.node.rows.tables import open_rows, rows_of, stored
 
 from paceline.errors import UsageError
+from paceline.node.rows.ids import row_ids
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.worker import WorkerNode
 from paceline.tensors.update import SGD
@@ -92,8 +93,8 @@ def test_nothing_may_be_pulled_and_pushed(tmp_path: Path) -> None:
 
 
 def test_ids_that_are_no_integers_of_64_bits_are_refused(tmp_path: Path) -> None:
-    wrong: list[Any] = [[1.5], torch.ones(2), np.array([1], dtype=np.uint64), torch.tensor([True])]
-    wrong += [[2**63], ["a"], [[1], [2, 3]], [None]]
+    wrong: list[Any] = [[1.5], torch.ones(2), np.ones(2), torch.tensor([True]), np.array([True]), [True]]
+    wrong += [[2**63], [-1, 2**63], ["a"], [[1], [2, 3]], [None], np.array([1], dtype=object)]
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         table = open_rows(node, rows_of())
         for ids in wrong:
@@ -101,6 +102,45 @@ def test_ids_that_are_no_integers_of_64_bits_are_refused(tmp_path: Path) -> None
                 table.pull(ids)
             with pytest.raises(UsageError, match="ids are"):
                 table.push(ids, [[1.0, 1.0]])
+
+
+def test_unsigned_ids_that_do_not_fit_are_refused_with_the_number_and_a_way_out() -> None:
+    for ids in (np.array([1, 2**63], dtype=np.uint64), torch.tensor([1, 2**63], dtype=torch.uint64)):
+        with pytest.raises(UsageError, match=r"here: ids are signed 64-bit .* 9223372036854775808 is above .*view\("):
+            row_ids(ids, "here")
+
+
+ACCEPTED: list[Any] = [
+    np.arange(10)[::-1],
+    np.arange(20).reshape(2, 10)[:, ::3],
+    np.arange(6).reshape(2, 3).T,
+    np.broadcast_to(np.int64(3), (2, 2)),
+    np.array(7),
+    np.arange(4).astype(">i4"),
+    np.frombuffer(bytes(16), dtype=np.int32),
+    *(np.array([0, 1, 100], dtype=f"{sign}{size}") for sign in "iu" for size in (1, 2, 4, 8)),
+    np.array([2**63 - 1, 0], dtype=np.uint64),
+    torch.tensor([2**63 - 1, 0], dtype=torch.uint64),
+    *(torch.tensor([0, 1, 100], dtype=dtype) for dtype in (torch.uint32, torch.uint16, torch.int8, torch.int32)),
+    torch.arange(12).view(4, 3)[:, 0],
+    torch.arange(12).view(4, 3).t(),
+    torch.tensor(5),
+    range(4),
+    (3, -1),
+    [np.int64(4), 5],
+    [],
+    np.zeros((0, 3)),
+]
+
+
+@pytest.mark.parametrize("ids", ACCEPTED, ids=repr)
+def test_integers_of_any_type_and_layout_are_ids(ids: Any) -> None:
+    keys = row_ids(ids, "here")
+    expected = np.asarray(ids if not isinstance(ids, torch.Tensor) else ids.to(torch.int64).numpy())
+    assert keys.is_contiguous()
+    assert keys.dtype == torch.int64
+    assert keys.shape == expected.shape
+    assert keys.tolist() == expected.tolist()
 
 
 def test_rows_of_another_shape_or_of_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -153,6 +193,21 @@ def test_rows_that_are_handed_out_and_in_are_memory_of_their_owners(tmp_path: Pa
             assert read.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
             read.fill_(50.0)
             assert table.pull([1, 2, 7]).tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("keep", [None, True])
+@pytest.mark.parametrize("ids", [[1, 2], [1, 2, 1]])
+def test_a_later_read_gives_the_same_rows_each_time_in_memory_of_their_own(
+    keep: bool | None, ids: list[int], tmp_path: Path
+) -> None:
+    with cluster("memory", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        table = open_rows(node, rows_of(consistency="bsp"), CacheOptions(keep))
+        table.push([1], [[5.0, 5.0]])
+        node.tick()
+        later = table.pull_later(ids)
+        first, second = later.result(), later.result()
+        first.fill_(9.0)
+        assert second.tolist() == later.result().tolist() == [[5.0 * (key == 1)] * 2 for key in ids]
 
 
 def test_hyperparameters_reach_every_server_however_few_rows_came_with_them(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tests.tensors.filters.sifting import Account, kept_in, one, pushed, row, si
 from paceline.errors import UsageError
 from paceline.tensors.filters import KKT, Cast, FilterSpec, Int8, RandomSkip, Significant, TopK
 from paceline.tensors.filters.codec import codec_of
-from paceline.tensors.filters.sieve import Sifted
+from paceline.tensors.filters.sieve import Sieve, Sifted
 
 SELECTIONS: list[tuple[FilterSpec, ...]] = [
     (),
@@ -41,10 +41,10 @@ def test_sent_and_kept_back_are_what_was_given(
         assert torch.equal(rows, before)
         assert torch.equal(codec.decode(sifted.encoded, 2, torch.float64), sifted.decoded)
         assert len(sifted.ids.unique()) == len(sifted.ids)
-        given_sum.add(ids, rows)
         if clock in refused:
-            sieve.put_back(sifted.ids, sifted.decoded)
+            undo(sieve, sifted)
         else:
+            given_sum.add(ids, rows)
             sent_sum.add(sifted.ids, sifted.decoded)
         both = kept_in(sieve)
         both.add_all(sent_sum)
@@ -54,6 +54,57 @@ def test_sent_and_kept_back_are_what_was_given(
     sent_sum.add(*sieve.rest())
     assert sieve.num_kept == 0
     assert sent_sum.agrees_with(given_sum, tolerance)
+
+
+@settings(max_examples=50, deadline=None)
+@given(PUSHES, st.sampled_from(LOSSY), st.integers(0, 11), st.integers(0, 4))
+def test_a_push_that_is_refused_later_leaves_the_sum_of_the_others(
+    pushes: list[dict[int, tuple[int, int]]], filters: tuple[FilterSpec, ...], refused: int, later: int
+) -> None:
+    sieve, given_sum, sent_sum = sieve_of(*filters), Account(), Account()
+    tolerance = 1e-9 if codec_of(filters, "push").row_bytes(2, torch.float64) < 16 else 0.0
+    lost: Sifted | None = None
+    for clock, push in enumerate(pushes):
+        if lost is not None and clock == refused + later:
+            undo(sieve, lost)
+            lost = None
+        ids = torch.tensor(list(push), dtype=torch.int64)
+        rows = torch.tensor(list(push.values()), dtype=torch.float64).view(len(ids), 2)
+        sifted = sieve.sift(ids, rows, clock)
+        if clock == refused:
+            lost = sifted
+        else:
+            given_sum.add(ids, rows)
+            sent_sum.add(sifted.ids, sifted.decoded)
+    if lost is not None:
+        undo(sieve, lost)
+    sent_sum.add(*sieve.rest())
+    assert sent_sum.agrees_with(given_sum, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("filters", [*LOSSY, (RandomSkip(0.5), Significant(0.5, max_age=3))], ids=str)
+def test_what_is_kept_back_is_bit_for_bit_as_if_a_refused_push_had_not_been_made(
+    filters: tuple[FilterSpec, ...], dtype: torch.dtype
+) -> None:
+    sieve = sieve_of(*filters, dtype=dtype)
+    for clock in range(6):
+        sieve.sift(*rows_of(clock, dtype), clock)
+        before = sieve.state()
+        undo(sieve, sieve.flush() if clock % 3 == 2 else sieve.sift(*rows_of(clock + 50, dtype), clock))
+        after = sieve.state()
+        assert sieve.num_kept > 0
+        assert all(torch.equal(before[name], after[name]) for name in ("ids", "rows", "since"))
+
+
+def rows_of(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, rows = rows_at(seed)
+    return ids, rows.to(dtype)
+
+
+def undo(sieve: Sieve, sifted: Sifted) -> None:
+    if sifted.change is not None:
+        sieve.undo(sifted.change)
 
 
 @pytest.mark.parametrize("filters", LOSSY, ids=str)
@@ -136,7 +187,6 @@ def test_rows_that_are_not_finite_are_sent_as_they_are_and_spoil_nothing(filters
     sifted = sieve.sift(one(1), row(float("nan"), 1.0), 1)
     assert sifted.ids[-1] == 1
     assert sifted.decoded[-1].isnan().any()
-    sieve.put_back(one(1), row(float("inf"), 1.0))
     if sifted.ids.tolist() == [1]:  # and no other row was due
         assert kept_in(sieve).agrees_with(before)
     assert sieve.rest()[1].isfinite().all()

@@ -9,22 +9,23 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, keys, with_hash
+from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, keys, longest_way, placed_at
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.tensors.rows import index as index_module
 from paceline.tensors.rows.column import Column, unnamed_file
 from paceline.tensors.rows.index import RowIndex
 from paceline.tensors.rows.ops import row_ops
+from paceline.tensors.rows.seed import NO_SEED, Seed
 
 # At the end of the smallest index, and around it to the start; some with the same upper bits, some without.
 HASHES = product((3, 4, 1 << 31), (0, 5), (1021, 1023, 0))
-COLLIDING = tuple(with_hash(upper << 32 | lower << 10 | home) for upper, lower, home in HASHES)
+COLLIDING = tuple(placed_at(upper << 32 | lower << 10 | home) for upper, lower, home in HASHES)
 KEYS = st.lists(st.sampled_from(COLLIDING + EXTREMES) | st.integers(-40, 40), max_size=40)
 
 
-def new_index(name: str) -> RowIndex:
-    return RowIndex(row_ops(name), Column(1, torch.int64))
+def new_index(name: str, seed: Seed | None = None) -> RowIndex:
+    return RowIndex(row_ops(name), Column(1, torch.int64), seed)
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
@@ -32,7 +33,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.indexes = [new_index(name) for name in AVAILABLE]
+        self.indexes = [new_index(name, NO_SEED) for name in AVAILABLE]
         self.model = dict[int, int]()
 
     @rule(numbers=KEYS)
@@ -90,6 +91,40 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
 IndexAgainstDict.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestIndexAgainstDict = IndexAgainstDict.TestCase
+
+
+FLOOD = [placed_at(upper << 32 | 5) for upper in range(1, 1501)]  # all belong to one place where there is no seed
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_ids_that_were_chosen_to_get_in_each_others_way_do_not(name: str) -> None:
+    plain, drawn = new_index(name, NO_SEED), new_index(name)
+    for index in (plain, drawn):
+        slots, added = index.add(torch.tensor(FLOOD))
+        assert slots.tolist() == added.tolist() == list(range(len(FLOOD)))
+        index.remove(slots[::2].contiguous())
+        assert index.find(torch.tensor(FLOOD)).tolist() == [-1 if slot % 2 == 0 else slot for slot in range(len(FLOOD))]
+        index.add(torch.tensor(FLOOD))
+    assert longest_way(plain) == len(FLOOD) - 1  # the attack works
+    assert longest_way(drawn) < 300  # by chance about 40 of 2048 entries
+    plain.close()
+    drawn.close()
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_slots_and_orders_do_not_depend_on_the_seed(name: str) -> None:
+    indexes = [new_index(name) for _ in range(4)]
+    assert len({index._seed for index in indexes}) == 4
+    for start, stop in ((0, 2000), (1000, 5000)):
+        ids = torch.arange(start, stop) * 7919
+        results = [index.add(ids) for index in indexes]
+        assert all(torch.equal(slots, results[0][0]) for slots, _ in results)
+        assert all(torch.equal(added, results[0][1]) for _, added in results)
+        for index in indexes:
+            index.remove(index.find(ids[::3].contiguous()))
+    assert len({tuple(index.live_slots().tolist()) for index in indexes}) == 1
+    for index in indexes:
+        index.close()
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,3 +112,32 @@ def test_a_library_that_does_not_load_is_explained(tmp_path: Path) -> None:
     assert "install a C compiler" in str(load_library(tmp_path / "missing"))
     (tmp_path / "empty").touch()
     assert "install this package once more" in str(load_library(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    "num_rounds", [pytest.param(3, id="quick"), pytest.param(1000, id="long", marks=pytest.mark.campaign)]
+)
+@needs_compiler
+def test_sanitizers_find_nothing(num_rounds: int, hatch_build: ModuleType, tmp_path: Path) -> None:
+    """Nothing that C leaves undefined, and no access beside what was given, be the calls right or wrong."""
+    loaded = [
+        subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(Path(path).is_absolute() for path in loaded):
+        pytest.skip("this compiler has no sanitizers")
+    library = tmp_path / "native.so"
+    options = [option for option in hatch_build.OPTIONS if option != "-O3"]
+    checks = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
+    command = ["cc", *options, *checks, "-o", str(library), str(ROOT / hatch_build.SOURCE)]
+    subprocess.run(command, check=True, timeout=hatch_build.TIMEOUT_S)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tensors.rows.scripts.sanitized", str(library), str(num_rounds)],
+        env={**os.environ, "LD_PRELOAD": " ".join(loaded), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "sound"), done.stderr[-4000:]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, hashed, keys, same_bits, with_hash
+from tests.tensors.rows.trials import AVAILABLE, BOTH, EXTREMES, hashed, keys, placed_at, same_bits, with_hash
 from torch import Tensor
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.tensors.rows import ops as ops_module
 from paceline.tensors.rows.fallback import hash_of
+from paceline.tensors.rows.native import NativeOps
 from paceline.tensors.rows.ops import RowOps, row_ops
+from paceline.tensors.rows.seed import NO_SEED, Seed
 
 NONE = keys()
 SOME_IDS = st.sampled_from(EXTREMES) | st.integers(*EXTREMES[:2]) | st.integers(0, 9)
@@ -67,9 +70,9 @@ def test_free_slots_go_first_from_their_end(ops: RowOps) -> None:
 
 @pytest.mark.parametrize("home", [0, 9, 15])
 def test_ids_of_one_place_are_told_apart_and_found_after_one_goes(ops: RowOps, home: int) -> None:
-    colliding = keys(*(with_hash(upper << 32 | home) for upper in (7, 7 + (1 << 31), 8, 9)))
-    beside = keys(*(with_hash(5 << 32 | (home + distance) % 16) for distance in (1, 2)))
-    same_upper = keys(*(with_hash(7 << 32 | lower << 4 | home) for lower in (1, 2)))
+    colliding = keys(*(placed_at(upper << 32 | home) for upper in (7, 7 + (1 << 31), 8, 9)))
+    beside = keys(*(placed_at(5 << 32 | (home + distance) % 16) for distance in (1, 2)))
+    same_upper = keys(*(placed_at(7 << 32 | lower << 4 | home) for lower in (1, 2)))
     everyone = torch.cat((colliding, beside, same_upper))
     for gone in range(8):
         entries, ids = empty_index(16, 8)
@@ -202,6 +205,22 @@ def test_large_calls_give_the_same_to_the_last_bit() -> None:
         return *first, *second, out, *ops.unique(many), ops.split(many, 5)[0]
 
     on_all(grown)
+
+
+def test_each_search_for_distinct_keys_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "native" not in AVAILABLE:
+        pytest.skip("torch sorts keys")
+    seeds: list[Seed] = []
+    insert = NativeOps.insert
+
+    def watched(self: NativeOps, *given: Any) -> tuple[Tensor, Tensor]:
+        seeds.append(given[-1])
+        return insert(self, *given)
+
+    monkeypatch.setattr(NativeOps, "insert", watched)
+    for _ in range(3):
+        row_ops("native").unique(keys(1, 2, 1))
+    assert len({NO_SEED, *seeds}) == 4
 
 
 def test_tensors_of_another_kind_are_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.tensors.rows.fallback import seeded_hash
+from paceline.tensors.rows.index import RowIndex
 from paceline.tensors.rows.native import load_library
 
 _LIBRARY = load_library()
@@ -30,6 +32,21 @@ def with_hash(wanted: int) -> int:
     z = _unshifted(z, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & _BITS
     z = _unshifted(z, 30)
     return z - (1 << 64) if z >> 63 else z
+
+
+def placed_at(wanted: int) -> int:
+    """The one id that an index without a seed places by this hash."""
+    return with_hash(with_hash(wanted) & _BITS)
+
+
+def longest_way(index: RowIndex) -> int:
+    """The most entries that a lookup of an id of an index has to pass."""
+    entries, ids = index._entries, index.ids_of(index.live_slots())
+    mask, slots = entries.numel() - 1, index.find(ids)
+    taken = entries.nonzero().view(-1)
+    places = torch.empty(index.num_slots, dtype=torch.int64)
+    places[(entries[taken] & (1 << 32) - 1) - 1] = taken
+    return int(((places[slots] - (seeded_hash(ids, index._seed) & mask)) & mask).max())
 
 
 def _unshifted(z: int, shift: int) -> int:

@@ -113,10 +113,12 @@ class RowCache:
         return rows, slots >= 0
 
     def note_read(self, ids: Tensor, rows: Tensor) -> None:
-        """Note what the user is given of rows, each of which is kept: gradients will be of these."""
+        """Note what the user is given of those rows that are kept: gradients will be of these."""
         if self._read_echoes is not None:
-            echoes = rows[:, self.width - self.echo_width :].contiguous()
-            self.ops.scatter(self._read_echoes.tensor, self._index.find(ids), echoes)
+            slots = self._index.find(ids)
+            here = slots >= 0
+            echoes = rows[here, self.width - self.echo_width :]
+            self.ops.scatter(self._read_echoes.tensor, slots[here], echoes)
 
     def read_echoes(self, ids: Tensor) -> Tensor:
         """Return what the user was given last beside the values of these rows, NaN for rows that nobody has read."""

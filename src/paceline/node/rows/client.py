@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.effects import Forget, InstallRows, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import Opened, WantPush
-from paceline.core.messages import Pull, Push
+from paceline.core.messages import Clock, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError, UsageError
 from paceline.node.outgoing import PushOutcome, refuse_endless_clock, settled
@@ -24,7 +24,7 @@ from paceline.node.rows.parcels import ID_BYTES, ids_body
 from paceline.node.rows.pushing import Part, RowPush, RowPushes, Say
 from paceline.node.rows.readings import Readings, RowReading
 from paceline.node.waiting import Waiting
-from paceline.node.wire import KeysWanted, RowPullFrame, Unsubscribe
+from paceline.node.wire import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.sieve import Sifted
 from paceline.tensors.filters.traffic import Bytes, Traffic
 from paceline.tensors.rows.ops import RowOps
@@ -36,6 +36,7 @@ from paceline.transport.base import EMPTY
 MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
 MAX_BURSTS_UNDER_WAY = 100  # the same under a budget, which a burst uses up for 10 ms or more: a second's worth
 MAX_READS = 1000  # of one table that are under way
+MAX_REPORTS = 32  # clocks whose reads from a cache some server has yet to be known to have heard of
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class RowClient:
     def open(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
         """Work with a table that all servers have agreed on."""
         with self.waiting.changed:
-            opened = OpenedRows.make(spec, options, self.ops, self.core.settings.sender.worker)
+            opened = OpenedRows.make(spec, options, self.owners, self.core.settings.sender.worker)
             if options.communication is not None:
                 opened.budgeted = self._budgeted(opened, options.communication)
                 self.budgeted.open(opened.budgeted)
@@ -85,6 +86,8 @@ class RowClient:
                 self._unsubscribe(opened, opened.cache.use(ids))
             delivered = [self.core.rows.delivered(table, server) for server in range(self.owners.num_servers)]
             reading, want = self._readings.plan(opened, ids, needs, delivered, refresh=refresh)
+            if opened.uses is not None:
+                opened.uses.note(reading.ids_not_of(want.fetch))
             self._readings.begin(self.core.next_request, reading)
             self.handle(want)
             if opened.budgeted is not None:
@@ -100,9 +103,11 @@ class RowClient:
         with self.waiting.changed:
             opened = self._opened(reading.table)
             self._wait(reading)
-            if opened.cache is None:
-                assert reading.rows is not None
+            if reading.rows is not None:
+                if opened.cache is not None:
+                    opened.cache.note_read(reading.ids, reading.rows)
                 return reading.rows, reading.clocks
+            assert opened.cache is not None
             while True:
                 rows, here = opened.cache.read(reading.ids)
                 clocks = torch.maximum(opened.cache.clocks(reading.ids), self._delivered(opened, reading.ids))
@@ -136,6 +141,21 @@ class RowClient:
             kept = opened.sieve.flush()
             return self._send(opened, kept, 1.0) if len(kept.ids) else settled(PushOutcome(applied=True))
 
+    def end_clock(self, clock: int) -> None:
+        """Have the tick of a clock say which rows were read from a cache; blocks while many such are unanswered."""
+        with self.waiting.changed:
+            told = [opened.uses for opened in self._tables.values() if opened.uses is not None]
+            self.waiting.wait(
+                lambda: all(uses.num_unconfirmed < MAX_REPORTS for uses in told),
+                f"servers to answer the ticks of the last {MAX_REPORTS} clocks",
+            )
+            for uses in told:
+                uses.end_clock(clock)
+
+    def awaits_fixed_rows(self) -> bool:
+        """Say whether a read is under way whose answer depends on the clock that servers have come to."""
+        return any(opened.reads_are_fixed and self._readings.count(table) for table, opened in self._tables.items())
+
     def num_under_way(self, table: str = "") -> int:
         """Count the pushes of a table, or of all, that some server has yet to answer."""
         return self._pushes.count(table)
@@ -153,6 +173,9 @@ class RowClient:
                 self._say_push(effect.server, push, bare=effect.bare)
             case Send(message=Pull() as pull) if pull.table in self._tables:
                 self._say_pull(effect.server, pull)
+            case Send(message=Clock() as tick):
+                self._say_uses(effect.server, tick)
+                return False
             case InstallRows():
                 self._install(effect, body)
             case Forget():
@@ -173,6 +196,12 @@ class RowClient:
         asked = self.core.rows.asked(server, message.request)
         if asked is not None:
             self._say_pull(server, asked, with_ids=True)
+
+    def on_ticked(self, server: int, clock: int) -> None:
+        """Note that a server knows all clocks below this one."""
+        for opened in self._tables.values():
+            if opened.uses is not None:
+                opened.uses.confirmed(server, clock)
 
     def on_reconnected(self, server: int) -> None:
         """Send this server ids in full again: it may lack lists that were on their way."""
@@ -209,6 +238,14 @@ class RowClient:
         asked = Bytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
         opened.traffic += Traffic(pulled=asked)
         self.say(server, RowPullFrame(pull, keys), body)
+
+    def _say_uses(self, server: int, tick: Clock) -> None:
+        """Send a server what was read from caches in the clocks that a tick ends, right before that."""
+        for table, opened in self._tables.items():
+            for clock, ids in () if opened.uses is None else opened.uses.reports(server, tick.clock):
+                size_bytes = ID_BYTES * len(ids)
+                opened.traffic += Traffic(pulled=Bytes(1, size_bytes, plain_key_bytes=size_bytes))
+                self.say(server, RowsUsed(self.core.settings.sender, table, clock), ids_body(ids))
 
     def _install(self, effect: InstallRows, body: memoryview) -> None:
         opened = self._tables[effect.table]
@@ -279,7 +316,7 @@ class RowClient:
 
     def _send(self, opened: OpenedRows, sifted: Sifted, count: float) -> Future[PushOutcome]:
         parts = self._parts(opened, sifted)
-        push = RowPush(opened, parts, count, sifted.ids)
+        push = RowPush(opened, parts, count, sifted.ids, sifted.change)
         if not parts:
             push.future.set_result(PushOutcome(applied=True))
             return push.future
@@ -328,12 +365,23 @@ class RowClient:
         opened, cache = ended.opened, ended.opened.cache
         if ended.answers.refused:
             opened.tell_again()
+            self._undo(ended)
         if cache is not None and ended.answers.refused:
             cache.refused_own(effect.id.seq, ended.ids)
         elif cache is not None:
             cache.applied_own(effect.id.seq, self._awaited(opened))
         ended.future.set_result(ended.answers.outcome())
         self.budgeted.wake()
+
+    def _undo(self, push: RowPush) -> None:
+        """Keep back of a refused push's rows what was kept back before it, but where a server has applied its part."""
+        if push.change is None:
+            return
+        refused = torch.ones(len(push.change.ids), dtype=torch.bool)
+        order, counts = self.owners.split(push.change.ids)
+        for server, places in enumerate(order.split(counts)):
+            refused[places] = server not in push.answers.applied_on
+        push.opened.sieve.undo(push.change.part(refused))
 
     def _awaited(self, opened: OpenedRows) -> set[int]:
         """Return the servers from which rows may come that they have made before this moment."""

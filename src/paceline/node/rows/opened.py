@@ -13,13 +13,15 @@ from paceline.node.layout import torch_dtype
 from paceline.node.rows.budgeted import BudgetedRows
 from paceline.node.rows.cache import RowCache
 from paceline.node.rows.managed import Managed
+from paceline.node.rows.owners import Owners
 from paceline.node.rows.parcels import Layout
+from paceline.node.rows.uses import CacheUses
 from paceline.node.wire import Keys
 from paceline.tensors.filters.codec import codec_of
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
 from paceline.tensors.filters.sieve import Sieve
 from paceline.tensors.filters.traffic import Traffic
-from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.lifecycle import use_columns
 from paceline.tensors.rows.rule import RowRule
 from paceline.tensors.rows.rules import row_rule
 from paceline.tensors.rows.spec import RowTableSpec
@@ -57,6 +59,7 @@ class OpenedRows:
     replays: bool  # own pushes are added to rows that do not contain them yet
     is_lazy: bool  # reads make do with kept rows that are fresh enough, unless told otherwise
     deferral: Deferral  # how long pushes wait here, and what reads need for that
+    uses: CacheUses | None = None  # what was read from the cache, where servers decide by use which rows go
     budgeted: BudgetedRows | None = None  # the pushes that wait, where there is a budget
     traffic: Traffic = field(default_factory=Traffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
@@ -66,10 +69,11 @@ class OpenedRows:
     _told: set[int] = field(default_factory=set[int])
 
     @staticmethod
-    def make(spec: RowTableSpec, options: CacheOptions, ops: RowOps, worker: int) -> OpenedRows:
+    def make(spec: RowTableSpec, options: CacheOptions, owners: Owners, worker: int) -> OpenedRows:
         """Work with a table from now on."""
         consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
         up, down = layouts(spec, rule)
+        ops = owners.ops
         sieve = Sieve(spec.filters, spec.width, dtype, ops, worker)
         deferral = Deferral(consistency)
         if options.communication is not None:
@@ -87,7 +91,8 @@ class OpenedRows:
         admits_all = spec.life.admit_after <= 1  # else servers drop pushes, and who made them cannot tell which
         replays = keep and options.reads_own_writes and admits_all and can_replay(spec, consistency)
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
-        return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy, deferral)
+        uses = CacheUses(owners) if keep and use_columns(spec.life) else None
+        return OpenedRows(spec, consistency, up, down, cache, sieve, replays, is_lazy, deferral, uses)
 
     @property
     def is_held(self) -> bool:
@@ -98,6 +103,14 @@ class OpenedRows:
     def counts_everyone(self) -> bool:
         """Say whether a push counts even where it brings no rows: in the mean of a clock."""
         return self.is_held and self.spec.scale != "sum"
+
+    @property
+    def reads_are_fixed(self) -> bool:
+        """Say whether what a read returns is decided when it begins, and not by when it is used.
+
+        So it is where pushes show at the end of their clock, unless servers send what changes.
+        """
+        return self.is_held and not self.is_delivered
 
     @property
     def is_delivered(self) -> bool:

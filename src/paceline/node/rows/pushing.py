@@ -15,6 +15,7 @@ from paceline.node.outgoing import Answers, PushOutcome, promise
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.wire import Keys, RowPushFrame
+from paceline.tensors.filters.residual import KeptChange
 from paceline.tensors.filters.traffic import Bytes, Traffic
 from paceline.tensors.table import Hyper
 from paceline.transport.base import EMPTY
@@ -40,6 +41,7 @@ class RowPush:
     parts: dict[int, Part]  # by server. Invariant: exactly those that have not answered
     count: float
     ids: Tensor  # of all parts
+    change: KeptChange | None = None  # what it changed of what filters keep back
     push: Push | None = None  # its identity, as soon as it has one
     future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
     answers: Answers = field(default_factory=Answers)

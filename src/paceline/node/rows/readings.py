@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -27,8 +28,9 @@ class RowReading:
         needs: rows must contain every update below this clock.
         ids: (n,) distinct.
         asked: by server, the positions in `ids` of the rows that it is asked for (or that its deliveries bring).
-        rows: (n, width), filled as answers come; None where rows go into the cache.
-        clocks: (n,) of each row that came with an answer: it contains every update below.
+        rows: (n, width), filled from the cache and as answers come; None where the rows are those of the cache when
+            they are used, with own pushes that were made until then.
+        clocks: (n,) of each row that is in `rows`: it contains every update below.
         future: ends when everything has come.
     """
 
@@ -43,6 +45,17 @@ class RowReading:
     def ids_for(self, server: int) -> Tensor:
         """Return the ids that a server is asked for."""
         return self.ids[self.asked[server]]
+
+    def holds(self, rows: Tensor) -> bool:
+        """Say whether these rows lie in the memory of this read."""
+        return self.rows is not None and rows.untyped_storage().data_ptr() == self.rows.untyped_storage().data_ptr()
+
+    def ids_not_of(self, servers: Sequence[int]) -> Tensor:
+        """Return the ids that none of these servers is asked for."""
+        kept = torch.ones(len(self.ids), dtype=torch.bool)
+        for server in servers:
+            kept[self.asked[server]] = False
+        return self.ids[kept]
 
 
 @dataclass(slots=True)
@@ -65,8 +78,13 @@ class Readings:
             refresh: ask for every row.
         """
         cache = opened.cache
-        rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype) if cache is None else None
-        reading = RowReading(opened.spec.name, needs, ids, rows, torch.full((len(ids),), UNKNOWN))
+        rows: Tensor | None = None
+        clocks = torch.full((len(ids),), UNKNOWN)
+        if opened.reads_are_fixed and cache is not None:
+            rows, clocks = cache.read(ids)[0], cache.clocks(ids)
+        elif cache is None:
+            rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype)
+        reading = RowReading(opened.spec.name, needs, ids, rows, clocks)
         order, counts = self.owners.split(ids)
         fetch: list[int] = []
         deliver: list[int] = []
@@ -104,7 +122,7 @@ class Readings:
         reading = self._open[effect.request]
         places = reading.asked[effect.server]
         reading.clocks[places] = effect.clock
-        if reading.rows is not None and self.owners.num_servers == 1:
+        if reading.rows is not None and len(places) == len(reading.ids) and self.owners.num_servers == 1:
             reading.rows = parcel.together  # all of them, in the order of the ids
         elif reading.rows is not None:
             self.owners.ops.scatter(reading.rows, places, parcel.together)

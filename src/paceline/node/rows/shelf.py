@@ -17,7 +17,7 @@ from paceline.node.room import require_room
 from paceline.node.rows.opened import layouts
 from paceline.node.rows.parcels import Layout, ids_of
 from paceline.node.rows.subscriptions import Subscription
-from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, Unsubscribe
+from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.check import check_filters
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
 from paceline.tensors.rows.ops import RowOps
@@ -42,8 +42,12 @@ class ServedRows:
     up: Layout
     down: Layout
     subscriptions: dict[Life, Subscription] = field(default_factory=dict[Life, Subscription])
-    # What readers that have yet to be answered asked for, by life and request.
-    asked: dict[tuple[Life, int], Tensor] = field(default_factory=dict[tuple[Life, int], Tensor])
+    # What readers that have yet to be answered asked for, by life and request; and at which clock of theirs.
+    asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
+        default_factory=dict[tuple[Life, int], tuple[Tensor, int]]
+    )
+    # The last clock of which each reader has told what it read from its cache.
+    told: dict[Life, int] = field(default_factory=dict[Life, int])
     # Lists of ids that a digest may stand for, by who sent them.
     lists: dict[Life, KeyLists] = field(default_factory=dict[Life, KeyLists])
     # Pushes that have arrived and are neither applied nor discarded.
@@ -129,7 +133,7 @@ class RowShelf:
         ids = self._ids(served, life, frame.keys, parcel.ids)
         if ids is None:
             return KeysWanted(frame.push.table, frame.push.id.seq, -1)
-        contribution = RowContribution(ids, parcel.rows, frame.count, frame.hyper, parcel.echo)
+        contribution = RowContribution(ids, parcel.rows, frame.count, frame.hyper, parcel.echo, frame.push.clock)
         try:
             served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
         except UsageError as error:
@@ -182,24 +186,37 @@ class RowShelf:
             return KeysWanted(frame.pull.table, -1, frame.pull.request)
         if sum(reader == life for reader, _ in served.asked) >= MAX_READS:
             raise PeerError(f"worker {life[0]} has more than {MAX_READS} reads of table '{served.spec.name}' waiting")
-        served.asked[life, frame.pull.request] = ids
+        served.asked[life, frame.pull.request] = ids, frame.pull.clock
         return None
 
     def answer(self, life: Life, message: Fetched) -> memoryview | None:
         """Return the rows that a read asked for; None if it is not known any more what those were."""
         served = self.tables[message.table]
-        ids = served.asked.pop((life, message.request), None)
-        if ids is None:
+        asked = served.asked.pop((life, message.request), None)
+        if asked is None:
             return None
+        ids, clock = asked
         if served.consistency.deliver == "on_clock":
             self._subscription(served, life).add(ids, message.request)
-        return served.down.pack_rows(None, served.store.read(ids, message.clock))
+        # The reader may be ahead of the slowest, by whose clock rows go that were not used for long.
+        return served.down.pack_rows(None, served.store.read(ids, max(clock, message.clock)))
 
     def delivery(self, life: Life, message: Delivered) -> memoryview:
         """Return the rows of a subscriber that have changed since it was last sent some."""
         served = self.tables[message.table]
         ids = self._subscription(served, life).take()
-        return served.down.pack_rows(ids, served.store.read(ids, message.clock))
+        return served.down.pack_rows(ids, served.store.read(ids))
+
+    def use(self, life: Life, message: RowsUsed, body: memoryview) -> None:
+        """Count rows as used that a worker has read from its cache, once for each clock.
+
+        Raises:
+            PeerError: the ids make no sense.
+        """
+        served, ids = self.tables.get(message.table), ids_of(body)
+        if served is not None and message.clock > served.told.get(life, -1):
+            served.told[life] = message.clock
+            served.store.use(ids, message.clock)
 
     def unsubscribe(self, life: Life, message: Unsubscribe, body: memoryview) -> None:
         """Send a worker these rows no longer."""
@@ -220,6 +237,7 @@ class RowShelf:
         """Drop what is kept for a worker that takes part no longer."""
         for served in self.tables.values():
             served.lists.pop(life, None)
+            served.told.pop(life, None)
             served.asked = {key: ids for key, ids in served.asked.items() if key[0] != life}
             subscription = served.subscriptions.pop(life, None)
             if subscription is not None:

@@ -19,6 +19,7 @@ from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome, settled
 from paceline.node.rows.files import RowFile
+from paceline.node.rows.ids import Ids, row_ids
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.readings import RowReading
 from paceline.node.whole_calls import WholeCalls
@@ -31,10 +32,7 @@ from paceline.tensors.rules import Number
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import Hyper
 
-Ids = Tensor | npt.NDArray[np.generic] | Sequence[int]
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(slots=True)
@@ -48,8 +46,14 @@ class RowFuture:
     clock: int  # of the training step that uses them
 
     def result(self) -> Tensor:
-        """Return the rows, `(*shape of the ids, width)`; blocks until they are there, and raises as `pull` does."""
-        return self.table.finish(self)
+        """Return the rows, `(*shape of the ids, width)`, in memory of their own each time.
+
+        Blocks until they are there, and raises as `pull` does. Where a push shows at the end of its clock (bsp), the
+        rows are those of the clock for which they were asked, whenever this is called; elsewhere, where rows are kept,
+        they are those that are kept now, own pushes made since then included.
+        """
+        rows = self.table.finish(self)
+        return rows.clone() if self.reading.holds(rows) else rows
 
 
 @dataclass(slots=True)
@@ -104,7 +108,7 @@ class RowTable:
         """Return the rows of these ids; blocks until they are as fresh as the table's consistency demands.
 
         Args:
-            ids: int64, any shape; they may repeat, be negative, or never have been pushed.
+            ids: integers, any shape; they may repeat, be negative, or never have been pushed.
             refresh: ask the servers even for rows that are kept here and fresh enough. By default so, unless the table
                 keeps rows (cache=True, or essp, where servers send what changes).
             exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
@@ -119,7 +123,7 @@ class RowTable:
             DeadlineExceeded: the rows did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        return self._begin(ids, refresh=refresh, exact=exact, ahead=0).result()
+        return self.finish(self._begin(ids, refresh=refresh, exact=exact, ahead=0))
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
         """Ask for rows without blocking.
@@ -141,7 +145,7 @@ class RowTable:
         have finished the clock: do not wait for it before `clock()`.
 
         Args:
-            ids: int64, any shape; the rows of an id that repeats are summed, in the order given.
+            ids: integers, any shape; the rows of an id that repeats are summed, in the order given.
             rows: `(*shape of ids, width)`; converted to the table's dtype.
             samples: how many samples they stand for, the weight under scale="samples".
             hyper: one dict of hyperparameters to use from now on, when they changed.
@@ -154,7 +158,7 @@ class RowTable:
             PeerError: a server is gone.
         """
         with self.meter.communicating():
-            keys = self._keys(ids)
+            keys = self.keys(ids)
             values = self._values(rows, keys)
             if self.spec.nonfinite == "zero":
                 values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -296,7 +300,7 @@ class RowTable:
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
     def finish(self, asked: RowFuture) -> Tensor:
-        """Return the rows of a read that `pull_later` began."""
+        """Return the rows of a read that was begun; they may lie in the memory of the read itself."""
         began = time.monotonic()
         with self.meter.communicating():
             rows, clocks = self.node.rows.take(asked.reading)
@@ -313,7 +317,7 @@ class RowTable:
     def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
         # What is made here other threads write to, which torch forbids where it was made for inference alone.
         with self.meter.communicating(), torch.inference_mode(mode=False):
-            keys = self._keys(ids)
+            keys = self.keys(ids)
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
             needs = clock if exact else self.opened.deferral.needs(clock)
@@ -324,20 +328,9 @@ class RowTable:
         repeats = inverse if len(distinct) < len(inverse) else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock)
 
-    def _keys(self, ids: Ids) -> Tensor:
-        """Return ids as a tensor of int64."""
-        try:
-            keys = torch.as_tensor(ids, device="cpu").detach()
-        except (OverflowError, TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"{self._here()}: ids are no 64-bit integers ({error}).") from None
-        if not keys.numel():
-            return keys.to(torch.int64)
-        if keys.dtype not in _INTEGERS:
-            raise UsageError(
-                f"{self._here()}: ids are {keys.dtype}, expected integers of at most 64 bits, signed. (An unsigned "
-                "64-bit array becomes such without loss by .view(np.int64).)"
-            )
-        return keys.to(torch.int64).contiguous()
+    def keys(self, ids: Ids) -> Tensor:
+        """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for what are no ids."""
+        return row_ids(ids, self._here())
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""

@@ -24,6 +24,22 @@ class Kept(NamedTuple):
     since: Tensor
 
 
+class KeptChange(NamedTuple):
+    """What a push changed of what is kept back: int64 ids [n], rows [n, width] before and after, and since when before.
+
+    Enough to undo the push when it turns out to be refused.
+    """
+
+    ids: Tensor
+    before: Tensor
+    since: Tensor
+    after: Tensor
+
+    def part(self, where: Tensor) -> KeptChange:
+        """Return the change of some of the rows, bool [n]."""
+        return KeptChange(self.ids[where], self.before[where], self.since[where], self.after[where])
+
+
 @final
 class Residual:
     """Rows that are kept back, by id; a row of zeros is not kept at all.
@@ -44,6 +60,10 @@ class Residual:
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def look(self, ids: Tensor) -> Kept:
+        """Return the rows of `ids`, in their order; where none is kept, zeros since `NEVER`."""
+        return self._read(ids, self._index.find(ids))
 
     def take(self, ids: Tensor) -> Kept:
         """Take out the rows of distinct `ids`, in their order; where none is kept, zeros since `NEVER`."""
@@ -98,7 +118,7 @@ class Residual:
 
     def _everything(self) -> Kept:
         ids = self._index.ids_of(self._index.live_slots()).sort().values
-        return self._read(ids, self._index.find(ids))
+        return self.look(ids)
 
     def _read(self, ids: Tensor, slots: Tensor) -> Kept:
         rows = torch.zeros(len(ids), self._width, dtype=self._dtype)

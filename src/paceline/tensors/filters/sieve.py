@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.tensors.filters.codec import Plain, codec_of
-from paceline.tensors.filters.residual import NEVER, Kept, Residual
+from paceline.tensors.filters.residual import NEVER, Kept, KeptChange, Residual
 from paceline.tensors.filters.stages import Skip, selection_of, skip_of, stationary_of
 from paceline.tensors.rows.ops import RowOps
 from paceline.tensors.rows.spec import FilterSpec
@@ -25,11 +25,13 @@ class Sifted:
         ids: int64 [m], distinct: those of the push that go, in its order, then rows that wait for too long.
         encoded: uint8 [m, row_bytes], as they travel; may share memory with what was pushed.
         decoded: [m, width], as the server will see them; may share memory with `encoded`.
+        change: of what is kept back, for `Sieve.undo`; None where nothing was kept back, before or after.
     """
 
     ids: Tensor
     encoded: Tensor
     decoded: Tensor
+    change: KeptChange | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +83,6 @@ class Sieve:
         self._selection = selection_of(filters)
         self._skip = skip_of(filters, worker)
         self._residual = Residual(width, dtype, ops)
-        self._clock = 0  # of the last push, for what comes back from it
         self.counts = SieveCounts()
 
     @property
@@ -110,7 +111,6 @@ class Sieve:
             values: what returns the current values [k, width] of some rows, with NaN for what is not known; called for
                 tables with `KKT` alone.
         """
-        self._clock = clock
         self.counts.given += len(ids)
         ids, rows = self._drop(ids, rows, clock, values)
         if self._lets_all_pass():
@@ -125,19 +125,25 @@ class Sieve:
         """Return everything that is kept back, to be sent now; what the codec rounds off of it stays."""
         kept = self._residual.take_all()
         self.counts.late += len(kept.ids)
-        return self._send(kept.ids, kept.rows)
+        return self._with_change(self._send(kept.ids, kept.rows), kept)
 
     def rest(self) -> tuple[Tensor, Tensor]:
         """Take out everything that is kept back, as it is: ids ascending, rows [n, width]."""
         kept = self._residual.take_all()
         return kept.ids, kept.rows
 
-    def put_back(self, ids: Tensor, rows: Tensor) -> None:
-        """Keep back rows that were sent and then refused, as `Sifted` has them decoded; not those with NaN."""
-        finite = rows.isfinite().all(dim=1)
-        kept = self._residual.take(ids[finite])
-        since = kept.since.masked_fill(kept.since == NEVER, self._clock)
-        self._residual.keep(kept.ids, self._saturate(kept.rows + rows[finite]), since)
+    def undo(self, change: KeptChange) -> None:
+        """Keep back what would be if a push that was refused had never been made: earlier ones keep their parts.
+
+        Exact for rows that no later push has changed. If one has, and may have sent what the refused push kept back,
+        the difference is kept back, so that what is sent in all comes to what was pushed and not refused.
+        """
+        now = self._residual.take(change.ids)
+        untouched = (now.rows == change.after).all(dim=1)
+        corrected = self._saturate(now.rows + (change.before - change.after))
+        rows = torch.where(untouched.unsqueeze(1), change.before, corrected)
+        since = torch.where(untouched, change.since, _earliest(now.since, change.since))
+        self._residual.keep(change.ids, rows, since)
 
     def state(self) -> dict[str, Tensor]:
         """Return what is kept back, and where the draws are, for a checkpoint."""
@@ -180,6 +186,7 @@ class Sieve:
     def _sift_finite(self, ids: Tensor, rows: Tensor, clock: int) -> Sifted:
         late = self.must_send(clock)
         kept = self._residual.take(torch.cat((ids, late[~torch.isin(late, ids)])))
+        before = kept._replace(rows=kept.rows.clone())
         self.counts.late += len(kept.ids) - len(ids)
         kept.rows[: len(ids)] += rows
         self._saturate(kept.rows)
@@ -190,7 +197,12 @@ class Sieve:
             chosen |= forced
         else:
             chosen = self._draw(self._skip, kept.rows, chosen & ~forced) | forced
-        return self._send(kept.ids[chosen], kept.rows[chosen])
+        return self._with_change(self._send(kept.ids[chosen], kept.rows[chosen]), before)
+
+    def _with_change(self, sifted: Sifted, before: Kept) -> Sifted:
+        """Return what is sent with what it took from these rows, which were all that it could change."""
+        after = self._residual.look(before.ids).rows
+        return replace(sifted, change=KeptChange(before.ids, before.rows, before.since, after))
 
     def _keep_back(self, kept: Kept, waits: Tensor, clock: int) -> None:
         since = kept.since[waits]
@@ -229,4 +241,11 @@ def _joined(first: Sifted, second: Sifted) -> Sifted:
         torch.cat((first.ids, second.ids)),
         torch.cat((first.encoded, second.encoded)),
         torch.cat((first.decoded, second.decoded)),
+        first.change,  # rows that are not finite change nothing
     )
+
+
+def _earliest(first: Tensor, second: Tensor) -> Tensor:
+    """Return the earlier of two clocks, of which each may be `NEVER`, int64 [n]."""
+    earlier = torch.minimum(first, second)
+    return torch.where(earlier == NEVER, torch.maximum(first, second), earlier)

@@ -30,6 +30,7 @@ class RowContribution:
         hyper: hyperparameters of the only group as of this push; empty to leave them as they are.
         echo: (n, width of the rule's echo), what was read beside the values; NaN for rows that were not read. None is
             NaN everywhere.
+        clock: of the worker, which may be ahead of the table.
     """
 
     ids: Tensor
@@ -37,6 +38,7 @@ class RowContribution:
     count: float = 1.0
     hyper: tuple[Hyper, ...] = ()
     echo: Tensor | None = None
+    clock: int = 0
 
     def finite(self) -> tuple[RowContribution, int]:
         """Return it with zeros in the place of NaN and infinity, and how many of those there were."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ProtocolBug
+from paceline.tensors.rows.seed import NO_SEED, Seed
 
 _UPPER: Final = -1 << 32
 _LOWER: Final = (1 << 32) - 1
@@ -23,11 +24,11 @@ class TorchOps:
 
     name: ClassVar[str] = "torch"
 
-    def find(self, entries: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    def find(self, entries: Tensor, ids: Tensor, keys: Tensor, seed: Seed = NO_SEED) -> Tensor:
         """See `RowOps.find`."""
         mask = entries.numel() - 1
         slots = torch.full_like(keys, -1)
-        todo, hashes = torch.arange(keys.numel()), hash_of(keys)
+        todo, hashes = torch.arange(keys.numel()), seeded_hash(keys, seed)
         places = hashes & mask
         while todo.numel():
             found = entries[places]
@@ -39,23 +40,25 @@ class TorchOps:
             todo, hashes, places = todo[further], hashes[further], (places[further] + 1) & mask
         return slots
 
-    def insert(self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor) -> tuple[Tensor, Tensor]:
+    def insert(
+        self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor, seed: Seed = NO_SEED
+    ) -> tuple[Tensor, Tensor]:
         """See `RowOps.insert`."""
-        slots = self.find(entries, ids, keys)
+        slots = self.find(entries, ids, keys, seed)
         missing = (slots < 0).nonzero().view(-1)
         distinct, inverse, first = _distinct(keys[missing])
         reused = free.flip(0)[: distinct.numel()]
         fresh = torch.arange(next_slot, next_slot + distinct.numel() - reused.numel())
         added = torch.cat((reused, fresh))
         ids[added] = distinct
-        _place(entries, added, hash_of(distinct))
+        _place(entries, added, seeded_hash(distinct, seed))
         slots[missing] = added[inverse]
         return slots, missing[first]
 
-    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor) -> None:
+    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor, seed: Seed = NO_SEED) -> None:
         """See `RowOps.erase`."""
         mask = entries.numel() - 1
-        places = _places_of(entries, slots, hash_of(ids[slots]))
+        places = _places_of(entries, slots, seeded_hash(ids[slots], seed))
         entries[places] = 0
         # What lies behind a gap, up to the next empty place, may have got there by passing it: it is placed anew.
         # Places differ in the first round, and so in every round; whoever comes to another's gap ends there.
@@ -66,12 +69,12 @@ class TorchOps:
             moved.append(entries[places])
             entries[places] = 0
         behind = _slot_of(torch.cat(moved))
-        _place(entries, behind, hash_of(ids[behind]))
+        _place(entries, behind, seeded_hash(ids[behind], seed))
 
-    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """See `RowOps.rebuild`."""
         slots = torch.arange(num_slots) if live is None else live[:num_slots].nonzero().view(-1)
-        _place(entries, slots, hash_of(ids[slots]))
+        _place(entries, slots, seeded_hash(ids[slots], seed))
 
     def gather(self, column: Tensor, slots: Tensor, out: Tensor) -> None:
         """See `RowOps.gather`."""
@@ -111,6 +114,12 @@ def hash_of(ids: Tensor) -> Tensor:
     mixed = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     mixed = (mixed ^ _shifted(mixed, 27)) * (0x94D049BB133111EB - (1 << 64))
     return mixed ^ _shifted(mixed, 31)
+
+
+def seeded_hash(ids: Tensor, seed: Seed) -> Tensor:
+    """Return the hash of int64 ids by which an index finds them, as int64; it cannot be told without the seed."""
+    first, second = (number - (1 << 64) if number >> 63 else number for number in seed)
+    return hash_of(hash_of(ids ^ first) ^ second)
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 
 from paceline.errors import ProtocolBug, UsageError
+from paceline.tensors.rows.seed import Seed, fresh_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,7 @@ class RowIndex:
     Args:
         ops: what does the work.
         ids: an empty column of one int64 a row, which belongs to the index from now on.
+        seed: decides where entries lie, and nothing else; drawn anew if none is given.
 
     Example:
         >>> from paceline.tensors.rows.column import Column
@@ -44,8 +46,9 @@ class RowIndex:
         >>> index.close()
     """
 
-    def __init__(self, ops: RowOps, ids: Column) -> None:
+    def __init__(self, ops: RowOps, ids: Column, seed: Seed | None = None) -> None:
         self._ops = ops
+        self._seed = fresh_seed() if seed is None else seed
         self._ids = ids
         self._entries = torch.zeros(_MIN_ENTRIES, dtype=torch.int64)
         self._free = torch.empty(0, dtype=torch.int64)  # the first _num_free of them, the last of these goes first
@@ -68,7 +71,7 @@ class RowIndex:
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the slots of ids, (n,) int64; -1 for those without a row."""
-        return self._ops.find(self._entries, self._ids_of_slots(), keys)
+        return self._ops.find(self._entries, self._ids_of_slots(), keys, self._seed)
 
     def add(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of ids, (n,) int64, and the positions in keys where new ids appear first, ascending.
@@ -81,7 +84,7 @@ class RowIndex:
         num_fresh = max(0, keys.numel() - self._num_free)
         self._ids.grow(min(self._num_slots + num_fresh, MAX_ROWS))
         slots, added = self._ops.insert(
-            self._entries, self._ids_of_slots(), keys, self._num_slots, self._free[: self._num_free]
+            self._entries, self._ids_of_slots(), keys, self._num_slots, self._free[: self._num_free], self._seed
         )
         num_reused = min(added.numel(), self._num_free)
         self._num_free -= num_reused
@@ -92,7 +95,7 @@ class RowIndex:
         """Take the ids of distinct slots out; their slots are free for others. ProtocolBug for slots that have none."""
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_slots:
             raise ProtocolBug(f"rows are taken out of an index of {self._num_slots} slots that it never had")
-        self._ops.erase(self._entries, self._ids_of_slots(), slots)
+        self._ops.erase(self._entries, self._ids_of_slots(), slots, self._seed)
         num_free = self._num_free + slots.numel()
         if num_free > self._free.numel():
             longer = torch.empty(max(num_free, 2 * self._num_free), dtype=torch.int64)
@@ -131,7 +134,7 @@ class RowIndex:
         if wanted > self._entries.numel():
             self._entries = torch.empty(0)  # the old ones go before the new ones come
             self._entries = torch.zeros(wanted, dtype=torch.int64)
-            self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots)
+            self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots, self._seed)
 
     def _live(self) -> Tensor | None:
         """Return which slots are in use, (num_slots,) bool, or None when all are."""

@@ -23,6 +23,7 @@ LAST_USED: Final = "last_used"
 NUM_USES: Final = "num_uses"
 HALVE_AFTER: Final = 8  # uses a row, on average
 _NEVER: Final = torch.iinfo(torch.int32).max  # marks slots without a row: they are used last and most, and never chosen
+_LAST_CLOCK: Final = _NEVER - 1  # later ones, which only a peer that breaks the rules names, count as this one
 _SPAN: Final = 1 << 18  # slots that are looked at together
 
 
@@ -52,6 +53,7 @@ class Usage:
 
     def begin(self, slots: Tensor, clock: int) -> None:
         """Note that rows came into being at a clock, and were not used before."""
+        clock = min(clock, _LAST_CLOCK)
         if self._by_clock:
             self._keys(LAST_USED)[slots] = clock
             self._oldest = min(self._oldest, clock)
@@ -62,7 +64,7 @@ class Usage:
         """Note one use of each of some rows, which may repeat, at a clock."""
         if self._by_clock:
             column = self._keys(LAST_USED)
-            column[slots] = column[slots].clamp_(min=clock)
+            column[slots] = column[slots].clamp_(min=min(clock, _LAST_CLOCK))
         if self._by_count:
             column = self._keys(NUM_USES)
             column[slots] = column[slots].add_(1)

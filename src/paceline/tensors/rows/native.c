@@ -12,10 +12,15 @@
  * probing). So every entry between an id's own place and its entry is taken. The upper bits tell most other ids apart
  * without a look at them; ids[slot] decides.
  *
+ * Where ids lie depends on a seed that is drawn for each index and told to no one: otherwise a peer could choose ids
+ * that all belong to one place, and each lookup would pass all of them. Slots do not depend on it, and so no result does.
+ * Which server owns an id is the same for all, without a seed.
+ *
  * A lookup in a large table is a cache miss or two. Keys are taken in blocks, and what a block will need is asked for
  * before it is used, so that many misses are on their way at once.
  *
- * Functions that check return -1 when all is well, else the position of the first element that is wrong.
+ * Functions that check return -1 when all is well, else the position of the first element that is wrong. What is asked
+ * for ahead has been checked too: an address outside of an object must not even be computed.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -38,35 +43,51 @@ static inline uint64_t hash_of(int64_t id)
     return z ^ (z >> 31);
 }
 
+typedef struct {
+    uint64_t first, second;
+} seed_t;
+
+/* The hash by which an index finds ids. Without the seed nothing is known about it: it is mixed in twice. */
+static inline uint64_t seeded_hash(int64_t id, seed_t seed)
+{
+    return hash_of((int64_t)(hash_of((int64_t)((uint64_t)id ^ seed.first)) ^ seed.second));
+}
+
 static inline int64_t slot_of(uint64_t entry)
 {
     return (int64_t)(entry & LOWER) - 1;
 }
 
+static inline int is_below(int64_t number, int64_t end)
+{
+    return (uint64_t)number < (uint64_t)end;
+}
+
 /* Returns the place of the key's entry, or the empty place where it would lie. */
-static inline uint64_t place_of(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t key, uint64_t hash)
+static inline uint64_t place_of(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, int64_t key,
+                                uint64_t hash)
 {
     uint64_t place = hash & mask;
     for (;; place = (place + 1) & mask) {
         uint64_t entry = entries[place];
         if (entry == 0)
             return place;
-        if (((entry ^ hash) & UPPER) == 0 && ids[slot_of(entry)] == key)
+        if (((entry ^ hash) & UPPER) == 0 && is_below(slot_of(entry), num_ids) && ids[slot_of(entry)] == key)
             return place;
     }
 }
 
 /* Hashes a block of keys, and asks for the memory that looking them up will need. */
-static inline void prepare(const uint64_t *entries, uint64_t mask, const int64_t *ids, const int64_t *keys,
-                           int64_t num_keys, uint64_t *hashes)
+static inline void prepare(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, seed_t seed,
+                           const int64_t *keys, int64_t num_keys, uint64_t *hashes)
 {
     for (int64_t i = 0; i < num_keys; i++) {
-        hashes[i] = hash_of(keys[i]);
+        hashes[i] = seeded_hash(keys[i], seed);
         __builtin_prefetch(&entries[hashes[i] & mask]);
     }
     for (int64_t i = 0; i < num_keys; i++) {
         uint64_t entry = entries[hashes[i] & mask];
-        if (entry != 0)
+        if (is_below(slot_of(entry), num_ids))
             __builtin_prefetch(&ids[slot_of(entry)]);
     }
 }
@@ -77,36 +98,44 @@ static inline int64_t block_from(int64_t start, int64_t num)
 }
 
 /* slots[i] = where keys[i] has its row, -1 where it has none. */
-void paceline_find(const uint64_t *entries, uint64_t mask, const int64_t *ids, const int64_t *keys, int64_t num_keys,
-                   int64_t *slots)
+void paceline_find(const uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, uint64_t seed_first,
+                   uint64_t seed_second, const int64_t *keys, int64_t num_keys, int64_t *slots)
 {
+    seed_t seed = {seed_first, seed_second};
     uint64_t hashes[BLOCK];
     for (int64_t start = 0; start < num_keys; start += BLOCK) {
         int64_t num = block_from(start, num_keys);
-        prepare(entries, mask, ids, keys + start, num, hashes);
+        prepare(entries, mask, ids, num_ids, seed, keys + start, num, hashes);
         for (int64_t i = 0; i < num; i++)
-            slots[start + i] = slot_of(entries[place_of(entries, mask, ids, keys[start + i], hashes[i])]);
+            slots[start + i] = slot_of(entries[place_of(entries, mask, ids, num_ids, keys[start + i], hashes[i])]);
     }
 }
 
 /*
  * As find, but ids without a row get one: a slot from the end of `spare` while there is one, then next_slot and up.
- * added[j] = the position in keys of the first occurrence of the j-th new id. Returns how many are new. The index must
- * have room for all keys, and ids for all slots.
+ * added[j] = the position in keys of the first occurrence of the j-th new id. Returns how many are new, or -1 - i where
+ * the i-th key would get a slot that ids, or an entry, has no room for. The index must have room for all keys.
  */
-int64_t paceline_insert(uint64_t *entries, uint64_t mask, int64_t *ids, const int64_t *keys, int64_t num_keys,
-                        int64_t next_slot, const int64_t *spare, int64_t num_spare, int64_t *slots, int64_t *added)
+int64_t paceline_insert(uint64_t *entries, uint64_t mask, int64_t *ids, int64_t num_ids, uint64_t seed_first,
+                        uint64_t seed_second, const int64_t *keys, int64_t num_keys, int64_t next_slot,
+                        const int64_t *spare, int64_t num_spare, int64_t *slots, int64_t *added)
 {
+    seed_t seed = {seed_first, seed_second};
+    int64_t end = num_ids < (int64_t)LOWER ? num_ids : (int64_t)LOWER; /* an entry has room for slot + 1 */
     uint64_t hashes[BLOCK];
     int64_t num_added = 0;
     for (int64_t start = 0; start < num_keys; start += BLOCK) {
         int64_t num = block_from(start, num_keys);
-        prepare(entries, mask, ids, keys + start, num, hashes);
+        prepare(entries, mask, ids, num_ids, seed, keys + start, num, hashes);
         for (int64_t i = 0; i < num; i++) {
             int64_t key = keys[start + i];
-            uint64_t place = place_of(entries, mask, ids, key, hashes[i]);
+            uint64_t place = place_of(entries, mask, ids, num_ids, key, hashes[i]);
             if (entries[place] == 0) {
-                int64_t slot = num_spare > 0 ? spare[--num_spare] : next_slot++;
+                int is_spare = num_spare > 0;
+                int64_t slot = is_spare ? spare[--num_spare] : next_slot;
+                if (!is_below(slot, end))
+                    return -1 - (start + i);
+                next_slot += !is_spare;
                 ids[slot] = key;
                 entries[place] = (hashes[i] & UPPER) | (uint64_t)(slot + 1);
                 added[num_added++] = start + i;
@@ -118,10 +147,10 @@ int64_t paceline_insert(uint64_t *entries, uint64_t mask, int64_t *ids, const in
 }
 
 /* Empties a place, and moves entries behind it up, so that no id is cut off from its own place by the gap. */
-static void close_gap(uint64_t *entries, uint64_t mask, const int64_t *ids, uint64_t gap)
+static void close_gap(uint64_t *entries, uint64_t mask, const int64_t *ids, seed_t seed, uint64_t gap)
 {
     for (uint64_t place = (gap + 1) & mask; entries[place] != 0; place = (place + 1) & mask) {
-        uint64_t home = hash_of(ids[slot_of(entries[place])]) & mask;
+        uint64_t home = seeded_hash(ids[slot_of(entries[place])], seed) & mask;
         if (((place - home) & mask) < ((place - gap) & mask))
             continue; /* it belongs behind the gap, and is reached without passing it */
         entries[gap] = entries[place];
@@ -130,32 +159,40 @@ static void close_gap(uint64_t *entries, uint64_t mask, const int64_t *ids, uint
     entries[gap] = 0;
 }
 
-/* Takes the entries of slots out. Wrong is a slot that has none. */
-int64_t paceline_erase(uint64_t *entries, uint64_t mask, const int64_t *ids, const int64_t *slots, int64_t num_slots)
+/* Takes the entries of slots out. Wrong is a slot without an id, before anything changes, or one that has no entry. */
+int64_t paceline_erase(uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, uint64_t seed_first,
+                       uint64_t seed_second, const int64_t *slots, int64_t num_slots)
 {
+    seed_t seed = {seed_first, seed_second};
+    for (int64_t i = 0; i < num_slots; i++)
+        if (!is_below(slots[i], num_ids))
+            return i;
     for (int64_t i = 0; i < num_slots; i++) {
         if (i + AHEAD < num_slots)
             __builtin_prefetch(&ids[slots[i + AHEAD]]);
         if (i + AHEAD / 2 < num_slots)
-            __builtin_prefetch(&entries[hash_of(ids[slots[i + AHEAD / 2]]) & mask]);
-        uint64_t place = hash_of(ids[slots[i]]) & mask;
+            __builtin_prefetch(&entries[seeded_hash(ids[slots[i + AHEAD / 2]], seed) & mask]);
+        uint64_t place = seeded_hash(ids[slots[i]], seed) & mask;
         while (entries[place] != 0 && slot_of(entries[place]) != slots[i])
             place = (place + 1) & mask;
         if (entries[place] == 0)
             return i;
-        close_gap(entries, mask, ids, place);
+        close_gap(entries, mask, ids, seed, place);
     }
     return GOOD;
 }
 
 /* Fills empty entries anew from ids, which are read in their order; live[slot] = 0 leaves one out, live may be NULL. */
-void paceline_rebuild(uint64_t *entries, uint64_t mask, const int64_t *ids, const uint8_t *live, int64_t num_slots)
+void paceline_rebuild(uint64_t *entries, uint64_t mask, const int64_t *ids, int64_t num_ids, uint64_t seed_first,
+                      uint64_t seed_second, const uint8_t *live, int64_t num_slots)
 {
+    seed_t seed = {seed_first, seed_second};
+    (void)num_ids; /* the caller has checked num_slots */
     uint64_t hashes[BLOCK];
     for (int64_t start = 0; start < num_slots; start += BLOCK) {
         int64_t num = block_from(start, num_slots);
         for (int64_t i = 0; i < num; i++) {
-            hashes[i] = hash_of(ids[start + i]);
+            hashes[i] = seeded_hash(ids[start + i], seed);
             __builtin_prefetch(&entries[hashes[i] & mask], 1);
         }
         for (int64_t i = 0; i < num; i++) {
@@ -183,9 +220,9 @@ int64_t paceline_gather(const char *column, int64_t stride, int64_t num_rows, co
                         char *out, int64_t out_stride, int64_t row_bytes)
 {
     for (int64_t i = 0; i < num_slots; i++) {
-        if (i + AHEAD < num_slots)
+        if (i + AHEAD < num_slots && is_below(slots[i + AHEAD], num_rows))
             prefetch_row(column + slots[i + AHEAD] * stride, row_bytes);
-        if ((uint64_t)slots[i] < (uint64_t)num_rows)
+        if (is_below(slots[i], num_rows))
             memcpy(out + i * out_stride, column + slots[i] * stride, (size_t)row_bytes);
         else if (slots[i] != -1)
             return i;
@@ -198,9 +235,9 @@ int64_t paceline_scatter(char *column, int64_t stride, int64_t num_rows, const i
                          const char *rows, int64_t rows_stride, int64_t row_bytes)
 {
     for (int64_t i = 0; i < num_slots; i++) {
-        if (i + AHEAD < num_slots)
+        if (i + AHEAD < num_slots && is_below(slots[i + AHEAD], num_rows))
             prefetch_row(column + slots[i + AHEAD] * stride, row_bytes);
-        if ((uint64_t)slots[i] >= (uint64_t)num_rows)
+        if (!is_below(slots[i], num_rows))
             return i;
         memcpy(column + slots[i] * stride, rows + i * rows_stride, (size_t)row_bytes);
     }
@@ -213,9 +250,9 @@ int64_t paceline_scatter(char *column, int64_t stride, int64_t num_rows, const i
                  int64_t num_sums, int64_t width)                                                                      \
     {                                                                                                                  \
         for (int64_t i = 0; i < num_rows; i++) {                                                                       \
-            if (i + AHEAD < num_rows)                                                                                  \
+            if (i + AHEAD < num_rows && is_below(inverse[i + AHEAD], num_sums))                                        \
                 prefetch_row((const char *)(sums + inverse[i + AHEAD] * width), width * (int64_t)sizeof(NUMBER));      \
-            if ((uint64_t)inverse[i] >= (uint64_t)num_sums)                                                            \
+            if (!is_below(inverse[i], num_sums))                                                                       \
                 return i;                                                                                              \
             const NUMBER *restrict row = rows + i * stride;                                                            \
             NUMBER *restrict sum = sums + inverse[i] * width;                                                          \

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int64, c_void_p
+from ctypes import CDLL, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import ClassVar, Final, final
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from paceline.errors import ProtocolBug
 from paceline.tensors.rows.fallback import TorchOps
 from paceline.tensors.rows.index import num_entries
+from paceline.tensors.rows.seed import NO_SEED, Seed, fresh_seed
 
 # Two suffixes: with one, Python would take it for a module written in C.
 LIBRARY: Final = Path(__file__).with_name("native.c.so")
 
 _POINTER: Final = c_void_p
-_INDEX: Final = (_POINTER, c_int64, _POINTER)  # entries, mask, ids
+_INDEX: Final = (_POINTER, c_int64, _POINTER, c_int64, c_uint64, c_uint64)  # entries, mask, ids, how many, seed
 _VECTOR: Final = (_POINTER, c_int64)  # elements, how many
 _MOVE: Final = (_POINTER, c_int64, c_int64, *_VECTOR, _POINTER, c_int64, c_int64)
 _SUM: Final = (_POINTER, c_int64, *_VECTOR, *_VECTOR, c_int64)
@@ -62,29 +63,39 @@ class NativeOps:
             torch.float64: library.paceline_sum_float64,
         }
 
-    def find(self, entries: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    def find(self, entries: Tensor, ids: Tensor, keys: Tensor, seed: Seed = NO_SEED) -> Tensor:
         """See `RowOps.find`."""
         slots = torch.empty_like(keys)
-        self._library.paceline_find(*_index(entries, ids), *_vector(keys), *_vector(slots)[:1])
+        self._library.paceline_find(*_index(entries, ids, seed), *_vector(keys), *_vector(slots)[:1])
         return slots
 
-    def insert(self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor) -> tuple[Tensor, Tensor]:
+    def insert(
+        self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor, seed: Seed = NO_SEED
+    ) -> tuple[Tensor, Tensor]:
         """See `RowOps.insert`."""
         slots, added = torch.empty_like(keys), torch.empty_like(keys)
         num_added: int = self._library.paceline_insert(
-            *_index(entries, ids), *_vector(keys), next_slot, *_vector(free), slots.data_ptr(), added.data_ptr()
+            *_index(entries, ids, seed), *_vector(keys), next_slot, *_vector(free), slots.data_ptr(), added.data_ptr()
         )
+        if num_added < 0:
+            raise ProtocolBug(f"id {int(keys[-1 - num_added])} gets a slot, but there are no more than {ids.numel()}")
         return slots, added[:num_added]
 
-    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor) -> None:
+    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor, seed: Seed = NO_SEED) -> None:
         """See `RowOps.erase`."""
-        wrong: int = self._library.paceline_erase(*_index(entries, ids), *_vector(slots))
+        wrong: int = self._library.paceline_erase(*_index(entries, ids, seed), *_vector(slots))
         _refuse("erased", slots, wrong)
 
-    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """See `RowOps.rebuild`."""
-        pointer = None if live is None else _vector(live, torch.bool)[0]
-        self._library.paceline_rebuild(*_index(entries, ids), pointer, num_slots)
+        pointer, num_known = (None, num_slots) if live is None else _vector(live, torch.bool)
+        num_live = num_slots if live is None else int(live[:num_slots].sum())
+        if not 0 <= num_slots <= min(num_known, ids.numel()) or num_live >= entries.numel():
+            raise ProtocolBug(
+                f"an index of {entries.numel()} entries is made of {num_live} of {num_slots} slots, with {ids.numel()} "
+                f"ids and {num_known} marks"
+            )
+        self._library.paceline_rebuild(*_index(entries, ids, seed), pointer, num_slots)
 
     def gather(self, column: Tensor, slots: Tensor, out: Tensor) -> None:
         """See `RowOps.gather`."""
@@ -101,7 +112,7 @@ class NativeOps:
         # The distinct keys are the ids of an index that was empty, and every key's is the slot it got.
         entries = keys.new_zeros(num_entries(keys.numel()))
         distinct = torch.empty_like(keys)
-        inverse, added = self.insert(entries, distinct, keys, 0, keys.new_empty(0))
+        inverse, added = self.insert(entries, distinct, keys, 0, keys.new_empty(0), fresh_seed())
         return distinct[: added.numel()], inverse
 
     def sum_rows(self, rows: Tensor, inverse: Tensor, num: int) -> Tensor:
@@ -121,14 +132,18 @@ class NativeOps:
     def split(self, keys: Tensor, num_servers: int) -> tuple[Tensor, list[int]]:
         """See `RowOps.split`."""
         order, ends = torch.empty_like(keys), keys.new_zeros(num_servers)
+        if not 0 < num_servers < 1 << 32:
+            raise ProtocolBug(f"ids are split among {num_servers} servers")
         self._library.paceline_split(*_vector(keys), num_servers, order.data_ptr(), ends.data_ptr())
         counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return order, counts
 
 
-def _index(entries: Tensor, ids: Tensor) -> tuple[int, int, int]:
+def _index(entries: Tensor, ids: Tensor, seed: Seed) -> tuple[int, ...]:
     pointer, number = _vector(entries)
-    return pointer, number - 1, _vector(ids)[0]
+    if number < 1 or number & (number - 1):
+        raise ProtocolBug(f"an index has {number} entries, expected a power of two")
+    return pointer, number - 1, *_vector(ids), *seed
 
 
 def _vector(tensor: Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from paceline.errors import UsageError
 from paceline.tensors.rows.fallback import TorchOps
 from paceline.tensors.rows.native import NativeOps, load_library
+from paceline.tensors.rows.seed import NO_SEED, Seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 class RowOps(Protocol):
     """The operations behind row tables; every implementation gives the same results, bit for bit.
+
+    The `seed` of an index decides where its entries lie, and nothing else. Peers who choose ids must not know it, or
+    each lookup could be made to pass all of them. It is the same in all calls for one index.
 
     Ids, keys, slots, positions and entries are contiguous int64 tensors of one dimension in main memory; any int64 is
     an id. An index is `entries` (a power of two of them, zero is empty, at most three of four taken) together with
@@ -23,11 +27,13 @@ class RowOps(Protocol):
 
     name: ClassVar[str]  # "native" or "torch"
 
-    def find(self, entries: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    def find(self, entries: Tensor, ids: Tensor, keys: Tensor, seed: Seed = NO_SEED) -> Tensor:
         """Return the slot of each of the keys, (n,), -1 where it has none."""
         ...
 
-    def insert(self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor) -> tuple[Tensor, Tensor]:
+    def insert(
+        self, entries: Tensor, ids: Tensor, keys: Tensor, next_slot: int, free: Tensor, seed: Seed = NO_SEED
+    ) -> tuple[Tensor, Tensor]:
         """Return the slots of keys, which may repeat, and the positions where new ids appear first, ascending.
 
         New ids take slots from the end of `free`, which stays as it is, and then `next_slot` and up; they are written
@@ -35,11 +41,11 @@ class RowOps(Protocol):
         """
         ...
 
-    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor) -> None:
+    def erase(self, entries: Tensor, ids: Tensor, slots: Tensor, seed: Seed = NO_SEED) -> None:
         """Take distinct slots out of the index."""
         ...
 
-    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int) -> None:
+    def rebuild(self, entries: Tensor, ids: Tensor, live: Tensor | None, num_slots: int, seed: Seed = NO_SEED) -> None:
         """Fill entries that are all zero from the first `num_slots` ids, or those of them where `live` (bool) is."""
         ...
 

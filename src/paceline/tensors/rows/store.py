@@ -80,16 +80,23 @@ class RowStore:
         """How many numbers a row is read as: its values, and after them its echo if the rule has one."""
         return self.spec.width + self._echo_width
 
-    def read(self, ids: Tensor, clock: int) -> Tensor:
-        """Return (n, read_width) for ids (n,), int64, which may repeat; a use of those rows, which makes none.
+    def read(self, ids: Tensor, clock: int | None = None) -> Tensor:
+        """Return (n, read_width) for ids (n,), int64, which may repeat; with a clock, this is a use of those rows.
 
-        Ids without a row, candidates among them, read as the first values.
+        Ids without a row, candidates among them, read as the first values; reading makes no row.
         """
         self._require_ids(ids)
         out = torch.empty((len(ids), self.read_width), dtype=self._dtype)
         for piece in self._memory.pieces(len(ids)):
             self._read(ids[piece].contiguous(), out[piece], clock)
         return out
+
+    def use(self, ids: Tensor, clock: int) -> None:
+        """Note a use, at a clock, of the rows of these ids (n,), int64; ids without a row are left out."""
+        self._require_ids(ids)
+        for piece in self._memory.pieces(len(ids)):
+            slots = self._memory.find(ids[piece].contiguous())
+            self._usage.touch(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
         """Have room for the rows of all these ids, so that no update of them can fail for want of it.
@@ -122,8 +129,9 @@ class RowStore:
         self._memory.reserve(update.ids)
         hyper = next((each.hyper for each in reversed(contributions) if each.hyper), self.hyper)
         num_rows = len(self)
+        used_at = max(clock, *(each.clock for each in contributions))
         for piece in self._memory.pieces(len(update.ids)):
-            self._update(update.part(piece), hyper[0], clock)
+            self._update(update.part(piece), hyper[0], used_at)
         self.hyper = hyper
         if self._candidates is not None and admitted is not None:
             self._candidates.settle(admitted)
@@ -201,7 +209,7 @@ class RowStore:
         if self._candidates is not None:
             self._candidates.close()
 
-    def _read(self, ids: Tensor, out: Tensor, clock: int) -> None:
+    def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
         slots = self._memory.find(ids)
         self._memory.take(VALUES, slots, out[:, : self.spec.width])
         if self._echo:
@@ -212,7 +220,8 @@ class RowStore:
             echo = first.new_full((len(absent), self._echo_width), self._echo.fill if self._echo else 0.0)
             out[absent] = torch.cat((first, echo), 1)
             slots = slots[slots >= 0]
-        self._usage.touch(slots, clock)
+        if clock is not None:
+            self._usage.touch(slots, clock)
 
     def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
         """Update distinct rows; a rule that refuses leaves them as they were."""
