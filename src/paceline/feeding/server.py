@@ -19,7 +19,7 @@ from paceline.feeding.making import Maker
 from paceline.feeding.outbox import Answer
 from paceline.feeding.records import open_recipe
 from paceline.feeding.turns import Indices, Turn, Turns
-from paceline.feeding.wire import INDEX_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
+from paceline.feeding.wire import INDEX_BYTES, MAX_RECIPE_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.mishaps import story
 from paceline.node.orders import Expel, Stop
@@ -168,16 +168,18 @@ class FeedNode:
             self._on_read(caller, message, body)
         elif isinstance(message, Open):
             caller.count_request()
-            self._on_open(caller, message)
+            self._on_open(caller, message, body)
         else:
             raise PeerError(f"a worker may not say {type(message).__name__}")
 
-    def _on_open(self, caller: Caller, message: Open) -> None:
+    def _on_open(self, caller: Caller, message: Open, body: memoryview) -> None:
         if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
             raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
+        if body.nbytes > MAX_RECIPE_BYTES:
+            raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
         answer = partial(_answer_open, caller, message.number)
         try:
-            caller.sources[message.number] = self._library.open(message.recipe, caller.hello.rank, answer)
+            caller.sources[message.number] = self._library.open(bytes(body), caller.hello.rank, answer)
         except UsageError as error:
             caller.outbox.put(Answer(encode(Failed.of(message.number, error, story(error)))))
 
@@ -224,7 +226,8 @@ def _place(header: bytes, size_bytes: int) -> None:
     """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
     if size_bytes > _SMALL_BYTES:
         message = decode(header)
-        if not isinstance(message, Read) or size_bytes != message.num * INDEX_BYTES or message.num > MAX_SAMPLES:
+        is_batch = isinstance(message, Read) and size_bytes == message.num * INDEX_BYTES and message.num <= MAX_SAMPLES
+        if not is_batch and not (isinstance(message, Open) and size_bytes <= MAX_RECIPE_BYTES):
             raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes")
 
 
