@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Final, final
 
 from optuna.storages import BaseStorage, JournalStorage
@@ -86,7 +87,8 @@ def _damaged(path: Path, lines: list[bytes], number: int, why: str) -> UsageErro
     what = f"{path} is damaged in line {number} of {len(lines)}: {why}. Nothing was changed. "
     if number == 1:
         return UsageError(f"{what}No line before it is whole: begin the search anew, with another --out")
+    whole, copy = quote(str(path)), quote(f"{path}.damaged")
     return UsageError(
         f"{what}What is behind that line may depend on it; the {number - 1} lines before are whole. To go on with "
-        f"these, and run the later trials again: cp {path} {path}.damaged && head -n {number - 1} {path}.damaged > {path}"
+        f"these, and run the later trials again: cp {whole} {copy} && head -n {number - 1} {copy} > {whole}"
     )
