@@ -247,6 +247,15 @@ def test_only_the_first_reasons_are_kept() -> None:
     assert (records.faults().num_skipped, len(records.faults().reasons)) == (9, 5)
 
 
+def test_no_more_is_decoded_than_a_batch_may_have() -> None:
+    Path("a.txt").write_text("0123456789\n" * 10)
+    with closing(opened(sources.lines("a.txt"))) as records:
+        batch = Ask(0, (0,) * 1000)
+        assert records.prepare(batch, 20_000).layout.num_samples == 1000
+        with pytest.raises(UsageError, match="a batch of 51 samples has 510 bytes, at most 500 are served"):
+            records.prepare(batch, 500)
+
+
 def test_records_unlike_most_of_their_batch() -> None:
     Path("a.txt").write_text("ab\n#c\nd\n#e\nfg\n")
     source = sources.lines("a.txt")

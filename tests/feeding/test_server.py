@@ -190,10 +190,17 @@ def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
 
 @pytest.mark.parametrize(
     "identity",
-    [b"nobody", Hello("server", 0, 0, GENERATION), Hello("data", 0, 0, GENERATION), Hello("worker", 0, 0, 9)],
+    [
+        b"nobody",
+        Hello("server", 0, 0, GENERATION),
+        Hello("data", 0, 0, GENERATION),
+        Hello("worker", 0, 0, 9),
+        hello(8),
+        hello(-1),
+    ],
 )
 def test_who_is_no_worker_of_this_job_is_cut_off(identity: Hello | bytes, tmp_path: Path) -> None:
-    with feeders("memory", tmp_path) as running, caller(running, identity) as stranger:
+    with feeders("memory", tmp_path, num_workers=8) as running, caller(running, identity) as stranger:
         stranger.say(OPEN, recipe_body(RECIPE))
         assert stranger.is_cut_off()
 
@@ -261,7 +268,7 @@ def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path
 def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, tmp_path: Path) -> None:
     numbers = Numbers(RECIPE)
 
-    def fail(_: object) -> Prepared:
+    def fail(*_: object) -> Prepared:
         raise error
 
     with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running, running.reader() as reader:

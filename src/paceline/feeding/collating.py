@@ -19,6 +19,7 @@ from paceline.feeding.parcel import DTYPES, MAX_DEPTH, MAX_DIMENSIONS, Column, T
 from paceline.feeding.views import tensor_over
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+_NUMBER_BYTES: Final = 8
 _KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, lists and dicts of these"
 
 # What records have in common that go into one batch: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
@@ -37,6 +38,11 @@ class Flat:
     record: object
     kind: Kind
     leaves: list[Leaf]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return sum(map(_num_bytes, self.leaves))
 
 
 def flatten(record: object) -> Flat:
@@ -150,6 +156,12 @@ def _column(kind: Kind, leaves: Iterator[tuple[Any, ...]], num: int) -> Column:
             return TensorColumn(dtype, (num,), partial(_write_scalars, next(leaves)))
         case _:
             return TensorColumn(_NUMBERS[kind[0]], (num,), partial(_write_numbers, next(leaves)))
+
+
+def _num_bytes(leaf: Leaf) -> int:
+    if isinstance(leaf, bytes):
+        return len(leaf)
+    return leaf.nbytes if isinstance(leaf, Tensor | np.generic) else _NUMBER_BYTES
 
 
 def _ordered_as(record: Any, column: Column) -> Column:  # noqa: ANN401 - whatever a record is

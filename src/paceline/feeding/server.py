@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.feeding.callers import Caller, meet
-from paceline.feeding.lending import Lending, new_room
+from paceline.feeding.lending import Lending, Room
 from paceline.feeding.library import MAX_OPEN_BY_WORKER, Library, OpenRecords, Volume
 from paceline.feeding.making import Maker
 from paceline.feeding.outbox import Answer
@@ -60,6 +60,7 @@ class FeedNode:
         trace: where the sum of its work is recorded in the end, and who was turned away.
         open_records: opens a recipe.
         max_batch_bytes: a larger batch is refused.
+        num_workers: of the job: others are turned away; None where that is not known.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -73,12 +74,13 @@ class FeedNode:
     trace: Trace = field(default_factory=lambda: Trace(None))
     open_records: OpenRecords = open_recipe
     max_batch_bytes: int = 2 << 30
+    num_workers: int | None = None
     _inbox: Inbox = field(init=False)
     _library: Library = field(init=False)
     _turns: Turns = field(default_factory=Turns)
     _maker: Maker = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
-    _room: threading.Semaphore = field(default_factory=new_room)  # for what is lent to all of them
+    _room: Room = field(default_factory=Room)  # for what is lent to all of them
 
     def __post_init__(self) -> None:
         """Join the parts."""
@@ -155,7 +157,9 @@ class FeedNode:
         """Return who has begun to speak; None where it was ended here, and this was said before."""
         if all(known is not connection for known in self._inbox.connections()):
             return None
-        caller = meet(connection, self.generation, self._turns.look, Lending(self.transport, self._room))
+        caller = meet(
+            connection, self.generation, self.num_workers, self._turns.look, Lending(self.transport, self._room)
+        )
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
         if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:
