@@ -57,9 +57,10 @@ class Pushes:
         count: float,
         absent: tuple[int, ...],
         hyper: tuple[Hyper, ...],
+        expected: float,
     ) -> Future[PushOutcome]:
         """Have a push ready that is given its identity by the next call of `outgoing`."""
-        frame = PushFrame(_NOBODY, count, absent, hyper, screened=True)
+        frame = PushFrame(_NOBODY, count, absent, hyper, screened=True, expected=expected)
         self._next = Outgoing(frame, buffer, bodies, promise(PushOutcome))
         return self._next.future
 

@@ -30,7 +30,8 @@ class Hello:
 class PushFrame:
     """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use.
 
-    `screened`: the worker has looked for NaN and infinity already, as the table demands.
+    `screened`: the worker has looked for NaN and infinity already, as the table demands. `expected`: samples behind
+    all pushes of this clock together, see `Contribution`.
     """
 
     push: messages.Push
@@ -38,6 +39,7 @@ class PushFrame:
     absent: tuple[int, ...]
     hyper: tuple[Hyper, ...]
     screened: bool = False
+    expected: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,16 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class RowPushFrame:
-    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids."""
+    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids.
+
+    `expected`: as in a `PushFrame`.
+    """
 
     push: messages.Push
     count: float
     hyper: tuple[Hyper, ...]
     keys: Keys
+    expected: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

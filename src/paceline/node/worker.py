@@ -209,13 +209,14 @@ class WorkerNode:
         count: float,
         absent: tuple[int, ...] = (),
         hyper: tuple[Hyper, ...] = (),
+        expected: float = 0.0,
     ) -> Future[PushOutcome]:
         """Send an update as `push` does, from memory that `reserve` gave: it is the servers' to read from now on."""
         problem = self._objection(table, buffer.gradient)
         if problem:
             self.give_back(table, buffer)
             return settled(PushOutcome(applied=False, reason=problem))
-        return self._push(table, buffer, count, absent, hyper)
+        return self._push(table, buffer, count, absent, hyper, expected)
 
     def tick(self) -> None:
         """Finish the current clock; blocks while rows that have to go before wait for a budget, else not."""
@@ -328,14 +329,20 @@ class WorkerNode:
         return problem
 
     def _push(
-        self, table: str, buffer: PushBuffer, count: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+        self,
+        table: str,
+        buffer: PushBuffer,
+        count: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
+        expected: float = 0.0,
     ) -> Future[PushOutcome]:
         mirror = self._mirror(table)
         parts = self.parts(table, buffer)
         bodies = {server: parts[server] for server in mirror.servers}
         with self._changed:
             self._waiting.check()
-            future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper)
+            future = self._pushes.prepare(buffer, bodies, count=count, absent=absent, hyper=hyper, expected=expected)
             mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
             self._handle(WantPush(table))
         return future
