@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -108,6 +108,15 @@ def damaged() -> None:
     with ZipFile("cut.npz", "w") as archive:
         archive.writestr("a.npy", Path("y.npy").read_bytes()[:-8])
         archive.writestr("b.npy", Path("y.npy").read_bytes())
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%s, 2)}"
+    for name, first in (("negative", b"-3"), ("huge", b"1099511627776")):
+        Path(f"{name}.npy").write_bytes(b"\x93NUMPY\x01\x00v\x00" + (header % first).ljust(117) + b"\n" + bytes(48))
+        with ZipFile(f"{name}.npz", "w", ZIP_DEFLATED) as archive:
+            archive.write(f"{name}.npy", "a.npy")
+    Path("more.npy").write_bytes(Path("y.npy").read_bytes() * 2)
+    np.savez_compressed("flipped.npz", a=np.arange(1000))
+    whole = Path("flipped.npz").read_bytes()
+    Path("flipped.npz").write_bytes(whole[:60] + bytes(255 - byte for byte in whole[60:200]) + whole[200:])
     np.save("words.npy", np.array(["a", "b"]))
     np.save("swapped.npy", np.arange(3, dtype=">i4"))
 
@@ -128,6 +137,12 @@ def damaged() -> None:
         (lambda: sources.arrays("objects.npz", "a"), "it is an array of objects"),
         (lambda: sources.arrays("packed.npz", "a"), "Arrays of objects are not taken"),
         (lambda: sources.arrays("cut.npz", "a"), r"it has 72 bytes, which are no array of shape \(10,\)"),
+        (lambda: sources.arrays("negative.npy"), r"it has 48 bytes, which are no array of shape \(-3, 2\)"),
+        (lambda: sources.arrays("negative.npz", "a"), r"it has 48 bytes, which are no array of shape \(-3, 2\)"),
+        (lambda: sources.arrays("huge.npy"), r"it has 48 bytes, which are no array of shape"),
+        (lambda: sources.arrays("huge.npz", "a"), r"it has 48 bytes, which are no array of shape"),
+        (lambda: sources.arrays("more.npy"), r"it has 288 bytes, which are no array of shape \(10,\)"),
+        (lambda: sources.arrays("flipped.npz", "a"), "a of flipped.npz cannot be read as an .npz file"),
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),
         (lambda: sources.arrays("swapped.npy"), "native byte order"),
         (lambda: sources.tensors("none.safetensors", "a"), "cannot be read"),
@@ -186,6 +201,14 @@ def test_a_pattern_stands_for_its_files_by_name() -> None:
         opened(sources.lines(["*.txt", "a.txt"]))
     with pytest.raises(DataError, match=r"no file matches \*.csv, looked for in /"):
         opened(sources.lines("*.csv"))
+
+
+def test_a_byte_order_mark_is_left_out_where_the_encoding_says_so() -> None:
+    Path("a.txt").write_text("\ufeffone\n\ufefftwo\r\n", encoding="utf-8", newline="")
+    Path("b.txt").write_text("three", encoding="utf-8")
+    for encoding, first in (("utf-8-sig", "one"), ("UTF_8_sig", "one"), ("utf-8", "\ufeffone")):
+        with closing(opened(sources.lines(["a.txt", "b.txt"], encoding=encoding))) as records:
+            assert read(records, 0, 1, 2).content == [first, "\ufefftwo", "three"]
 
 
 def test_a_long_file_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

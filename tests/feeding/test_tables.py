@@ -191,10 +191,13 @@ def test_files_that_do_not_fit(tmp_path: Path, arrow: Any) -> None:
     write(tmp_path / "a.parquet", arrow, {"x": [1], "when": arrow.array([0], arrow.timestamp("s"))})
     write(tmp_path / "b.parquet", arrow, {"x": [1.5]})
     write(tmp_path / "c.parquet", arrow, {"y": [1]})
+    write(tmp_path / "a2.parquet", arrow, {"x": [1]})
+    write(tmp_path / "b2.parquet", arrow, {"z": [1], "x": [2]})
     (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     for name, columns, why in (
         ("[ab]", ["x"], "column x of .*b.parquet is double, and int64"),
         ("[ac]", ["x"], "c.parquet has 0 columns x, expected one: it has y"),
+        ("[ab]2", [], "b2.parquet has the columns z, which the files before it do not have: name the columns"),
         ("a", [], "column when of .* is timestamp.*name the other columns"),
         ("d", ["x"], "cannot be read as a Parquet file|cannot be read"),
     ):

@@ -110,6 +110,12 @@ class TableRows:
             self._columns = columns or tuple(schema.names)
             self._schema = schema
         self._check_columns(path, schema)
+        others = [name for name in schema.names if name not in self._columns] if columns is None else []
+        if others:
+            raise DataError(
+                f"{path} has the columns {', '.join(others)}, which the files before it do not have: name the columns "
+                "that are wanted."
+            )
         self._metadata[path] = metadata
         self._groups += [_Group(path, number) for number in range(metadata.num_row_groups)]
         return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]

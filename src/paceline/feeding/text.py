@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,6 +16,7 @@ from paceline.feeding.files import OpenFiles, find_files, reading
 from paceline.feeding.sources import Lines
 
 _CHUNK_BYTES: Final = 16 << 20
+_WITH_MARK, _WITHOUT_MARK = "utf-8-sig", "utf-8"  # in the latter a mark is a character as any other
 _LINE_FEED: Final = ord("\n")
 
 
@@ -25,7 +27,7 @@ class TextLines:
     """
 
     def __init__(self, source: Lines) -> None:
-        self._encoding = source.encoding
+        self._encoding = None if source.encoding is None else codecs.lookup(source.encoding).name
         self._files = OpenFiles(find_files(source.paths))
         scans = [_scan(path) for path in self._files.paths]
         self._starts = [starts for starts, _ in scans]
@@ -49,7 +51,9 @@ class TextLines:
         start = int(starts[line])
         end = int(starts[line + 1]) if line + 1 < len(starts) else self._files.size_bytes(number)
         data = self._files.read(number, start, end - start).removesuffix(b"\n").removesuffix(b"\r")
-        return data if self._encoding is None else data.decode(self._encoding)
+        if self._encoding is None:
+            return data
+        return data.decode(self._encoding if self._encoding != _WITH_MARK or line == 0 else _WITHOUT_MARK)
 
     def name(self, index: int) -> str:
         """Say which record this is."""
