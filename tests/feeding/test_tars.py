@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.feeding.made import read
 
 from paceline import sources
-from paceline.errors import DataError
+from paceline.errors import DataError, RecordError
 from paceline.feeding.recipe import Recipe
 from paceline.feeding.records import Records, open_recipe
 
@@ -215,6 +215,19 @@ def test_what_cannot_be_read_as_a_file_is_refused(tmp_path: Path, fields: dict[s
         put(archive, "2.jpg", b"two")
     with pytest.raises(DataError, match=why):
         opened(tmp_path / "a.tar")
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:
+        put(archive, "odd\udcff.jpg", b"one")
+        put(archive, "two.odd\udcff", b"two")
+    records = opened(tmp_path / "a.tar")
+    assert read(records, 0).content == {"__key__": ["odd\udcff"], "jpg": [b"one"]}
+    with pytest.raises(
+        RecordError, match=r"sample two of .*: it has a dict with the key 'odd.udcff', which is not valid"
+    ):
+        read(records, 1)
+    records.close()
 
 
 NAMES = st.sampled_from(["a.jpg", "a.txt", "b.jpg", "dir/a.jpg", "./b.seg.png", "ä.jpg", "c" * 120 + ".txt", "README"])

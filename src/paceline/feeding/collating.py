@@ -115,9 +115,19 @@ def _take_dict(value: dict[Any, Any], leaves: list[Leaf], depth: int) -> Kind:
     for name in value:
         if not isinstance(name, str):
             raise Unfit(f"it has a dict with the key {name!r}, expected only str as keys")
+        if not (name.isascii() or _is_text(name)):  # names of files need not be any
+            raise Unfit(f"it has a dict with the key {name!r}, which is not valid text")
     # By name: dicts that were filled in another order are alike.
     names = tuple(sorted(value))
     return ("dict", names, *(_take(value[name], leaves, depth + 1) for name in names))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
