@@ -7,9 +7,8 @@ import stat
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from glob import glob, has_magic
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.errors import DataError
 
@@ -17,8 +16,7 @@ _MOST_OPEN: Final = 64
 _MOST_LISTED: Final = 5  # paths that a message names
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(NamedTuple):
     """What tells whether a file is still the one that was opened.
 
     The time of the last change of its status is not in it: that changes with a link to it or a permission, too.
@@ -145,7 +143,9 @@ class OpenFiles:
             descriptor = self._descriptor(number)
             data = os.pread(descriptor, size_bytes, offset)
             status = os.fstat(descriptor)
-        _check_state(self.paths[number], self._states[number], FileState.of(status))  # after it was read
+        found = (status.st_size, status.st_mtime_ns, status.st_ino)  # after it was read
+        if found != self._states[number]:
+            _check_state(self.paths[number], self._states[number], FileState(*found))
         if len(data) < size_bytes:
             raise DataError(f"{self.paths[number]} ends at {offset + len(data)}, expected {offset + size_bytes}.")
         return data
