@@ -70,7 +70,13 @@ def feed(
         known = ", ".join(f'"{name}" ({what})' for name, what in _WHAT_NOW.items())
         raise UsageError(f"on_error is {on_error!r}, expected {known}.")
     plan = Plan(
-        batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, leases=leases, slices=slices, prefetch=prefetch
+        batch_size=batch_size,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        leases=leases,
+        slices=slices,
+        prefetch=prefetch,
+        skips=on_error == "skip",
     )
     session = current()
     sharding = session.sharding(seed)

@@ -36,6 +36,14 @@ def test_files_are_sorted_and_each_is_there_once(folder: Path) -> None:
     assert paceline.files(folder / "c.txt") == found[2:3]
 
 
+def test_a_file_under_several_names_is_there_once(folder: Path) -> None:
+    (folder / "z.csv").symlink_to("a.csv")
+    (folder / "flat").symlink_to("deep/down")
+    others = folder / "deep/../a.csv", folder / "z.csv", folder / "flat/d.csv"
+    found = files(others, f"{folder}/*.csv", folder / "deep/down/d.csv")
+    assert [path.relative_to(folder).as_posix() for path in found] == ["a.csv", "b.csv", "deep/down/d.csv"]
+
+
 def test_a_file_with_the_name_of_a_pattern_is_that_file(folder: Path) -> None:
     (folder / "[ab].csv").write_text("")
     assert [path.name for path in files(folder / "[ab].csv")] == ["[ab].csv"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.jobs import Job, job, run_job, start_and_join
@@ -201,6 +202,51 @@ def test_what_comes_back_when_the_others_are_through_counts_in_their_next_clock(
         results = run_until_death(started, training, lambda: None)
     assert [clock for _, clock in results.values()] == [3, 3]
     assert training.all_counted() == list(range(36))
+
+
+@pytest.mark.parametrize(("num_samples", "clock"), [(36, 0), (36, 1), (47, 1), (47, 2)])
+@pytest.mark.parametrize(("is_fed", "slices"), [(False, 3), (True, 1)])
+def test_each_sample_weighs_as_much_as_if_nobody_had_died(
+    num_samples: int, clock: int, is_fed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the dead worker had counts in the next clock of the others, or in one more behind the last."""
+    ticks, finish = threading.Semaphore(0), Session.clock
+    has_taken = threading.Event()
+    np.save(tmp_path / "numbers.npy", np.arange(num_samples))
+
+    def tick(worker: Session, *, samples: float | None = None) -> int:
+        finished = finish(worker, samples=samples)
+        ticks.release()
+        return finished
+
+    def work(worker: Session) -> Tensor:
+        weight = nn.Parameter(torch.zeros(num_samples, dtype=torch.float64))
+        optimizer = paceline.distributed(torch.optim.SGD([weight], lr=1.0))
+        rows = paceline.Embedding(None, 1, update=paceline.update.SGD(lr=1.0), init=0.0, dtype=torch.float64)
+        options = {"batch_size": BATCH_SIZE}
+        source = paceline.sources.arrays(tmp_path / "numbers.npy")
+        sharded = DataLoader(list(range(num_samples)), **options)
+        for indices in paceline.feed(source, **options) if is_fed else paceline.shard(sharded, slices=slices):
+            if worker.node.clock == clock and worker.rank != 2:
+                assert has_taken.wait(WAIT_S)
+            if worker.node.clock == clock and worker.rank == 2:
+                has_taken.set()
+                for _ in range(3 * clock + 2):  # all of the clocks before, the others of this one
+                    assert ticks.acquire(timeout=WAIT_S)
+                raise Death
+            optimizer.zero_grad()
+            (weight[indices].mean() + rows(indices).mean()).backward()
+            optimizer.step()
+        worker.barrier()
+        with optimizer.snapshot():
+            return torch.stack((weight.detach().clone(), rows(torch.arange(num_samples)).detach().view(-1)))
+
+    monkeypatch.setattr(Session, "clock", tick)
+    with job(tmp_path, workers=3, servers=2) as started:
+        results = run_until_death(started, work, lambda: None)  # pyright: ignore[reportArgumentType]
+    assert sorted(results) == [0, 1]
+    share = torch.tensor([-1 / 18 if index < 36 else -1 / 11 for index in range(num_samples)], dtype=torch.float64)
+    torch.testing.assert_close(results[0], torch.stack((share, share)), rtol=1e-10, atol=0)  # pyright: ignore
 
 
 # -- embeddings ------------------------------------------------------------------------------------------------------

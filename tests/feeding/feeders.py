@@ -51,7 +51,7 @@ class Numbers:
     def fingerprint(self) -> str:
         return self.label
 
-    def prepare(self, ask: Ask) -> Prepared:
+    def prepare(self, ask: Ask, max_bytes: int | None = None) -> Prepared:
         self.asked.append(ask)
         if self.gate is not None:
             assert self.gate.wait(DEADLINE_S)

@@ -36,7 +36,7 @@ class Caller:
         return message
 
     def opens(self, recipe: Recipe = RECIPE, number: int = 0) -> Opened:
-        self.say(Open(number, encode_recipe(recipe)))
+        self.say(Open(number), recipe_body(recipe))
         return self.hear(Opened)
 
     def reads(self, asked: Ask, number: int = 1, *, urgent: bool = False, returned: tuple[int, ...] = ()) -> None:
@@ -50,6 +50,10 @@ class Caller:
             return False
         except ConnectionLost:
             return True
+
+
+def recipe_body(recipe: Recipe) -> memoryview:
+    return memoryview(encode_recipe(recipe))
 
 
 def body_of(indices: Sequence[int]) -> memoryview:

@@ -26,11 +26,14 @@ from tests.feeding.feeders import (
 )
 from tests.node.cluster import CARRIERS, counts_of
 
+from paceline import sources
 from paceline.errors import DataError, DeadlineExceeded, PeerError, RecordError, UsageError
 from paceline.feeding.client import ReaderOptions
 from paceline.feeding.line import Line
+from paceline.feeding.recipe import Recipe
+from paceline.feeding.wire import MAX_RECIPE_BYTES
 from paceline.transport import FaultPlan, MemoryTransport
-from paceline.transport.base import Connection
+from paceline.transport.base import EMPTY, Connection
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -252,7 +255,7 @@ def test_who_is_turned_away_comes_again_less_and_less_often(answers: bool) -> No
             met.close()
 
     problems: list[str] = []
-    line = Line(0, lambda: listener.address, hello(), transport, b"hello", lambda _: None, problems.append)
+    line = Line(0, lambda: listener.address, hello(), transport, (b"hello", EMPTY), lambda _: None, problems.append)
     line._closing = patience
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
@@ -289,6 +292,28 @@ def test_what_cannot_be_opened_is_said_by_name(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(DataError, match=r"data server 0 at memory://server-0: missing\.npy is not there"):
                 _ = reader.num_samples
+
+
+def test_a_source_may_name_very_many_files(tmp_path: Path) -> None:
+    many = Recipe(sources.lines([f"a/folder/with/a/rather/long/name/{number:06}.txt" for number in range(70_000)]))
+    asked: list[Recipe] = []
+
+    def opening(recipe: Recipe, _: object) -> Numbers:
+        asked.append(recipe)
+        return Numbers(recipe)
+
+    with feeders("tcp", tmp_path, open_records=opening) as running, running.reader(many) as reader:
+        assert is_right(reader.read(ask(0)), ask(0))
+        assert asked == [many]
+
+
+def test_a_source_that_no_data_server_would_take_is_refused_at_once(tmp_path: Path) -> None:
+    with feeders("memory", tmp_path, num=0) as running:
+        huge = Recipe(sources.dataset("a:b", names=["x" * 1024] * (MAX_RECIPE_BYTES >> 10)))
+        with pytest.raises(UsageError, match=r"takes \d+ bytes to describe, data servers take at most .* by patterns"):
+            running.new_reader(huge)
+        with pytest.raises(UsageError, match=r"'odd.udcff.txt', which is not valid UTF-8 .* by a pattern"):
+            running.new_reader(Recipe(sources.lines("odd\udcff.txt")))
 
 
 def test_data_servers_that_see_different_files_are_told_apart(tmp_path: Path) -> None:

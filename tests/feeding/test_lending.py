@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from paceline.errors import ProtocolBug
-from paceline.feeding.lending import MAX_FREE, MAX_LOANS, Lending, Piece
+from paceline.feeding.lending import MAX_FREE, MAX_FREE_BYTES, MAX_LOANS, Lending, Piece, Pool, Room
 from paceline.feeding.wire import NO_LOAN
 from paceline.transport import MemoryTransport, ShmTransport, Transport
 from paceline.transport.pool import is_poisoned
@@ -44,7 +42,7 @@ def test_who_keeps_very_much_is_sent_copies() -> None:
 
 
 def test_what_all_keep_together_has_its_bound() -> None:
-    room, transport = threading.Semaphore(3), ShmTransport("lending")
+    room, transport = Room(loans=3), ShmTransport("lending")
     first, second = Lending(transport, room), Lending(transport, room)
     assert [first.take(1).loan for _ in range(2)] == [0, 1]
     assert [second.take(1).loan for _ in range(2)] == [0, NO_LOAN]
@@ -58,6 +56,32 @@ def test_what_all_keep_together_has_its_bound() -> None:
     second._free_shared.make = transport.allocate
     assert second.take(1).loan == 2, "there is still room for it"
     second.clear()
+
+
+def test_what_all_keep_together_has_a_bound_in_bytes() -> None:
+    room, transport = Room(size_bytes=3 * 4096), ShmTransport("lending")
+    first, second = Lending(transport, room), Lending(transport, room)
+    assert first.take(8192).loan == 0
+    assert [second.take(4000).loan for _ in range(2)] == [0, NO_LOAN]
+    assert first.give_back(0)
+    assert second.take(8000).loan == 1
+    second.clear()
+    assert room == Room(size_bytes=3 * 4096)
+    first.take(1)
+    assert room.size_bytes == 4096, "the piece that was free is larger than what is asked for"
+    first.clear()
+
+
+def test_the_memory_that_is_kept_for_later_has_a_bound_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.feeding.lending.MAX_FREE_BYTES", 100 << 12)
+    pool, made = Pool(lambda size: memoryview(bytearray(size))), list[int]()
+    for pages in range(1, 60):
+        pieces = [pool.take(pages << 12) for _ in range(3)]
+        for piece in pieces:
+            pool.give(piece)
+        made.append(sum(piece.nbytes for piece in pool._free))
+    assert max(made) <= 100 << 12
+    assert MAX_FREE_BYTES > 100 << 12
 
 
 def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:

@@ -52,7 +52,7 @@ def seen_by(worker: int, running: Feeders, keys: Path) -> Iterator[Feeders]:
 def test_a_worker_is_fed_under_its_own_name_alone_and_until_it_is_revoked(keys: Path) -> None:
     with serving(keys, Holder("data", 0)) as running, seen_by(1, running, keys) as mine:
         with caller(mine, hello(0)) as rogue:
-            rogue.say(Open(0, b""))
+            rogue.say(Open(0))
             assert rogue.is_cut_off()
         with closing(mine.new_reader(rank=1)) as reader, caller(mine, hello(1)) as other:
             assert is_right(reader.read(ask(0)), ask(0))

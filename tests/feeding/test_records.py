@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -108,6 +108,15 @@ def damaged() -> None:
     with ZipFile("cut.npz", "w") as archive:
         archive.writestr("a.npy", Path("y.npy").read_bytes()[:-8])
         archive.writestr("b.npy", Path("y.npy").read_bytes())
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%s, 2)}"
+    for name, first in (("negative", b"-3"), ("huge", b"1099511627776")):
+        Path(f"{name}.npy").write_bytes(b"\x93NUMPY\x01\x00v\x00" + (header % first).ljust(117) + b"\n" + bytes(48))
+        with ZipFile(f"{name}.npz", "w", ZIP_DEFLATED) as archive:
+            archive.write(f"{name}.npy", "a.npy")
+    Path("more.npy").write_bytes(Path("y.npy").read_bytes() * 2)
+    np.savez_compressed("flipped.npz", a=np.arange(1000))
+    whole = Path("flipped.npz").read_bytes()
+    Path("flipped.npz").write_bytes(whole[:60] + bytes(255 - byte for byte in whole[60:200]) + whole[200:])
     np.save("words.npy", np.array(["a", "b"]))
     np.save("swapped.npy", np.arange(3, dtype=">i4"))
 
@@ -128,6 +137,12 @@ def damaged() -> None:
         (lambda: sources.arrays("objects.npz", "a"), "it is an array of objects"),
         (lambda: sources.arrays("packed.npz", "a"), "Arrays of objects are not taken"),
         (lambda: sources.arrays("cut.npz", "a"), r"it has 72 bytes, which are no array of shape \(10,\)"),
+        (lambda: sources.arrays("negative.npy"), r"it has 48 bytes, which are no array of shape \(-3, 2\)"),
+        (lambda: sources.arrays("negative.npz", "a"), r"it has 48 bytes, which are no array of shape \(-3, 2\)"),
+        (lambda: sources.arrays("huge.npy"), r"it has 48 bytes, which are no array of shape"),
+        (lambda: sources.arrays("huge.npz", "a"), r"it has 48 bytes, which are no array of shape"),
+        (lambda: sources.arrays("more.npy"), r"it has 288 bytes, which are no array of shape \(10,\)"),
+        (lambda: sources.arrays("flipped.npz", "a"), "a of flipped.npz cannot be read as an .npz file"),
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),
         (lambda: sources.arrays("swapped.npy"), "native byte order"),
         (lambda: sources.tensors("none.safetensors", "a"), "cannot be read"),
@@ -188,6 +203,14 @@ def test_a_pattern_stands_for_its_files_by_name() -> None:
         opened(sources.lines("*.csv"))
 
 
+def test_a_byte_order_mark_is_left_out_where_the_encoding_says_so() -> None:
+    Path("a.txt").write_text("\ufeffone\n\ufefftwo\r\n", encoding="utf-8", newline="")
+    Path("b.txt").write_text("three", encoding="utf-8")
+    for encoding, first in (("utf-8-sig", "one"), ("UTF_8_sig", "one"), ("utf-8", "\ufeffone")):
+        with closing(opened(sources.lines(["a.txt", "b.txt"], encoding=encoding))) as records:
+            assert read(records, 0, 1, 2).content == [first, "\ufefftwo", "three"]
+
+
 def test_a_long_file_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.feeding.text._CHUNK_BYTES", 7)
     Path("a.txt").write_text("".join(f"{i}\n" for i in range(100)))
@@ -210,8 +233,6 @@ def test_text_files_that_change() -> None:
     Path("a.txt").write_text("one\n")
     with pytest.raises(DataError, match="has 4 bytes, and had 8"):
         read(records, 0)
-    Path("a.txt").write_text("one\ntwo\n")
-    assert read(records, 1).content == ["two"]
     Path("a.txt").write_text("one\ntwo\nthree\n")
     with pytest.raises(DataError, match="has 14 bytes, and had 8"):
         read(records, 1)
@@ -247,6 +268,15 @@ def test_only_the_first_reasons_are_kept() -> None:
     records = opened(sources.dataset(f"{OWN}:squares", num=9), f"{OWN}:half", skip=True)
     assert read(records, *range(9)).num_skipped == 9
     assert (records.faults().num_skipped, len(records.faults().reasons)) == (9, 5)
+
+
+def test_no_more_is_decoded_than_a_batch_may_have() -> None:
+    Path("a.txt").write_text("0123456789\n" * 10)
+    with closing(opened(sources.lines("a.txt"))) as records:
+        batch = Ask(0, (0,) * 1000)
+        assert records.prepare(batch, 20_000).layout.num_samples == 1000
+        with pytest.raises(UsageError, match="a batch of 51 samples has 510 bytes, at most 500 are served"):
+            records.prepare(batch, 500)
 
 
 def test_records_unlike_most_of_their_batch() -> None:
@@ -356,6 +386,10 @@ def test_a_fingerprint_tells_different_files_apart() -> None:
     found["x"] = opened(sources.arrays("x.npy")).fingerprint()
     np.save("x.npy", IMAGES.numpy().astype(np.int32))
     found["same size, other type"] = opened(sources.arrays("x.npy")).fingerprint()
+    Path("b.txt").write_text("one\n2\nthree\n")
+    found["b"] = opened(sources.lines("b.txt")).fingerprint()
+    Path("b.txt").write_text("1\ntwo\nthree\n")
+    found["b of the same size and number of lines"] = opened(sources.lines("b.txt")).fingerprint()
     assert len(set(found.values())) == len(found)
 
 

@@ -19,7 +19,7 @@ from tests.feeding.feeders import (
     open_numbers,
     until,
 )
-from tests.feeding.speaking import Caller, body_of, caller
+from tests.feeding.speaking import Caller, body_of, caller, recipe_body
 
 from paceline import sources
 from paceline.errors import PeerError, UsageError
@@ -28,6 +28,7 @@ from paceline.feeding.parcel import Prepared
 from paceline.feeding.recipe import Recipe, encode_recipe
 from paceline.feeding.server import _place
 from paceline.feeding.wire import (
+    MAX_RECIPE_BYTES,
     MAX_SAMPLES,
     MAX_UNANSWERED,
     Failed,
@@ -44,7 +45,7 @@ from paceline.node.wire import encode as encode_hello
 from paceline.transport.base import EMPTY, Frame
 from paceline.transport.deadline import Deadline
 
-OPEN = Open(0, encode_recipe(RECIPE))
+OPEN = Open(0)
 
 
 def recipe_of(number: int) -> Recipe:
@@ -113,7 +114,7 @@ def test_a_source_that_takes_long_to_open_keeps_nobody_else_waiting(tmp_path: Pa
         running.reader(rank=1) as reader,
         caller(running) as slow,
     ):
-        slow.say(Open(0, encode_recipe(ODD)))
+        slow.say(OPEN, recipe_body(ODD))
         assert opened.wait(DEADLINE_S)
         assert is_right(reader.read(ask(0)), ask(0))
         gate.set()
@@ -161,9 +162,11 @@ HOSTILE: list[tuple[Message | bytes, memoryview]] = [
     (encode(READ)[:-1], TWO),
     (Opened(0, 10, "f00d"), EMPTY),
     (Failed(0, "usage", "no"), EMPTY),
-    (Open(0, encode_recipe(RECIPE)), EMPTY),
-    (Open(1, b"no recipe"), EMPTY),
-    (Open(1, encode_recipe(RECIPE)[:-1]), EMPTY),
+    (OPEN, recipe_body(RECIPE)),
+    (Open(1), memoryview(b"no recipe")),
+    (Open(1), recipe_body(RECIPE)[:-1]),
+    (Open(1), EMPTY),
+    (Open(1), memoryview(bytes(MAX_RECIPE_BYTES + 1))),
     (Read(1, 5, 0, 2, urgent=False, returned=()), TWO),
     (Read(1, 0, 0, 3, urgent=False, returned=()), TWO),
     (Read(1, 0, 0, -2, urgent=False, returned=()), TWO),
@@ -187,11 +190,18 @@ def test_who_breaks_the_rules_is_cut_off_and_the_others_go_on(
 
 @pytest.mark.parametrize(
     "identity",
-    [b"nobody", Hello("server", 0, 0, GENERATION), Hello("data", 0, 0, GENERATION), Hello("worker", 0, 0, 9)],
+    [
+        b"nobody",
+        Hello("server", 0, 0, GENERATION),
+        Hello("data", 0, 0, GENERATION),
+        Hello("worker", 0, 0, 9),
+        hello(8),
+        hello(-1),
+    ],
 )
 def test_who_is_no_worker_of_this_job_is_cut_off(identity: Hello | bytes, tmp_path: Path) -> None:
-    with feeders("memory", tmp_path) as running, caller(running, identity) as stranger:
-        stranger.say(OPEN)
+    with feeders("memory", tmp_path, num_workers=8) as running, caller(running, identity) as stranger:
+        stranger.say(OPEN, recipe_body(RECIPE))
         assert stranger.is_cut_off()
 
 
@@ -206,7 +216,7 @@ def test_who_asks_too_much_at_once_is_cut_off(tmp_path: Path) -> None:
         with caller(running) as rogue:
             rogue.opens()
             for number in range(1, MAX_OPEN_BY_WORKER + 1):
-                rogue.say(Open(number, encode_recipe(RECIPE)))
+                rogue.say(Open(number), recipe_body(RECIPE))
             assert rogue.is_cut_off()
         gate.set()
 
@@ -216,7 +226,7 @@ def test_a_worker_that_calls_again_and_again_is_cut_off(tmp_path: Path) -> None:
         connect = running.transport.connect
         calls = [connect(running.addresses[0], encode_hello(hello(7)), timeout_s=1) for _ in range(65)]
         for connection in calls:
-            Caller(connection).say(OPEN)
+            Caller(connection).say(OPEN, recipe_body(RECIPE))
         assert Caller(calls[-1]).is_cut_off()
         assert is_right(reader.read(ask(1)), ask(1))
         for connection in calls:
@@ -236,8 +246,10 @@ def test_what_was_said_before_an_end_means_nothing_after_it(tmp_path: Path) -> N
 
 def test_large_bodies_are_refused_before_they_come() -> None:
     _place(encode(Read(1, 0, 0, MAX_SAMPLES, urgent=False, returned=())), MAX_SAMPLES * 8)
+    _place(encode(OPEN), MAX_RECIPE_BYTES)
     for message, size_bytes in (
-        (OPEN, 1 << 20),
+        (OPEN, MAX_RECIPE_BYTES + 1),
+        (Opened(0, 1, ""), 1 << 17),
         (READ, 1 << 20),
         (Read(1, 0, 0, 1 << 40, urgent=False, returned=()), 8 << 40),
     ):
@@ -256,7 +268,7 @@ def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path
 def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, tmp_path: Path) -> None:
     numbers = Numbers(RECIPE)
 
-    def fail(_: object) -> Prepared:
+    def fail(*_: object) -> Prepared:
         raise error
 
     with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running, running.reader() as reader:
@@ -352,7 +364,7 @@ def test_nothing_of_the_users_that_takes_long_holds_up_the_end(tmp_path: Path, m
         worker.opens()
         worker.reads(ask(0))
         for number in range(1, 4):
-            worker.say(Open(number, encode_recipe(recipe_of(number))))
+            worker.say(Open(number), recipe_body(recipe_of(number)))
         until(lambda: len(opening) == 3)
         running.end(0)
         assert not gate.is_set()

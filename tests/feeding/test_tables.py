@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tests.feeding.made import read, same
 from paceline import sources
 from paceline.errors import DataError, RecordError, UsageError
 from paceline.feeding.recipe import Recipe
-from paceline.feeding.records import Records, open_recipe
+from paceline.feeding.records import Records, open_recipe, open_source
+from paceline.feeding.tables import TableRows
 
 
 @pytest.fixture
@@ -127,14 +129,75 @@ def test_a_missing_value_is_a_fault_of_its_row(tmp_path: Path, arrow: Any) -> No
             read(opened(tmp_path / "a.parquet"), row)
 
 
+def damage(path: Path, arrow: Any, **options: Any) -> None:
+    """Three row groups, of which the second one's page is damaged."""
+    import pyarrow.parquet as parquet
+
+    texts = [f"{number:02}" * 50 for number in range(9)]
+    parquet.write_table(arrow.table({"x": texts}), path, row_group_size=3, use_dictionary=False, **options)
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    whole, at = path.read_bytes(), column.data_page_offset + column.total_compressed_size - 40
+    path.write_bytes(whole[:at] + bytes(byte ^ 0x5A for byte in whole[at : at + 30]) + whole[at + 30 :])
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"compression": "none", "write_page_checksum": True}])
+def test_a_damaged_page_is_a_fault_of_its_rows(
+    tmp_path: Path, arrow: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    import pyarrow.parquet as parquet
+
+    damage(tmp_path / "a.parquet", arrow, **options)
+    with pytest.raises(
+        RecordError, match=r"row 1 of row group 1 of .*a.parquet .* the whole row group cannot be decoded"
+    ):
+        read(opened(tmp_path / "a.parquet"), 4)
+    records, num_read = opened(tmp_path / "a.parquet", skip=True), [0]
+    read_row_group = parquet.ParquetFile.read_row_group
+
+    def counted(file: Any, number: int, **options: Any) -> Any:
+        num_read[0] += 1
+        return read_row_group(file, number, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    batch = read(records, *range(9))
+    assert [text[:2] for text in batch.content["x"]] == ["00", "01", "02", "06", "07", "08"]
+    assert (batch.num_skipped, num_read) == (3, [3])
+
+
+def test_what_is_kept_is_counted_as_it_is_held(tmp_path: Path, arrow: Any) -> None:
+    number = range(20_000)
+    columns = {
+        "text": [str(i) for i in number],
+        "flag": [i % 2 == 0 for i in number],
+        "list": [[i, i] for i in number],
+        "gap": arrow.array([None if i % 2 else i for i in number], arrow.int64()),
+    }
+    write(tmp_path / "a.parquet", arrow, columns, 20_000)
+    before = arrow.total_allocated_bytes()
+    records = open_source(sources.parquet(tmp_path / "a.parquet"), None)
+    tracemalloc.start()
+    try:
+        records.record(1000)
+        held = tracemalloc.get_traced_memory()[0] + arrow.total_allocated_bytes() - before
+    finally:
+        tracemalloc.stop()
+    assert isinstance(records, TableRows)
+    [group] = records._kept.values()
+    assert 0.8 < group.size_bytes / held < 1.25
+    records.close()
+
+
 def test_files_that_do_not_fit(tmp_path: Path, arrow: Any) -> None:
     write(tmp_path / "a.parquet", arrow, {"x": [1], "when": arrow.array([0], arrow.timestamp("s"))})
     write(tmp_path / "b.parquet", arrow, {"x": [1.5]})
     write(tmp_path / "c.parquet", arrow, {"y": [1]})
+    write(tmp_path / "a2.parquet", arrow, {"x": [1]})
+    write(tmp_path / "b2.parquet", arrow, {"z": [1], "x": [2]})
     (tmp_path / "d.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     for name, columns, why in (
         ("[ab]", ["x"], "column x of .*b.parquet is double, and int64"),
         ("[ac]", ["x"], "c.parquet has 0 columns x, expected one: it has y"),
+        ("[ab]2", [], "b2.parquet has the columns z, which the files before it do not have: name the columns"),
         ("a", [], "column when of .* is timestamp.*name the other columns"),
         ("d", ["x"], "cannot be read as a Parquet file|cannot be read"),
     ):

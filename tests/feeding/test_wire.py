@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.feeding.feeders import RECIPE
 
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 from paceline.feeding.parcel import DictPart, Layout, TensorPart, TextPart
-from paceline.feeding.recipe import encode_recipe
 from paceline.feeding.wire import _CODEC, Failed, Message, Open, Opened, Parcel, Read, decode, encode
 
 PARTS = DictPart(("x", "y"), (TensorPart("float32", (3, 2), 0), TextPart("str", 3, 5, 64)))
 LAYOUT = Layout(PARTS, num_samples=3, num_skipped=1, size_bytes=93)
 MESSAGES: list[Message] = [
-    Open(0, encode_recipe(RECIPE)),
+    Open(0),
     Opened(0, 60_000, "f00d"),
     Read(3, 0, 7, 3, urgent=True, returned=(4, 5)),
     Parcel(3, 9, LAYOUT, ("sample 0 is odd",)),

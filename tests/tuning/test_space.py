@@ -58,6 +58,11 @@ def test_a_grid_is_all_combinations() -> None:
         ({"parameters": {"n": {"low": 1, "high": 10**9}}, "method": "grid"}, "a grid of 1000000000 combinations"),
         ({"parameters": {"n": {"low": 1, "high": 9, "steps": 1}}, "method": "grid"}, "steps must be at least 2"),
         ({"trials": 3, "parameters": {"run.workers": [1, 2]}, "run": {"workers": 2}}, "searched as run.workers"),
+        (
+            {"trials": 3, "parameters": {"run.grace_s": [1], "run.grace-s": [2]}},
+            "parameter 'run.grace-s' is there twice",
+        ),
+        ({"trials": 3, "parameters": LR, "run": {"grace_s": 1, "grace-s": 2}}, "'grace-s' is set twice under run"),
         ({"trials": 3, "parameters": LR, "run": {"run_dir": "x"}}, "'run-dir' cannot be set for trials"),
     ],
 )

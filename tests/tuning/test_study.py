@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from paceline.errors import UsageError
 from paceline.tuning.drawing import draw_search
 from paceline.tuning.space import Search, read_search
 from paceline.tuning.study import Study, Trial
@@ -43,6 +45,48 @@ def test_the_journal_keeps_everything_but_a_torn_last_line(tmp_path: Path) -> No
     repeated = ask(again)
     assert (repeated.number, repeated.parameters) == (6, cut.parameters)
     assert ask(again).parameters not in [trial.parameters for trial in before]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda line: line[:-9], "is damaged in line {at} of"),
+        (lambda line: b"\xff" + line[1:], "is damaged in line {at} of"),
+        (lambda line: b"[1]", "line {at} of .*: expected an operation"),
+        (lambda line: b"{}", "line {at} of .*: expected an operation"),
+        (lambda line: b'{"op_code":8,"trial_id":99}', "line {at} of .*: it is of trial 99, and 2 were begun before"),
+        (lambda line: b'{"op_code":77}', "line {at} of .*: AssertionError"),
+        (lambda line: b'{"op_code":8,"trial_id":1}', "line {at} of .*: KeyError"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_lines_before_it_can_be_kept(
+    tmp_path: Path, damage: Callable[[bytes], bytes], said: str
+) -> None:
+    journal, search = tmp_path / "journal.log", made()
+    study = Study.open(search, journal)
+    for value in (0.5, 0.75, 0.6, 0.7):
+        study.finish(ask(study).number, value, [0.1, value])
+    before = study.trials()
+    lines = journal.read_bytes().splitlines()
+    at = [number for number, line in enumerate(lines) if b'"trial_id":1,' in line][1]  # a report of the second trial
+    lines[at] = damage(lines[at])
+    journal.write_bytes(broken := b"\n".join([*lines, b"torn"]))
+    with pytest.raises(UsageError, match=f"{said.format(at=at + 1)}.*Nothing was changed.*head -n {at} ") as caught:
+        Study.open(search, journal)
+    assert journal.read_bytes().removesuffix(b"torn") == broken.removesuffix(b"torn")
+
+    subprocess.run(str(caught.value).rpartition("trials again: ")[2], shell=True, check=True)
+    again = Study.open(search, journal)
+    assert again.trials()[0] == before[0]
+    assert [trial.state for trial in again.trials()] == ["finished", "interrupted"]
+    assert ask(again).parameters == before[1].parameters
+
+
+def test_a_journal_that_is_none_from_its_first_line(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.log"
+    journal.write_text("no\nno\n")
+    with pytest.raises(UsageError, match=r"line 1 of 2.* begin the search anew, with another --out"):
+        Study.open(made(), journal)
 
 
 def test_a_grid_goes_on_where_it_was_stopped(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ class DealtBatches:
     rank: int
     prefetch: int
     tally: Tally
+    skips: bool  # records that could not be decoded are left out
     num_samples: int = 0  # of the batch under way, of those that could be decoded
-    _held: Batch | None = None  # what comes next, where that had to be known
+    _rescale: float = 1.0  # of the batch under way, see `Walk.rescale`
+    _held: tuple[Batch, float] | None = None  # what comes next, where that had to be known
     _pieces: Iterator[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,27 +36,39 @@ class DealtBatches:
         self._pieces = iter(self.walk)
         self._expect()
 
+    @property
+    def weight(self) -> float:
+        """What the batch under way weighs; see `Walk.weight`."""
+        return self.num_samples * self._rescale
+
+    @property
+    def num_expected(self) -> int:
+        """How many samples all have in the clock under way; 0 where others may have left out some of theirs."""
+        return 0 if self.skips or not self.num_samples else self.walk.num_expected
+
     def more(self) -> bool:
         """Say whether another batch follows for this worker in the clock under way; blocks until that is read."""
         if not self.num_samples:
             return False
         while self._held is None and self.walk.more():
             batch = self._read(next(self._pieces))
-            self._held = batch if batch.num_samples else None
+            self._held = (batch, self.walk.rescale) if batch.num_samples else None
         return self._held is not None
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that have samples."""
         while True:
-            batch, self._held = self._held or self._next(), None
-            if batch is None:
+            coming, self._held = self._held or self._next(), None
+            if coming is None:
                 return
+            batch, self._rescale = coming
             self.num_samples = batch.num_samples
             self.tally.num_samples += batch.num_samples
             yield batch
 
-    def _next(self) -> Batch | None:
-        return next((batch for batch in map(self._read, self._pieces) if batch.num_samples), None)
+    def _next(self) -> tuple[Batch, float] | None:
+        batch = next((batch for batch in map(self._read, self._pieces) if batch.num_samples), None)
+        return None if batch is None else (batch, self.walk.rescale)
 
     def _read(self, indices: list[int]) -> Batch:
         batch = self.reader.read(Ask(self.tally.epoch, tuple(indices)))

@@ -38,6 +38,7 @@ class Plan:
         leases: batches are dealt to whoever has time for them.
         slices: of a batch, which are dealt one by one.
         prefetch: batches that are made before they are read.
+        skips: records that cannot be decoded are left out.
 
     Raises:
         UsageError: numbers that make no sense.
@@ -49,6 +50,7 @@ class Plan:
     leases: bool = True
     slices: int = 1
     prefetch: int = 2
+    skips: bool = False
 
     def __post_init__(self) -> None:
         """Check them."""
@@ -227,7 +229,7 @@ class FedLoader:
         rounds = Rounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
         dealt = self._slicing.deal(self._work, order, sharding.seed, plan.slices, self.epoch)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
-        own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally)
+        own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally, plan.skips)
         try:
             self._slicing.begin(own)
         except UsageError as error:

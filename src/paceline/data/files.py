@@ -13,6 +13,7 @@ from typing import overload
 
 from paceline.data.partition import Cut, Sharding
 from paceline.errors import DataError, UsageError
+from paceline.feeding.files import WholePaths
 
 _MOST_LISTED = 5  # files that a message names
 
@@ -60,6 +61,8 @@ class Files(Sequence[Path]):
 def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Files:
     """Return the files that patterns match, sorted by name, each once; for `paceline.shard` to deal out whole.
 
+    A file that is there under several names, by links or another spelling, has the first of them.
+
     Every file is looked at at once, so that a missing one is told before training begins.
 
     Args:
@@ -81,7 +84,7 @@ def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
     asked = [os.fspath(pattern) for pattern in _flat(patterns)]
     if not asked:
         raise UsageError("files is given nothing to look for: name files, or patterns such as 'data/*.csv'.")
-    names = sorted({name for pattern in asked for name in _matches(pattern)})
+    names = _each_once(name for pattern in asked for name in _matches(pattern))
     faults = {name: fault for name in names if (fault := _fault(name)) is not None}
     if faults:
         listed = "; ".join(f"{name}: {fault}" for name, fault in list(faults.items())[:_MOST_LISTED])
@@ -134,6 +137,13 @@ def _matches(pattern: str) -> list[str]:
     if not found:
         raise DataError(f"no file matches {pattern!r}, looked for from {os.getcwd()}.")
     return found
+
+
+def _each_once(names: Iterable[str]) -> list[str]:
+    """Return names in order, the first of those that are one file."""
+    whole = WholePaths()
+    files = {whole.of(name): name for name in sorted(set(names), reverse=True)}
+    return sorted(files.values())
 
 
 def _fault(name: str) -> str | None:

@@ -33,6 +33,11 @@ class Rounds:
         own = [num_slices(self.batches[at : at + 1], self.slices) for at in range(first, first + self.num_workers)]
         return tuple(own) if any(own) else ()
 
+    def num_samples(self, number: int) -> int:
+        """Return how many samples a round has; behind the last one as many as that, which is made up for there."""
+        first = self.num_before(min(number, len(self) - 1))
+        return sum(self.batches.size(at) for at in range(first, min(first + self.num_workers, len(self.batches))))
+
     def slice(self, number: int, home: int, index: int) -> list[int]:
         """Return the indices of the samples of one slice of a worker's share of a round."""
         return part(self.batches[self.num_before(number) + home], self.slices, index)

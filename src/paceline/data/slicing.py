@@ -37,6 +37,16 @@ class Slices(Protocol):
         """How many samples the slice under way has; 0 where there is none."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """What the slice under way weighs: its samples, as those of the clock under way weigh."""
+        ...
+
+    @property
+    def num_expected(self) -> int:
+        """How many samples all workers together are to have in the clock under way; 0 where that is not known."""
+        ...
+
     def more(self) -> bool:
         """Say whether this worker has another slice in the clock under way; blocks until that is known."""
         ...
@@ -159,6 +169,23 @@ class Walk:
     def is_again(self) -> bool:
         """Whether the slice that was dealt last was dealt before, to a worker that has ended without delivering it."""
         return self._taken is not None and self._taken.again
+
+    @property
+    def num_expected(self) -> int:
+        """Count the samples of this round, of all workers together; 0 where no slice is under way."""
+        return self.rounds.num_samples(self._number) if self.num_samples else 0
+
+    @property
+    def weight(self) -> float:
+        """What the slice under way weighs: more or less than its samples where it is of a round of another size."""
+        return self.num_samples * self.rescale
+
+    @property
+    def rescale(self) -> float:
+        """Return how many samples of this round weigh as much as one of the round that the slice under way is of."""
+        if self._taken is None:
+            return 1.0
+        return self.rounds.num_samples(self._number) / self.rounds.num_samples(self._taken.round.number)
 
     def own_next(self, rank: int) -> Iterator[list[int]]:
         """Yield what comes next for this worker if the others leave it that: slices of its own shares, from here on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.errors import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -28,6 +30,15 @@ class Batch:
     content: Any
     num_samples: int
     num_skipped: int
+
+
+def require_served(num_samples: int, size_bytes: int, max_bytes: int) -> None:
+    """Raise UsageError for so many samples of so many bytes where a batch may have no more than `max_bytes`."""
+    if size_bytes > max_bytes:
+        raise UsageError(
+            f"a batch of {num_samples} samples has {size_bytes} bytes, at most {max_bytes} are served: choose a "
+            "smaller batch size"
+        )
 
 
 @dataclass(frozen=True, slots=True)

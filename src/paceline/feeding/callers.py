@@ -37,13 +37,17 @@ class Caller:
         self.lending.clear()
 
 
-def meet(connection: Connection, generation: int, on_room: Callable[[], None], lending: Lending) -> Caller:
+def meet(
+    connection: Connection, generation: int, num_workers: int | None, on_room: Callable[[], None], lending: Lending
+) -> Caller:
     """Return who calls, ready to be answered; raises PeerError unless it is a worker of this job."""
     hello = check_caller(decode(connection.identity), connection)
     if hello.role != "worker":
         raise PeerError(f"a {hello.role} has nothing to ask of a data server")
     if hello.generation != generation:
         raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
+    if hello.rank < 0 or (num_workers is not None and hello.rank >= num_workers):
+        raise PeerError(f"there is no worker {hello.rank} in this job, which has {num_workers}")
     caller = Caller(hello, Outbox(connection, on_room), lending)
     caller.outbox.open()
     return caller

@@ -21,6 +21,7 @@ from paceline.feeding.parcel import unpack
 from paceline.feeding.recipe import Recipe, encode_recipe
 from paceline.feeding.records import Faults
 from paceline.feeding.wire import (
+    MAX_RECIPE_BYTES,
     MAX_SAMPLES,
     MAX_UNANSWERED,
     NO_LOAN,
@@ -77,6 +78,9 @@ class RemoteReader:
         transport: that of the data servers.
         hello: who this worker is.
         options: see `ReaderOptions`.
+
+    Raises:
+        UsageError: the recipe is larger than data servers take.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class RemoteReader:
         self._addresses = addresses
         self._transport = transport
         self._hello = hello
-        self._greeting = encode(Open(_OPEN, encode_recipe(recipe)))
+        self._recipe = _encoded(recipe)
         self._changed = threading.Condition()
         # Everything below is under that lock.
         self._orders = Orders(self._options.prefetch)
@@ -193,7 +197,7 @@ class RemoteReader:
             partial(self._address, server),
             self._hello,
             self._transport,
-            self._greeting,
+            (encode(Open(_OPEN)), memoryview(self._recipe)),
             on_frame=partial(self._on_frame, server),
             on_lost=partial(self._on_lost, server),
         )
@@ -309,6 +313,23 @@ class RemoteReader:
             self._orders.lose(server)
             self._place_orders()
             self._changed.notify_all()
+
+
+def _encoded(recipe: Recipe) -> bytes:
+    """Return a recipe as it travels; raises UsageError for one that no data server would take."""
+    try:
+        encoded = encode_recipe(recipe)
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the source has {error.object!r}, which is not valid UTF-8 and cannot be sent to data servers: name such "
+            "files by a pattern, in which ? stands for any character"
+        ) from error
+    if len(encoded) > MAX_RECIPE_BYTES:
+        raise UsageError(
+            f"the source takes {len(encoded)} bytes to describe, data servers take at most {MAX_RECIPE_BYTES}: "
+            "where it names very many files, name them by patterns, 'folder/*.txt', or by shorter paths"
+        )
+    return encoded
 
 
 def _name(source: _Source) -> str:

@@ -19,6 +19,7 @@ from paceline.feeding.parcel import DTYPES, MAX_DEPTH, MAX_DIMENSIONS, Column, T
 from paceline.feeding.views import tensor_over
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+_NUMBER_BYTES: Final = 8
 _KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, lists and dicts of these"
 
 # What records have in common that go into one batch: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
@@ -37,6 +38,11 @@ class Flat:
     record: object
     kind: Kind
     leaves: list[Leaf]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return sum(map(_num_bytes, self.leaves))
 
 
 def flatten(record: object) -> Flat:
@@ -109,9 +115,19 @@ def _take_dict(value: dict[Any, Any], leaves: list[Leaf], depth: int) -> Kind:
     for name in value:
         if not isinstance(name, str):
             raise Unfit(f"it has a dict with the key {name!r}, expected only str as keys")
+        if not (name.isascii() or _is_text(name)):  # names of files need not be any
+            raise Unfit(f"it has a dict with the key {name!r}, which is not valid text")
     # By name: dicts that were filled in another order are alike.
     names = tuple(sorted(value))
     return ("dict", names, *(_take(value[name], leaves, depth + 1) for name in names))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -150,6 +166,12 @@ def _column(kind: Kind, leaves: Iterator[tuple[Any, ...]], num: int) -> Column:
             return TensorColumn(dtype, (num,), partial(_write_scalars, next(leaves)))
         case _:
             return TensorColumn(_NUMBERS[kind[0]], (num,), partial(_write_numbers, next(leaves)))
+
+
+def _num_bytes(leaf: Leaf) -> int:
+    if isinstance(leaf, bytes):
+        return len(leaf)
+    return leaf.nbytes if isinstance(leaf, Tensor | np.generic) else _NUMBER_BYTES
 
 
 def _ordered_as(record: Any, column: Column) -> Column:  # noqa: ANN401 - whatever a record is

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from lzma import LZMAError
 from typing import IO, Any, Final
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
@@ -20,6 +23,11 @@ from paceline.feeding.sources import ArrayFile, Arrays, Tensors
 from paceline.feeding.views import tensor_over
 
 _LOCAL_HEADER_BYTES: Final = 30
+# What zipfile and numpy raise for what is no array of numbers, or cannot be had: RuntimeError for what is encrypted.
+_NO_ARRAY: Final = (
+    *(ValueError, EOFError, BadZipFile, RuntimeError, OverflowError, MemoryError),
+    *(struct.error, zlib.error, LZMAError),
+)
 _HEADERS: Final[dict[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -125,17 +133,30 @@ def _title(file: ArrayFile) -> str:
 
 def _array(file: ArrayFile) -> np.ndarray[Any, Any]:
     try:
-        with reading(file.path):
+        with reading(file.path), open(file.path, "rb") as raw:
             if file.member is None:
-                return np.lib.format.open_memmap(file.path, mode="r")
-            with ZipFile(file.path) as archive, open(file.path, "rb") as raw:
+                return _whole_file(file.path, raw)
+            with ZipFile(raw) as archive:
                 return _member(archive, file.member, raw)
-    except (ValueError, EOFError, BadZipFile, NotImplementedError, struct.error) as error:
+    except _NO_ARRAY as error:
         kind = "a .npy file" if file.member is None else "an .npz file"
         raise DataError(
             f"{_title(file)} cannot be read as {kind} of numbers: {error}. Arrays of objects are not taken, as reading "
             "them runs what is in the file; was the file written to its end, by numpy.save or numpy.savez?"
         ) from error
+
+
+def _whole_file(path: str, raw: IO[bytes]) -> np.ndarray[Any, Any]:
+    header = _header(raw)
+    if header is None:
+        return np.lib.format.open_memmap(path, mode="r")
+    return _mapped(raw, os.fstat(raw.fileno()).st_size, *header)
+
+
+def _header(raw: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]] | None:
+    """Read the header of an array; None where only numpy knows its version."""
+    version = np.lib.format.read_magic(raw)
+    return _HEADERS[version](raw) if version in _HEADERS else None
 
 
 def _member(archive: ZipFile, name: str, raw: IO[bytes]) -> np.ndarray[Any, Any]:
@@ -146,9 +167,13 @@ def _member(archive: ZipFile, name: str, raw: IO[bytes]) -> np.ndarray[Any, Any]
     if known[name].compress_type == ZIP_STORED:
         start = _start(known[name], raw)
         raw.seek(start)
-        version = np.lib.format.read_magic(raw)
-        if version in _HEADERS:
-            return _mapped(raw, start + known[name].file_size, *_HEADERS[version](raw))
+        header = _header(raw)
+        if header is not None:
+            return _mapped(raw, start + known[name].file_size, *header)
+    with archive.open(known[name]) as member:
+        header = _header(member)
+        if header is not None:  # before there is memory for it
+            _require_size(known[name].file_size - member.tell(), header[0], header[2])
     with archive.open(known[name]) as member:
         return np.lib.format.read_array(member)
 
@@ -164,12 +189,17 @@ def _start(info: ZipInfo, raw: IO[bytes]) -> int:
 def _mapped(
     raw: IO[bytes], end: int, shape: tuple[int, ...], is_fortran: bool, dtype: np.dtype[Any]
 ) -> np.ndarray[Any, Any]:
+    offset = raw.tell()
+    _require_size(end - offset, shape, dtype)
+    return np.memmap(raw, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if is_fortran else "C")
+
+
+def _require_size(size_bytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise ValueError unless an array of so many bytes may have this shape and type."""
     if dtype.hasobject:
         raise ValueError("it is an array of objects")
-    offset = raw.tell()
-    if end != offset + math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"it has {end - offset} bytes, which are no array of shape {shape} and {dtype}")
-    return np.memmap(raw, dtype=dtype, mode="r", offset=offset, shape=shape, order="F" if is_fortran else "C")
+    if min(shape, default=0) < 0 or size_bytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"it has {size_bytes} bytes, which are no array of shape {shape} and {dtype}")
 
 
 def _from_numpy(array: np.ndarray[Any, Any], title: str) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from paceline.errors import PacelineError, RecordError, UsageError
-from paceline.feeding.batches import Ask, Faults
+from paceline.feeding.batches import Ask, Faults, require_served
 from paceline.feeding.collating import Flat, Unfit, collate, describe, flatten
 from paceline.feeding.own_dataset import transform_at
 from paceline.feeding.parcel import Prepared
@@ -57,7 +57,7 @@ class OpenRecords:
         described = json.dumps([self.num_samples, self._samples.describe()], sort_keys=True)
         return blake2b(described.encode(), digest_size=16).hexdigest()
 
-    def prepare(self, ask: Ask) -> Prepared:
+    def prepare(self, ask: Ask, max_bytes: int | None = None) -> Prepared:
         """Read and decode what a batch is made of; see `Records.prepare`."""
         indices = ask.indices
         if not indices:
@@ -68,7 +68,7 @@ class OpenRecords:
         columns = None if self._transform is not None else self._samples.gather(indices)
         if columns is not None:
             return Prepared(columns, len(indices), 0)
-        decoded = self._alike(ask, self._decoded(ask))
+        decoded = self._alike(ask, self._decoded(ask, max_bytes))
         num_skipped = len(indices) - len(decoded)
         return Prepared(collate(list(decoded.values())) if decoded else None, len(decoded), num_skipped)
 
@@ -80,15 +80,20 @@ class OpenRecords:
         """Let go of the files."""
         self._samples.close()
 
-    def _decoded(self, ask: Ask) -> dict[int, Flat]:
+    def _decoded(self, ask: Ask, max_bytes: int | None) -> dict[int, Flat]:
         """Return the records that can be decoded, by their place in the batch."""
         found: dict[int, Flat] = {}
+        size_bytes = 0
         # By index, as what is read one after the other lies one after the other.
         for place in sorted(range(len(ask.indices)), key=ask.indices.__getitem__):
             try:
-                found[place] = self._decode(ask.epoch, ask.indices[place])
+                flat = found[place] = self._decode(ask.epoch, ask.indices[place])
             except RecordError as fault:
                 self._note(fault)
+                continue
+            size_bytes += flat.size_bytes
+            if max_bytes is not None:
+                require_served(len(found), size_bytes, max_bytes)
         return {place: found[place] for place in sorted(found)}
 
     def _decode(self, epoch: int, index: int) -> Flat:

@@ -4,33 +4,77 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.errors import DataError
 
 _MOST_OPEN: Final = 64
+_MOST_LISTED: Final = 5  # paths that a message names
+
+
+class FileState(NamedTuple):
+    """What tells whether a file is still the one that was opened.
+
+    The time of the last change of its status is not in it: that changes with a link to it or a permission, too.
+    """
+
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileState:
+        """Return that of a file with this status."""
+        return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def find_files(paths: Sequence[str]) -> list[str]:
     """Return the files that are meant, those of each pattern sorted by name.
 
     Raises:
-        DataError: nothing is there, or a file is meant twice.
+        DataError: nothing is there, or a file is meant twice, under the same name or another one.
     """
     found = [file for path in paths for file in _matching(path)]
-    for file, num in Counter(found).items():
-        if num > 1:
-            raise DataError(f"{file} is {num} times among the files of {', '.join(paths)}: name each file once.")
+    whole, names = WholePaths(), dict[str, str]()
+    for file in found:
+        at = whole.of(file)
+        if names.get(at) == file:
+            num = found.count(file)
+            raise DataError(f"{file} is {num} times among the files of {_listed(paths)}: name each file once.")
+        if at in names:
+            raise DataError(f"{names[at]} and {file} are one file, {at}: name each file once.")
+        names[at] = file
     return found
+
+
+class WholePaths:
+    """Whole paths of files, without links in them; those of folders are found once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def of(self, path: str) -> str:
+        """Return the whole path of a file."""
+        if os.path.islink(path):
+            return os.path.realpath(path)
+        folder, name = os.path.split(path)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return os.path.join(self._folders[folder], name)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
+    return ", ".join(paths[:_MOST_LISTED]) + more
 
 
 def _matching(path: str) -> list[str]:
     if not has_magic(path) or os.path.exists(path):
-        file_size(path)
+        file_state(path)
         return [path]
     found = sorted(file for file in glob(path, recursive=True) if os.path.isfile(file))
     if not found:
@@ -38,14 +82,14 @@ def _matching(path: str) -> list[str]:
     return found
 
 
-def file_size(path: str) -> int:
-    """Return the size of a file in bytes; raises DataError when there is no such file."""
+def file_state(path: str) -> FileState:
+    """Return the state of a file; raises DataError when there is no such file."""
     with reading(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "no file on a disk"
         raise DataError(f"{path} is {kind}, expected a file; a pattern names those of a folder: 'folder/*.txt'.")
-    return status.st_size
+    return FileState.of(status)
 
 
 @contextmanager
@@ -62,23 +106,23 @@ def reading(path: str) -> Generator[None]:
 
 
 class FixedFiles:
-    """Files that must stay as large as they were: what is mapped of a file that shrinks would end the process."""
+    """Files that must stay as they were: what is mapped of a file that shrinks would end the process."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._sizes = {path: file_size(path) for path in paths}
+        self._states = {path: file_state(path) for path in paths}
 
     def check(self) -> None:
-        """Raise DataError when one of them has another size by now."""
-        for path in self._sizes:
+        """Raise DataError when one of them was changed since."""
+        for path in self._states:
             self.check_one(path)
 
     def check_one(self, path: str) -> None:
-        """Raise DataError when this one of them has."""
-        _check_size(path, self._sizes[path], file_size(path))
+        """Raise DataError when this one of them was."""
+        _check_state(path, self._states[path], file_state(path))
 
     def describe(self) -> list[tuple[str, int]]:
         """Return the name and size of each."""
-        return list(self._sizes.items())
+        return [(path, state.size_bytes) for path, state in self._states.items()]
 
 
 class OpenFiles:
@@ -86,26 +130,29 @@ class OpenFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths: Final = tuple(paths)
-        self.sizes: Final = tuple(map(file_size, paths))
+        self._states: Final = tuple(map(file_state, paths))
         self._open: OrderedDict[int, int] = OrderedDict()
 
+    def size_bytes(self, number: int) -> int:
+        """Return the size of the file of this number when it was first looked at."""
+        return self._states[number].size_bytes
+
     def read(self, number: int, offset: int, size_bytes: int) -> bytes:
-        """Return this piece of the file of this number; raises DataError when it is not there any more."""
+        """Return this piece of the file of this number; raises DataError when the file is not as it was."""
         with reading(self.paths[number]):
-            data = os.pread(self._descriptor(number), size_bytes, offset)
+            descriptor = self._descriptor(number)
+            data = os.pread(descriptor, size_bytes, offset)
+            status = os.fstat(descriptor)
+        found = (status.st_size, status.st_mtime_ns, status.st_ino)  # after it was read
+        if found != self._states[number]:
+            _check_state(self.paths[number], self._states[number], FileState(*found))
         if len(data) < size_bytes:
-            self.check()
             raise DataError(f"{self.paths[number]} ends at {offset + len(data)}, expected {offset + size_bytes}.")
         return data
 
-    def check(self) -> None:
-        """Raise DataError when one that is open has another size by now."""
-        for number, descriptor in self._open.items():
-            _check_size(self.paths[number], self.sizes[number], os.fstat(descriptor).st_size)
-
     def describe(self) -> list[tuple[str, int]]:
         """Return the name and size of each."""
-        return list(zip(self.paths, self.sizes, strict=True))
+        return [(path, state.size_bytes) for path, state in zip(self.paths, self._states, strict=True)]
 
     def close(self) -> None:
         """Close what is open; it is opened again when it is read."""
@@ -114,18 +161,22 @@ class OpenFiles:
 
     def _descriptor(self, number: int) -> int:
         if number not in self._open:
-            descriptor = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
-            self._open[number] = descriptor
+            self._open[number] = os.open(self.paths[number], os.O_RDONLY | os.O_CLOEXEC)
             if len(self._open) > _MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
-            _check_size(self.paths[number], self.sizes[number], os.fstat(descriptor).st_size)
         self._open.move_to_end(number)
         return self._open[number]
 
 
-def _check_size(path: str, expected_bytes: int, found_bytes: int) -> None:
-    if found_bytes != expected_bytes:
-        raise DataError(
-            f"{path} has {found_bytes} bytes, and had {expected_bytes} when it was opened. Files must not change while "
-            "they are read: write new ones beside them, and start again."
-        )
+def _check_state(path: str, expected: FileState, found: FileState) -> None:
+    if found == expected:
+        return
+    now, before = found.size_bytes, expected.size_bytes
+    how = (
+        f"has {now} bytes, and had {before} when it was opened"
+        if now != before
+        else f"was written to or replaced since it was opened, although it has {now} bytes as before"
+    )
+    raise DataError(
+        f"{path} {how}. Files must not change while they are read: write new ones beside them, and start again."
+    )

@@ -16,7 +16,9 @@ from paceline.transport.pool import Buffer, BufferPool
 MAX_LOANS: Final = 64  # over one connection
 MAX_LOANS_OF_ALL: Final = 256
 MAX_LENT_BYTES: Final = 2 << 30
+MAX_LENT_BYTES_OF_ALL: Final = 8 << 30
 MAX_FREE: Final = 8  # pieces that wait for the next batches
+MAX_FREE_BYTES: Final = 2 << 30  # of these together
 _PAGE_BYTES: Final = 4096
 
 
@@ -29,20 +31,31 @@ class Pool:
 
     def take(self, size_bytes: int) -> memoryview:
         """Return memory of at least this size: the smallest free piece that has it, or a new one in place of one."""
-        fitting = next((at for at, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
+        fitting = self._fitting(size_bytes)
         if fitting is not None:
             return self._free.pop(fitting)
         if self._free:
             self._free.pop(0)  # batches have become larger: so no more pieces are there than were ever needed at once
-        return self.make(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        return self.make(_rounded(size_bytes))
+
+    def bytes_for(self, size_bytes: int) -> int:
+        """Return how large the piece is that `take` would return."""
+        fitting = self._fitting(size_bytes)
+        return _rounded(size_bytes) if fitting is None else self._free[fitting].nbytes
 
     def give(self, memory: memoryview) -> None:
-        """Take memory back: nobody looks at it any more."""
-        self._free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
+        """Take memory back that is not looked at any more; the largest pieces are kept, as many as there may be."""
+        free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
+        while sum(map(_size, free)) > MAX_FREE_BYTES:
+            free.pop(0)
+        self._free = free
 
     def clear(self) -> None:
         """Let go of all that is free."""
         self._free = []
+
+    def _fitting(self, size_bytes: int) -> int | None:
+        return next((at for at, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +74,26 @@ class Piece:
         return EMPTY if self.buffer is None else self.buffer.memory
 
 
-def new_room() -> threading.Semaphore:
-    """Return what counts the loans of all connections."""
-    return threading.Semaphore(MAX_LOANS_OF_ALL)
+@dataclass(slots=True)
+class Room:
+    """What may be lent over all connections together. Safe to use from several threads."""
+
+    loans: int = MAX_LOANS_OF_ALL
+    size_bytes: int = MAX_LENT_BYTES_OF_ALL
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    def enter(self, size_bytes: int) -> bool:
+        """Take room for a loan of this size, if there is so much."""
+        with self._lock:
+            if not self.loans or size_bytes > self.size_bytes:
+                return False
+            self.loans, self.size_bytes = self.loans - 1, self.size_bytes - size_bytes
+            return True
+
+    def leave(self, size_bytes: int) -> None:
+        """Give back the room that a loan had."""
+        with self._lock:
+            self.loans, self.size_bytes = self.loans + 1, self.size_bytes + size_bytes
 
 
 @dataclass(slots=True)
@@ -75,7 +105,7 @@ class Lending:
     """
 
     transport: Transport
-    room: threading.Semaphore = field(default_factory=new_room)
+    room: Room = field(default_factory=Room)
     poisons: bool = False
     _free_shared: Pool = field(init=False)
     _shared: BufferPool = field(init=False)
@@ -101,12 +131,13 @@ class Lending:
         if not size_bytes:
             return Piece(NO_LOAN, None)
         with self._lock:
-            if not (self._may_lend(size_bytes) and self.room.acquire(blocking=False)):
+            whole_bytes = self._free_shared.bytes_for(size_bytes)
+            if not (self._may_lend(whole_bytes) and self.room.enter(whole_bytes)):
                 return Piece(NO_LOAN, self._own.lend(size_bytes))
             try:
                 buffer = self._shared.lend(size_bytes)
             except (OSError, MemoryError):
-                self.room.release()
+                self.room.leave(whole_bytes)
                 raise
             loan, self._num_loans = self._num_loans, self._num_loans + 1
             self._lent[loan] = buffer
@@ -130,8 +161,8 @@ class Lending:
             if buffer is None:
                 return False
             self._lent_bytes -= buffer.whole.nbytes
+            self.room.leave(buffer.whole.nbytes)
             buffer.release()
-            self.room.release()
             return True
 
     def clear(self) -> None:
@@ -139,14 +170,18 @@ class Lending:
         with self._lock:
             self._shared.clear()
             self._own.clear()
-            for _ in self._lent:
-                self.room.release()
+            for buffer in self._lent.values():
+                self.room.leave(buffer.whole.nbytes)
             self._lent.clear()
             self._is_over = True
 
     def _may_lend(self, size_bytes: int) -> bool:
         few = len(self._lent) < MAX_LOANS and self._lent_bytes + size_bytes <= MAX_LENT_BYTES
         return self.transport.maps_memory and few and not self._is_over
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _size(memory: memoryview) -> int:

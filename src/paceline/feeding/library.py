@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from typing import Final, TypeAlias
 
 from paceline.errors import PacelineError, PeerError, UsageError
@@ -18,6 +19,7 @@ from paceline.transport.deadline import Deadline
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
 CODE_MISHAPS: Final = (*MISHAPS, SystemExit)  # what datasets and transforms of the user's may raise
+_DIGEST_BYTES: Final = 32
 _CLOSING_TIMEOUT_S: Final = 5.0
 
 OpenRecords: TypeAlias = Callable[[Recipe, AbstractSet[str] | None], Records]
@@ -30,7 +32,7 @@ class Volume:
     Who uses the records holds `lock`: what they are made for is one thread at a time.
     """
 
-    key: bytes
+    key: bytes  # a digest of the recipe, which may be long
     begun_by: int  # the worker that was the first to ask for it
     records: Records | None = None
     num_samples: int = 0
@@ -72,14 +74,15 @@ class Library:
     _volumes: dict[bytes, Volume] = field(default_factory=dict[bytes, Volume])  # what was asked for last is the last
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
 
-    def open(self, key: bytes, rank: int, answer: Callable[[Volume], None]) -> Volume:
+    def open(self, recipe: bytes, rank: int, answer: Callable[[Volume], None]) -> Volume:
         """Have a worker read a recipe; `answer` is called once it is known whether it can be opened.
 
         Raises:
             PeerError: it is no recipe, or the system gives no thread.
             UsageError: this worker, or all of them, have too many open.
         """
-        volume = self._volumes.pop(key, None) or self._begin(key, rank)
+        key = blake2b(recipe, digest_size=_DIGEST_BYTES).digest()
+        volume = self._volumes.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
         self._volumes[key] = volume
         volume.readers.append(rank)
         if volume.settled:
@@ -109,13 +112,13 @@ class Library:
             volume.close(deadline)
         self._volumes.clear()
 
-    def _begin(self, key: bytes, rank: int) -> Volume:
+    def _begin(self, key: bytes, recipe: Recipe, rank: int) -> Volume:
         if sum(map(partial(_is_of, rank), self._volumes.values())) >= MAX_OPEN_BY_WORKER:
             raise UsageError(
                 f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
                 "read"
             )
-        recipe, retired = decode_recipe(key), self._make_room()
+        retired = self._make_room()
         volume = Volume(key, rank)
         thread = threading.Thread(
             target=self._open, args=(volume, recipe, retired), name="paceline-open-source", daemon=True

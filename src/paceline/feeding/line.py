@@ -26,7 +26,7 @@ class Line:
     Args:
         server: its rank among the data servers, which its certificate has to name where there is one.
         address: asked where it is before each attempt: one that was started again is elsewhere.
-        greeting: said first over each connection.
+        greeting: header and body of what is said first over each connection.
         on_frame: called with each frame; a PeerError that it raises ends the connection.
         on_lost: called with the reason when a connection has ended or could not be made; then it is tried again.
     """
@@ -35,7 +35,7 @@ class Line:
     address: Callable[[], str]
     hello: Hello
     transport: Transport
-    greeting: bytes
+    greeting: tuple[bytes, memoryview]
     on_frame: Callable[[Frame], None]
     on_lost: Callable[[str], None]
     _post: Post | None = None
@@ -92,7 +92,7 @@ class Line:
         post = self._post = Post(connection, maps_memory=False, on_broken=connection.close)
         if self._closing.is_set():  # which may not have seen it
             post.close()
-        post.send(self.greeting)
+        post.send(*self.greeting)
         return post
 
     def _read_on(self, connection: Connection) -> str:

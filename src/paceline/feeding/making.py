@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from paceline.errors import DataError, UsageError
+from paceline.feeding.batches import require_served
 from paceline.feeding.lending import Piece
 from paceline.feeding.library import CODE_MISHAPS
 from paceline.feeding.outbox import Answer
@@ -77,12 +78,8 @@ class Maker:
         records = turn.volume.records
         if records is None:
             raise DataError("the source was closed here in the meantime")
-        prepared = records.prepare(turn.ask())
-        if prepared.size_bytes > self.max_batch_bytes:
-            raise UsageError(
-                f"a batch of {turn.indices.size} samples has {prepared.size_bytes} bytes, at most "
-                f"{self.max_batch_bytes} are served: choose a smaller batch size"
-            )
+        prepared = records.prepare(turn.ask(), self.max_batch_bytes)
+        require_served(turn.indices.size, prepared.size_bytes, self.max_batch_bytes)
         pieces.append(turn.caller.lending.take(prepared.size_bytes))
         prepared.fill(pieces[0].memory)
         reasons = records.faults().reasons if prepared.layout.num_skipped else ()

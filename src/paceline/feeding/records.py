@@ -42,13 +42,15 @@ class Records(Protocol):
         """Return what tells different data apart: names, sizes, shapes, types; the same wherever the same is opened."""
         ...
 
-    def prepare(self, ask: Ask) -> Prepared:
+    def prepare(self, ask: Ask, max_bytes: int | None = None) -> Prepared:
         """Read and decode what a batch is made of; blocks for as long as that takes.
+
+        Where the records that are decoded come to more than `max_bytes`, no more of them are.
 
         Raises:
             RecordError: a record could not be decoded, and the recipe skips none.
             DataError: the source cannot be read, or was changed since it was opened.
-            UsageError: an index is none of the source.
+            UsageError: an index is none of the source, or the batch is too large.
         """
         ...
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.feeding.callers import Caller, meet
-from paceline.feeding.lending import Lending, new_room
+from paceline.feeding.lending import Lending, Room
 from paceline.feeding.library import MAX_OPEN_BY_WORKER, Library, OpenRecords, Volume
 from paceline.feeding.making import Maker
 from paceline.feeding.outbox import Answer
 from paceline.feeding.records import open_recipe
 from paceline.feeding.turns import Indices, Turn, Turns
-from paceline.feeding.wire import INDEX_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
+from paceline.feeding.wire import INDEX_BYTES, MAX_RECIPE_BYTES, MAX_SAMPLES, Failed, Open, Opened, Read, decode, encode
 from paceline.node.inbox import Inbox, Incoming
 from paceline.node.mishaps import story
 from paceline.node.orders import Expel, Stop
@@ -61,6 +61,7 @@ class FeedNode:
         open_records: opens a recipe.
         max_batch_bytes: a larger batch is refused.
         checks_memory: overwrite memory of batches that becomes free, so that a late look at it shows.
+        num_workers: of the job: others are turned away; None where that is not known.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -75,12 +76,13 @@ class FeedNode:
     open_records: OpenRecords = open_recipe
     max_batch_bytes: int = 2 << 30
     checks_memory: bool = False
+    num_workers: int | None = None
     _inbox: Inbox = field(init=False)
     _library: Library = field(init=False)
     _turns: Turns = field(default_factory=Turns)
     _maker: Maker = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
-    _room: threading.Semaphore = field(default_factory=new_room)  # for what is lent to all of them
+    _room: Room = field(default_factory=Room)  # for what is lent to all of them
 
     def __post_init__(self) -> None:
         """Join the parts."""
@@ -158,7 +160,11 @@ class FeedNode:
         if all(known is not connection for known in self._inbox.connections()):
             return None
         caller = meet(
-            connection, self.generation, self._turns.look, Lending(self.transport, self._room, self.checks_memory)
+            connection,
+            self.generation,
+            self.num_workers,
+            self._turns.look,
+            Lending(self.transport, self._room, self.checks_memory),
         )
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
@@ -172,16 +178,18 @@ class FeedNode:
             self._on_read(caller, message, body)
         elif isinstance(message, Open):
             caller.count_request()
-            self._on_open(caller, message)
+            self._on_open(caller, message, body)
         else:
             raise PeerError(f"a worker may not say {type(message).__name__}")
 
-    def _on_open(self, caller: Caller, message: Open) -> None:
+    def _on_open(self, caller: Caller, message: Open, body: memoryview) -> None:
         if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
             raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
+        if body.nbytes > MAX_RECIPE_BYTES:
+            raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
         answer = partial(_answer_open, caller, message.number)
         try:
-            caller.sources[message.number] = self._library.open(message.recipe, caller.hello.rank, answer)
+            caller.sources[message.number] = self._library.open(bytes(body), caller.hello.rank, answer)
         except UsageError as error:
             caller.outbox.put(Answer(encode(Failed.of(message.number, error, story(error)))))
 
@@ -227,7 +235,8 @@ def _place(header: bytes, size_bytes: int) -> None:
     """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
     if size_bytes > _SMALL_BYTES:
         message = decode(header)
-        if not isinstance(message, Read) or size_bytes != message.num * INDEX_BYTES or message.num > MAX_SAMPLES:
+        is_batch = isinstance(message, Read) and size_bytes == message.num * INDEX_BYTES and message.num <= MAX_SAMPLES
+        if not is_batch and not (isinstance(message, Open) and size_bytes <= MAX_RECIPE_BYTES):
             raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes")
 
 

@@ -149,7 +149,8 @@ def lines(files: Paths, *, encoding: str = "utf-8", binary: bool = False) -> Lin
 
     Args:
         files: one path or pattern, or several.
-        encoding: of the text; one in which the line feed is a byte of its own, as in UTF-8.
+        encoding: of the text; one in which the line feed is a byte of its own, as in UTF-8. With "utf-8-sig" a byte
+            order mark at the beginning of a file is left out, else it is part of its first line.
         binary: lines are bytes, whatever the encoding.
 
     Raises:
@@ -271,7 +272,7 @@ def _names(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
 def _encoding(encoding: str) -> str:
     try:
         known = codecs.lookup(encoding).name
-        is_single = "\r\n".encode(known) == b"\r\n"
+        is_single = "\r\n".encode(known).removeprefix(codecs.BOM_UTF8) == b"\r\n"
     except (LookupError, ValueError):
         raise UsageError(f"encoding is {encoding!r}, expected one that Python knows: 'utf-8' for example.") from None
     if not is_single:

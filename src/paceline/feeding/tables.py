@@ -33,17 +33,20 @@ class _Decoded:
     """A row group in memory.
 
     Args:
+        size_bytes: of all that is held.
         numbers: the columns of numbers.
         missing: which of their rows have none.
-        texts: the columns of texts.
-        lists: the other columns, which Arrow keeps.
+        others: texts and lists, as Arrow has them: as objects of Python short texts take many times as much.
     """
 
     size_bytes: int
     numbers: dict[str, np.ndarray[Any, Any]]
     missing: dict[str, np.ndarray[Any, Any]]
-    texts: dict[str, list[str | bytes | None]]
-    lists: dict[str, Any]
+    others: dict[str, Any]
+
+
+class _Damaged(Exception):
+    """The content of a file is not as it should be."""
 
 
 class TableRows:
@@ -54,6 +57,7 @@ class TableRows:
         paths = find_files(source.paths)
         self._files = FixedFiles(paths)
         self._kept: OrderedDict[int, _Decoded] = OrderedDict()
+        self._damaged: dict[int, str] = {}  # why these groups cannot be decoded
         self._groups: list[_Group] = []
         self._metadata: dict[str, Any] = {}
         self._schema: Any = None
@@ -97,12 +101,21 @@ class TableRows:
 
     def _open(self, path: str, columns: tuple[str, ...] | None) -> list[int]:
         """Note the row groups of a file, and return the number of rows of each."""
-        with self._reading(path), self._parquet.ParquetFile(path, pre_buffer=False) as file:
-            schema, metadata = file.schema_arrow, file.metadata
+        try:
+            with self._reading(path), self._file(path) as file:
+                schema, metadata = file.schema_arrow, file.metadata
+        except _Damaged as error:
+            raise DataError(f"{path} cannot be read as a Parquet file: {error}. Was it written to its end?") from error
         if self._schema is None:
             self._columns = columns or tuple(schema.names)
             self._schema = schema
         self._check_columns(path, schema)
+        others = [name for name in schema.names if name not in self._columns] if columns is None else []
+        if others:
+            raise DataError(
+                f"{path} has the columns {', '.join(others)}, which the files before it do not have: name the columns "
+                "that are wanted."
+            )
         self._metadata[path] = metadata
         self._groups += [_Group(path, number) for number in range(metadata.num_row_groups)]
         return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
@@ -152,23 +165,42 @@ class TableRows:
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
-        decoded = self._kept[number] = self._decode(self._groups[number])
+        if number in self._damaged:
+            raise Unfit(self._damaged[number])
+        try:
+            decoded = self._kept[number] = self._decode(self._groups[number])
+        except Unfit as error:
+            self._damaged[number] = str(error)
+            raise
         while len(self._kept) > 1 and sum(group.size_bytes for group in self._kept.values()) > _MOST_DECODED_BYTES:
             self._kept.popitem(last=False)
         return decoded
 
     def _decode(self, group: _Group) -> _Decoded:
-        self._files.check_one(group.path)
-        metadata = self._metadata[group.path]
-        with self._reading(group.path), self._parquet.ParquetFile(group.path, metadata=metadata) as file:
-            table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
+        table = self._table(group)
         columns = {name: table.column(name).combine_chunks() for name in self._columns}
         numbers = {name: column for name, column in columns.items() if self._is_number(column.type)}
         values = {name: self._numbers(column) for name, column in numbers.items()}
         missing = {name: column.is_null().to_numpy(False) for name, column in numbers.items() if column.null_count}
-        lists = {name: column for name, column in columns.items() if self._is_list(column.type)}
-        texts = {name: column.to_pylist() for name, column in columns.items() if name not in {**numbers, **lists}}
-        return _Decoded(table.nbytes, values, missing, texts, lists)
+        others = {name: column for name, column in columns.items() if name not in numbers}
+        size_bytes = sum(array.nbytes for array in (*values.values(), *missing.values()))
+        size_bytes += sum(column.get_total_buffer_size() for column in others.values())
+        return _Decoded(size_bytes, values, missing, others)
+
+    def _table(self, group: _Group) -> Any:  # noqa: ANN401 - pyarrow has no types
+        """Read a row group; raises Unfit when what is in the file there is damaged."""
+        metadata = self._metadata[group.path]
+        try:
+            with self._reading(group.path), self._file(group.path, metadata=metadata) as file:
+                table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
+        except _Damaged as error:
+            self._files.check_one(group.path)  # if it was changed, that is why
+            raise Unfit(f"the whole row group cannot be decoded: {error}") from error
+        self._files.check_one(group.path)
+        return table
+
+    def _file(self, path: str, **options: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+        return self._parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True, **options)
 
     def _numbers(self, column: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - pyarrow has no types
         """Return the values of a column, with 0 for what is missing, so that the type stays."""
@@ -177,10 +209,9 @@ class TableRows:
 
     def _value(self, group: _Decoded, name: str, row: int) -> object:
         value = None
-        if name in group.texts:
-            value = group.texts[name][row]
-        elif name in group.lists:
-            value = self._list(group.lists[name][row], name)
+        if name in group.others:
+            found = group.others[name][row]
+            value = self._list(found, name) if self._is_list(found.type) else found.as_py()
         elif name not in group.missing or not group.missing[name][row]:
             value = group.numbers[name][row]
         if value is None:
@@ -196,12 +227,16 @@ class TableRows:
 
     @contextmanager
     def _reading(self, path: str) -> Generator[None]:
-        """Turn what pyarrow says of a file into a DataError that names it."""
-        try:
-            with reading(path):
+        """Tell what pyarrow says of the content of a file, as _Damaged, from what the system says of the file."""
+        with reading(path):
+            try:
                 yield
-        except self._arrow.ArrowException as error:
-            raise DataError(f"{path} cannot be read as a Parquet file: {error}. Was it written to its end?") from error
+            except MemoryError as error:  # pyarrow's own is one, too
+                raise DataError(f"{path} needs more memory than there is, or is damaged: {error}.") from error
+            except (self._arrow.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                raise _Damaged(str(error)) from error
 
 
 def _pyarrow() -> tuple[Any, Any]:

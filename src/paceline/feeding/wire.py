@@ -11,6 +11,7 @@ from paceline.node.codec import Codec
 
 INDEX_BYTES: Final = 8
 MAX_SAMPLES: Final = 1 << 20  # of one batch
+MAX_RECIPE_BYTES: Final = 16 << 20  # some hundred thousand paths
 MAX_UNANSWERED: Final = 64  # requests of one connection
 NO_LOAN: Final = -1
 
@@ -26,10 +27,12 @@ _BLAMES: Final[tuple[tuple[type[PacelineError], Blame], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A worker to a data server: open this recipe, as `encode_recipe` gives it. Its reads refer to it by the number."""
+    """A worker to a data server: open the recipe in the body, as `encode_recipe` gives it; reads refer to the number.
+
+    It is a body since a source may name very many files.
+    """
 
     number: int
-    recipe: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ def read_mapping(path: Path) -> dict[str, object]:
     if format_of is None:
         raise UsageError(f"{path}: expected a file whose name ends in {', '.join(_FORMATS)}")
     try:
-        found = format_of.decode(path.read_bytes())
+        data = path.read_bytes()
+        found = format_of.decode(data)
+        twice = _named_twice(data, format_of)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ImportError as error:
@@ -70,12 +72,53 @@ def read_mapping(path: Path) -> dict[str, object]:
         ) from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a day that no month has
         raise UsageError(f"{path} cannot be read: {error}") from error
+    if twice:
+        raise UsageError(f"{path}: {twice}: only one of them would count, name it once")
     if not isinstance(found, dict):
         raise UsageError(f"{path}: expected names with values, got {type(found).__name__}")
     for name in found:
         if not isinstance(name, str):
             raise UsageError(f"{path}: expected names with values, got the name {name!r}: put it in quotes")
     return found
+
+
+def _named_twice(data: bytes, format_of: ModuleType) -> str:
+    """Say which name stands twice in one mapping of a file, "" for none: parsers take the last, but that of TOML."""
+    if format_of is as_yaml:
+        return _named_twice_in_yaml(data)
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        found.extend(name for name in set(names) if names.count(name) > 1)
+        return dict(pairs)
+
+    if format_of is as_json:
+        json.loads(data, object_pairs_hook=look)
+    return f"'{found[0]}' is there twice" if found else ""
+
+
+def _named_twice_in_yaml(data: bytes) -> str:
+    import yaml
+
+    nodes, seen = [yaml.compose(data, Loader=yaml.SafeLoader)], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # what an alias stands for
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in lines:
+                        return f"'{key.value}' is there twice, in lines {lines[key.value]} and {line}"
+                    lines[key.value] = line
+                nodes.append(value)
+    return ""
 
 
 def read_config(path: Path) -> RunConfig:
@@ -94,8 +137,12 @@ def read_config(path: Path) -> RunConfig:
         raise UsageError(
             f"{path}: {error}; an option has one value, and {ARGS} is a list, or names with values"
         ) from error
+    named = {option_name(name): value for name, value in options.items()}
+    twice = [name for name in options if name != option_name(name) in options]
+    if twice:
+        raise UsageError(f"{path}: '{twice[0]}' and '{option_name(twice[0])}' are one option: name it once")
     told = flags(args) if isinstance(args, dict) else [as_text(arg) for arg in args]
-    return RunConfig({option_name(name): value for name, value in options.items()}, tuple(told))
+    return RunConfig(named, tuple(told))
 
 
 def option_name(name: str) -> str:

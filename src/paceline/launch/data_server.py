@@ -26,7 +26,15 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
     listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
     trace = Trace(trace_path(run_dir, "data", rank))
-    node = FeedNode(rank, listener, transport, spec.generation, trace=trace, checks_memory=checks_memory())
+    node = FeedNode(
+        rank,
+        listener,
+        transport,
+        spec.generation,
+        trace=trace,
+        checks_memory=checks_memory(),
+        num_workers=spec.num_workers,
+    )
     threading.Thread(target=_obey, args=(node,), name="paceline-orders", daemon=True).start()
     write_private(address_path(run_dir, "data", rank), listener.address.encode())
     with watching_revoked(revoked_path(spec), node.expel):

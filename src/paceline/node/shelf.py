@@ -129,7 +129,9 @@ class Shelf:
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
         worker = frame.push.id.worker
-        contribution = Contribution(gradient, frame.count, frozenset(frame.absent), frame.hyper, worker)
+        contribution = Contribution(
+            gradient, frame.count, frozenset(frame.absent), frame.hyper, worker, expected=frame.expected
+        )
         self._waiting[frame.push.id] = _Arrived(contribution, body, buffer, checksum)
         return ""
 
@@ -209,8 +211,9 @@ class Shelf:
 
 def _objection(spec: TableSpec, frame: PushFrame) -> str:
     """Say why what came beside a gradient makes no sense, or nothing."""
-    if not (isfinite(frame.count) and frame.count >= 0):
-        return f"it stands for {frame.count} samples, expected a number >= 0"
+    for count in (frame.count, frame.expected):
+        if not (isfinite(count) and count >= 0):
+            return f"it stands for {count} samples, expected a number >= 0"
     unknown = tuple(index for index in frame.absent if not 0 <= index < len(spec.segments))
     if unknown:
         return f"it leaves out parameters {unknown[:3]}, but '{spec.name}' has {len(spec.segments)}"

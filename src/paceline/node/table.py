@@ -170,11 +170,19 @@ class Table:
         self.meter.note_read(self.name, outcome)
 
     def push_reserved(
-        self, buffer: PushBuffer, *, samples: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+        self,
+        buffer: PushBuffer,
+        *,
+        samples: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
+        expected: float = 0.0,
     ) -> Future[PushOutcome]:
         """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
         with self.meter.communicating():
-            return self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper)
+            return self.node.push_reserved(
+                self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected
+            )
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
         """Ask for the values without blocking; the future holds them. One such request a table at a time."""

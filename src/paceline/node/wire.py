@@ -32,7 +32,7 @@ class PushFrame:
 
     `screened`: the worker has looked for NaN and infinity already, as the table demands. Servers believe it only over
     memory that is the worker's own. `checksums`: the CRC-32 of the part of each server, by rank; none where memory is
-    not checked.
+    not checked. `expected`: samples behind all pushes of this clock together, see `Contribution`.
     """
 
     push: messages.Push
@@ -41,6 +41,7 @@ class PushFrame:
     hyper: tuple[Hyper, ...]
     screened: bool = False
     checksums: tuple[int, ...] = ()
+    expected: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,16 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class RowPushFrame:
-    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids."""
+    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids.
+
+    `expected`: as in a `PushFrame`.
+    """
 
     push: messages.Push
     count: float
     hyper: tuple[Hyper, ...]
     keys: Keys
+    expected: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,13 +232,14 @@ class WorkerNode:
         count: float,
         absent: tuple[int, ...] = (),
         hyper: tuple[Hyper, ...] = (),
+        expected: float = 0.0,
     ) -> Future[PushOutcome]:
         """Send an update as `push` does, from memory that `reserve` gave: it is the servers' to read from now on."""
         problem = self._objection(table, buffer.gradient)
         if problem:
             self.give_back(table, buffer)
             return settled(PushOutcome(applied=False, reason=problem))
-        return self._push(table, buffer, count, absent, hyper)
+        return self._push(table, buffer, count, absent, hyper, expected)
 
     def tick(self) -> None:
         """Finish the current clock.
@@ -361,7 +362,13 @@ class WorkerNode:
         return problem
 
     def _push(
-        self, table: str, buffer: PushBuffer, count: float, absent: tuple[int, ...], hyper: tuple[Hyper, ...]
+        self,
+        table: str,
+        buffer: PushBuffer,
+        count: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
+        expected: float = 0.0,
     ) -> Future[PushOutcome]:
         mirror = self._mirror(table)
         parts = self.parts(table, buffer)
@@ -369,7 +376,7 @@ class WorkerNode:
         with self._changed:
             self._waiting.check()
             checksums = tuple(map(zlib.crc32, parts)) if self.options.checks_memory else ()
-            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums)
+            frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
             future = self._pushes.prepare(buffer, bodies, frame)
             mirror.note_own(self._core.next_seq, buffer.gradient, absent, hyper)
             self._handle(WantPush(table))

@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import ProtocolBug
 from paceline.tensors.chunked import Chunked
-from paceline.tensors.contribution import Contribution
+from paceline.tensors.contribution import Contribution, num_missing
 from paceline.tensors.crew import Crew
 from paceline.tensors.kernels import Kernel
 from paceline.tensors.merging import Merger
@@ -107,6 +107,7 @@ class Shard:
     def apply(self, contributions: Sequence[Contribution]) -> None:
         """Update the values once with all contributions: added in the order given, scaled, then given to the rule.
 
+        Samples that were expected and are missing count as zeros.
         The hyperparameters of the first contribution win and stay until others arrive. A segment that is absent from
         all contributions stays untouched; one that is absent from some counts as zeros there. Where the rule waits for
         a quorum the contributions are kept for the update that they are due in.
@@ -116,7 +117,7 @@ class Shard:
         """
         self._require_contributions(contributions)
         if self._merger is None:
-            self._update(contributions)
+            self._update([*contributions, *self._missing(contributions)])
             return
         self.settle()  # what was due before these came is without them
         self._merger.keep(contributions)
@@ -131,6 +132,13 @@ class Shard:
             due = self._merger.take_all() if all_kept else self._merger.take_due()
             if due:
                 self._update(due)
+
+    def _missing(self, contributions: Sequence[Contribution]) -> list[Contribution]:
+        """Return what stands for samples that were expected, and has no gradients."""
+        counts, expected = [each.count for each in contributions], [each.expected for each in contributions]
+        missing = num_missing(counts, expected, self.spec.scale)
+        everything = frozenset(range(len(self.spec.segments)))
+        return [Contribution(contributions[0].gradient, missing, absent=everything)] if missing else []
 
     @torch.no_grad()
     def _update(self, contributions: Sequence[Contribution]) -> None:

@@ -20,6 +20,16 @@ class Slices(Protocol):
         """How many samples the slice under way has; 0 where there is none."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """What the slice under way weighs: its samples, as those of the clock under way weigh."""
+        ...
+
+    @property
+    def num_expected(self) -> int:
+        """How many samples all workers together are to have in the clock under way; 0 where that is not known."""
+        ...
+
     def more(self) -> bool:
         """Say whether this worker has another slice in the clock under way; blocks for one round trip to ask."""
         ...
@@ -39,7 +49,7 @@ class Bank:
         """Keep the gradients of a slice if another one follows in this clock; say whether."""
         if not self.slices.more():
             return False
-        weight = float(self.slices.num_samples) if samples is None else samples
+        weight = self.slices.weight if samples is None else samples
         for parameter in parameters:
             if parameter.grad is not None:
                 self._add(parameter, parameter.grad.detach(), weight)
@@ -50,11 +60,13 @@ class Bank:
     def pay(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
         """Make the gradients the mean of all that was kept and the last slice; return how many samples that is of.
 
-        Where nothing was kept, or no slice is under way, gradients and `samples` stay as they are.
+        Where nothing was kept, or no slice is under way, gradients stay as they are.
         """
-        if not self._num_samples or not self.slices.num_samples:
+        if not self.slices.num_samples:
             return samples
-        weight = float(self.slices.num_samples) if samples is None else samples
+        weight = self.slices.weight if samples is None else samples
+        if not self._num_samples:
+            return samples if weight == self.slices.num_samples else weight
         total, self._num_samples = self._num_samples + weight, 0.0
         sums, self._sums = self._sums, {}
         with torch.no_grad():

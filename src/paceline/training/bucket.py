@@ -50,20 +50,20 @@ class Bucket:
         if self._reserved is not None:
             self.gradients.fetch(index)
 
-    def push(self, samples: float, hyper: tuple[Hyper, ...]) -> Future[PushOutcome]:
+    def push(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> Future[PushOutcome]:
         """Send the gradients of this step, unless that was done while backward ran; return how the push will end.
 
         Raises:
             UsageError: gradients, samples or hyperparameters are not those that were sent.
         """
         if self._sent is None:
-            self.send(samples, hyper)
+            self.send(samples, hyper, expected)
         sent, self._sent = self._sent, None
         assert sent is not None, "made above"
         sent.require_unchanged(self.table.name, samples, hyper, self.flat)
         return sent.future
 
-    def send(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
+    def send(self, samples: float, hyper: tuple[Hyper, ...], expected: float = 0.0) -> None:
         """Send the gradients as they are now."""
         if self._sent is not None:
             raise UsageError(
@@ -73,7 +73,9 @@ class Bucket:
         self.arrive()  # for a module that did not run; others have waited in their forward
         absent = self.gradients.collect()
         assert self._reserved is not None, "reserved when the table was opened, and whenever values arrive"
-        future = self.table.push_reserved(self._reserved, samples=samples, absent=absent, hyper=hyper)
+        future = self.table.push_reserved(
+            self._reserved, samples=samples, absent=absent, hyper=hyper, expected=expected
+        )
         self._reserved = None
         self._sent = _Sent(future, samples, hyper, _versions(self.flat))
 

@@ -197,6 +197,8 @@ class GroupedOptimizer(Distributed):
             UsageError: gradients that a part cannot use; see `send` of its strategy.
         """
         self._hand_on_numbers()
+        for part in self._parts:
+            part.optimizer.expected = self.expected
         first, *others = self._parts
         weight = first.optimizer.send(samples)
         for part in others:

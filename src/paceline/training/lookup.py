@@ -117,9 +117,10 @@ class Lookup:
             distinct = distinct[distinct != self.padding]
         self._asked.append(_Asked(distinct, self.table.pull_later(distinct, ahead=ahead)))
 
-    def push(self, samples: float | None) -> None:
+    def push(self, samples: float | None, expected: float) -> None:
         """Send what was collected, as one push that stands for so many samples; None if nobody says of how many.
 
+        `expected` are those of all workers together in this clock, 0 where that is not known.
         Where an update is a mean over the workers, one that has trained without finding any gradient counts as well.
         """
         collected, self._collected = self._collected, []
@@ -127,7 +128,8 @@ class Lookup:
             return
         ids = torch.cat([ids for ids, _ in collected] or [torch.empty(0, dtype=torch.int64)])
         rows = torch.cat([rows for _, rows in collected] or [torch.empty((0, self.table.width))])
-        pushed = self.table.push(ids, rows, samples=1.0 if samples is None else samples)
+        known = expected if self.table.consistency.lockstep else 0.0
+        pushed = self.table.push(ids, rows, samples=1.0 if samples is None else samples, expected=known)
         pushed.add_done_callback(self._count_refusal)
 
     def zero_grad(self) -> None:
@@ -193,8 +195,13 @@ class Lookup:
 
 @dataclass(slots=True)
 class Lookups:
-    """Those of one worker, in the order in which they were made."""
+    """Those of one worker, in the order in which they were made.
 
+    Attributes:
+        expected: samples of all workers together in the clock that is about to end; 0 where that is not known.
+    """
+
+    expected: float = 0.0
     _all: list[Lookup] = field(default_factory=list[Lookup])
 
     def over(self, table: RowTable, num_ids: int | None, padding: int | None) -> Lookup:
@@ -205,8 +212,9 @@ class Lookups:
 
     def push(self, samples: float | None) -> None:
         """Push what each has collected, in the clock that is about to end; see `Lookup.push`."""
+        expected, self.expected = self.expected, 0.0
         for lookup in self._all:
-            lookup.push(samples)
+            lookup.push(samples, expected)
 
     def zero_grad(self) -> None:
         """Drop what each has collected."""

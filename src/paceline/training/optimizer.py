@@ -174,8 +174,9 @@ class DistributedOptimizer(Distributed):
             weight = samples if samples is not None else self._num_new_samples or 1
             self._num_samples = self._job.num_samples
             hyper = self._hyper()
+            expected = self.expected if self._settings.consistency.lockstep else 0.0
             for bucket in reversed(self._buckets):  # backward came to the last first, so devices have that first
-                bucket.push(weight, hyper).add_done_callback(self._count_refusal)
+                bucket.push(weight, hyper, expected).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
             if self._overlap is not None:

@@ -27,6 +27,8 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     num_refused: int = 0
     turn_s: float = 0.0
+    # Samples that this step of all workers together is to stand for; 0 where that is not known.
+    expected: float = 0.0
     no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
     _bank: Bank | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
@@ -96,6 +98,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.expected = 0.0 if self._bank is None or samples is not None else self._bank.slices.num_expected
         if self._bank is not None:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             with self._job.communicating():
@@ -103,6 +106,7 @@ class Distributed(torch.optim.Optimizer, ABC):
                     return loss
             samples = self._bank.pay(parameters, samples)
         weight = self.send(samples)
+        self._job.lookups.expected = self.expected
         self._job.clock(samples=weight)
         self.receive()
         self._job.heed()

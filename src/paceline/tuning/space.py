@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Final, Literal
 
@@ -128,6 +128,9 @@ def read_search(told: Mapping[str, object], source: str) -> Search:
     except msgspec.ValidationError as error:
         raise UsageError(f"{source}: {error}") from error
     options = {option_name(name): value for name, value in search.run.items()}
+    if len(options) < len(search.run):
+        twice = _first_twice(map(option_name, search.run))
+        raise UsageError(f"{source}: '{twice}' is set twice under run, with dashes and underscores; name it once")
     search = msgspec.structs.replace(search, parameters=specs, run=options)
     _check(search, source)
     return search
@@ -203,8 +206,17 @@ def _num_points(spec: Span | tuple[Choice, ...]) -> int:
     return len(spec) if isinstance(spec, tuple) else spec.steps or 0
 
 
+def _first_twice(names: Iterable[str]) -> str | None:
+    """Return the first name that comes a second time."""
+    known = set[str]()
+    return next((name for name in names if name in known or known.add(name)), None)
+
+
 def _check_run(search: Search, source: str) -> None:
     varied = [option_name(name.removeprefix(OF_THE_RUN)) for name in search.parameters if name.startswith(OF_THE_RUN)]
+    twice = _first_twice(varied)
+    if twice:
+        raise UsageError(f"{source}: parameter 'run.{twice}' is there twice, with dashes and underscores; name it once")
     both = [name for name in varied if name in search.run]
     if both:
         raise UsageError(f"{source}: '{both[0]}' is set under run and searched as run.{both[0]}; name it once")

@@ -117,7 +117,7 @@ class RowClient:
                 self._wait(self.begin(reading.table, reading.ids, reading.needs, refresh=True))
 
     def push(
-        self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...]
+        self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...], expected: float = 0.0
     ) -> Future[PushOutcome]:
         """Send an update of distinct ids; blocks while too many earlier ones are under way."""
         with self.waiting.changed:
@@ -129,7 +129,7 @@ class RowClient:
             sifted = opened.sieve.sift(ids, rows, self.core.clock, self._values(opened))
             self._note_pushed(opened, len(ids))
             opened.give_hyper(hyper)
-            return self._send(opened, sifted, count)
+            return self._send(opened, sifted, count, expected)
 
     def flush(self, table: str) -> Future[PushOutcome]:
         """Send all that waits for a budget, for which this blocks, and all that filters have kept back."""
@@ -314,9 +314,9 @@ class RowClient:
 
         return look_up
 
-    def _send(self, opened: OpenedRows, sifted: Sifted, count: float) -> Future[PushOutcome]:
+    def _send(self, opened: OpenedRows, sifted: Sifted, count: float, expected: float = 0.0) -> Future[PushOutcome]:
         parts = self._parts(opened, sifted)
-        push = RowPush(opened, parts, count, sifted.ids, sifted.change)
+        push = RowPush(opened, parts, count, expected, sifted.ids, sifted.change)
         if not parts:
             push.future.set_result(PushOutcome(applied=True))
             return push.future

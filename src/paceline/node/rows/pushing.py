@@ -40,6 +40,7 @@ class RowPush:
     opened: OpenedRows
     parts: dict[int, Part]  # by server. Invariant: exactly those that have not answered
     count: float
+    expected: float
     ids: Tensor  # of all parts
     change: KeptChange | None = None  # what it changed of what filters keep back
     push: Push | None = None  # its identity, as soon as it has one
@@ -51,13 +52,14 @@ class RowPush:
         assert self.push is not None
         part = self.parts[server]
         if bare:
-            say(server, RowPushFrame(self.push, self.count, part.hyper, Keys(len(part.ids), b"", sent=False)), EMPTY)
+            keys = Keys(len(part.ids), b"", sent=False)
+            say(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), EMPTY)
             return
         keys = self.opened.keys(server, part.ids, sent=with_ids)
         body = self.opened.up.pack(part.ids if keys.sent else None, part.encoded, part.echo)
         key_bytes = ID_BYTES * len(part.ids) if keys.sent else 0
         self.opened.traffic += Traffic(pushed=Bytes(1, key_bytes, len(keys.digest), len(body) - key_bytes))
-        say(server, RowPushFrame(self.push, self.count, part.hyper, keys), body)
+        say(server, RowPushFrame(self.push, self.count, part.hyper, keys, self.expected), body)
 
 
 @dataclass(slots=True)

@@ -133,7 +133,9 @@ class RowShelf:
         ids = self._ids(served, life, frame.keys, parcel.ids)
         if ids is None:
             return KeysWanted(frame.push.table, frame.push.id.seq, -1)
-        contribution = RowContribution(ids, parcel.rows, frame.count, frame.hyper, parcel.echo, frame.push.clock)
+        contribution = RowContribution(
+            ids, parcel.rows, frame.count, frame.hyper, parcel.echo, frame.push.clock, frame.expected
+        )
         try:
             served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
         except UsageError as error:
@@ -278,8 +280,9 @@ class RowShelf:
 
 def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:
     """Say why what came beside the rows makes no sense, or nothing."""
-    if not (isfinite(frame.count) and frame.count >= 0):
-        return f"it stands for {frame.count} samples, expected a number >= 0"
+    for count in (frame.count, frame.expected):
+        if not (isfinite(count) and count >= 0):
+            return f"it stands for {count} samples, expected a number >= 0"
     if len(frame.hyper) > 1:
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has 1"
     problem = objection(frame.hyper[0], spec.rule.groups[0]) if frame.hyper else ""

@@ -138,7 +138,9 @@ class RowTable:
         """
         return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
 
-    def push(self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = ()) -> Future[PushOutcome]:
+    def push(
+        self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
+    ) -> Future[PushOutcome]:
         """Send an update of some rows, made during the current clock.
 
         Blocks only while many earlier pushes of this table are under way. Under bsp the future ends after all workers
@@ -149,6 +151,8 @@ class RowTable:
             rows: `(*shape of ids, width)`; converted to the table's dtype.
             samples: how many samples they stand for, the weight under scale="samples".
             hyper: one dict of hyperparameters to use from now on, when they changed.
+            expected: how many samples all pushes of the clock together are to stand for, where that is known: those
+                that are missing count as zeros under scale="samples".
 
         Returns:
             A future of whether the update was applied, or why it was refused.
@@ -170,7 +174,7 @@ class RowTable:
                 return settled(PushOutcome(applied=False, reason=problem))
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
-            return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper)
+            return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper, expected=expected)
 
     def flush(self) -> Future[PushOutcome]:
         """Send all that filters have kept back, as an update of the current clock."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.tensors.contribution import num_missing
 from paceline.tensors.rules import Hyper
 from paceline.tensors.summing import divisor_of, zeroed
 
@@ -31,6 +32,7 @@ class RowContribution:
         echo: (n, width of the rule's echo), what was read beside the values; NaN for rows that were not read. None is
             NaN everywhere.
         clock: of the worker, which may be ahead of the table.
+        expected: samples behind all contributions to the update if none is missing; 0 where that is not known.
     """
 
     ids: Tensor
@@ -39,6 +41,7 @@ class RowContribution:
     hyper: tuple[Hyper, ...] = ()
     echo: Tensor | None = None
     clock: int = 0
+    expected: float = 0.0
 
     def finite(self) -> tuple[RowContribution, int]:
         """Return it with zeros in the place of NaN and infinity, and how many of those there were."""
@@ -78,7 +81,7 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     """Add the gradients of each row in the order given, then scale as dense tables do.
 
     A contribution without a row counts as zeros there: "mean" divides by the number of all contributions, and
-    "samples" by the samples of all.
+    "samples" by the samples of all, or those that were expected.
 
     Args:
         contributions: at least one.
@@ -87,8 +90,10 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
         echo_width: 0 for a rule without echo.
     """
     counts = [contribution.count for contribution in contributions]
+    missing = num_missing(counts, [contribution.expected for contribution in contributions], scale)
+    everyone = [*counts, missing] if missing else counts
     gradients = [contribution.gradient for contribution in contributions]
-    if scale == "samples" and len(set(counts)) > 1:
+    if scale == "samples" and len(set(everyone)) > 1:
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
     ids, inverse = ops.unique(_joined([contribution.ids for contribution in contributions]))
     gradient = _joined(gradients)
@@ -96,7 +101,7 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     if len(ids) < len(inverse):
         gradient = ops.sum_rows(gradient, inverse, len(ids))
         echo = None if echo is None else echo[_first_positions(inverse)]
-    divisor = divisor_of(counts, scale)
+    divisor = divisor_of(everyone, scale)
     return Combined(ids, gradient if divisor == 1.0 else gradient / divisor, echo)
 
 
