@@ -19,10 +19,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from paceline.errors import UsageError
-from paceline.tensors.kernels import Kernel, kernel_of
+from paceline.tensors.kernels import OWN_NUMBERS, Kernel, kernel_of
 from paceline.tensors.own_rule import build_own, missing_members, split_path
 from paceline.tensors.rules import Granularity, Number, Quorum, RuleSpec, UpdateRule
-from paceline.tensors.torch_rule import PREFIX, TorchRule, from_optimizer, torch_optim
+from paceline.tensors.torch_rule import PREFIX, TorchRule, check_groups, from_optimizer, torch_optim
 
 __all__ = [
     "FTRL",
@@ -303,6 +303,7 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
     Raises:
         UsageError: the rule does not exist, may not be loaded, or is not an update rule.
     """
+    _check_hyper(spec)
     kernel = kernel_of(spec)
     if kernel is not None:
         return kernel
@@ -320,3 +321,14 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
     if made.granularity not in ("element", "tensor"):
         raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
     return made
+
+
+def _check_hyper(spec: RuleSpec) -> None:
+    """Raise UsageError for hyperparameters that a rule of ours does not have."""
+    if spec.name.startswith(PREFIX):
+        check_groups(spec)
+    elif spec.name in OWN_NUMBERS:
+        known = OWN_NUMBERS[spec.name]
+        unknown = sorted({key for group in spec.groups for key in group} - set(known))[:3]
+        if unknown:
+            raise UsageError(f"The update rule {spec.name} has no hyperparameter {unknown}, expected {list(known)}.")

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.tensors.contribution import Contribution
 from paceline.tensors.crew import Crew, stretches
 from paceline.tensors.pieces import Piece
 from paceline.tensors.rules import Hyper, UpdateRule
 from paceline.tensors.summing import CHUNK, combine_stretch
 from paceline.tensors.table import NonFinite, Scale
+from paceline.tensors.torch_rule import TorchRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +58,21 @@ class WholeTensors:
         return self._rule.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
+
+        Raises:
+            UsageError: a state has another shape than the rule gives it.
+        """
+        if isinstance(self._rule, TorchRule):
+            self._rule.check_state(state, self._views)
+        elif self._rule.granularity == "element":
+            for key, value in state.items():
+                expected = self._views[int(key.partition(".")[0])].shape
+                if value.shape not in ((), expected):
+                    raise UsageError(
+                        f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(expected)}, or () for one "
+                        "number."
+                    )
         self._rule.load_state(state)
 
     def _combine(self, contributions: Sequence[Contribution], having: Sequence[tuple[int, ...]]) -> tuple[Tensor, int]:

@@ -17,6 +17,7 @@ from paceline.tensors.rows.descent import AddRows, ProximalRows, SGDRows
 from paceline.tensors.rows.ftrl import FTRLRows
 from paceline.tensors.rows.revision import AdaptiveRevisionRows
 from paceline.tensors.rows.rule import Numbers, RowRule, StateColumn
+from paceline.tensors.torch_rule import PREFIX, check_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +73,12 @@ def row_rule(spec: RuleSpec, allowed: AbstractSet[str] | None) -> RowRule:
     lacking = [name for name in known.numbers.split() if hyper.get(name) is None]
     if lacking:
         raise UsageError(f"The update rule {spec.name} lacks {', '.join(lacking)}. Take it from paceline.update.")
+    if spec.name.startswith(PREFIX):
+        check_groups(spec)
+    else:
+        unknown = sorted(hyper.keys() - set(known.numbers.split()))[:3]
+        if unknown:
+            raise UsageError(f"The update rule {spec.name} has no {unknown}, expected {known.numbers or 'none'}.")
     return _InFullPrecision(known.build(hyper))
 
 
