@@ -69,8 +69,8 @@ class Rogue:
         sender = self.sender if worker < 0 else Sender(1, worker, 0)
         return PullFrame(Pull(sender, request, table, 0, needs), 0)
 
-    def row_pull(self, keys: Keys) -> RowPullFrame:
-        return RowPullFrame(self.pull("r").pull, keys)
+    def row_pull(self, keys: Keys, table: str = "r", *, needs: int = 0, request: int = 1) -> RowPullFrame:
+        return RowPullFrame(self.pull(table, needs=needs, request=request).pull, keys)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def objection(given: Hyper, known: Hyper) -> str:
         "other than declared": {key for key in SWITCHES if key in given and given[key] != known.get(key)},
         "not a number": {key for key, value in given.items() if not _is_like(value, known.get(key, value))},
     }
-    return ", ".join(f"{what} {sorted(keys)[:9]}" for what, keys in problems.items() if keys)
+    return ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
 
 
 def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:

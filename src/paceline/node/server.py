@@ -22,6 +22,7 @@ from paceline.core.messages import (
     Join,
     Leave,
     Message,
+    PullRefused,
     PushId,
     PushRefused,
     Sender,
@@ -30,7 +31,7 @@ from paceline.core.messages import (
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 from paceline.node.allowance import Allowance
 from paceline.node.desk import Desk
 from paceline.node.errands import Errands
@@ -185,8 +186,7 @@ class ServerNode:
         elif isinstance(message, RowPushFrame):
             self._on_row_push(message, body)
         elif isinstance(message, RowPullFrame):
-            wanted = self._rows.ask(message, body)
-            self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
+            self._on_row_pull(message, body)
         elif isinstance(message, Unsubscribe):
             self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, Join | Leave | Clock | Taken):
@@ -235,6 +235,16 @@ class ServerNode:
             self._want_keys(push.id.sender, problem)
         elif not self._handle(Spoiled(push, problem) if problem else push):
             self._rows.discard(push.id)
+
+    def _on_row_pull(self, frame: RowPullFrame, body: memoryview) -> None:
+        pull = frame.pull
+        try:
+            wanted = self._rows.ask(frame, body)
+        except UsageError as error:
+            refusal = PullRefused(pull.request, pull.table, str(error))
+            self._peers.send_worker(pull.sender.worker, pull.sender.incarnation, refusal)
+            return
+        self._handle(pull) if wanted is None else self._want_keys(pull.sender, wanted)
 
     def _want_keys(self, sender: Sender, wanted: KeysWanted) -> None:
         self._peers.send_worker(sender.worker, sender.incarnation, wanted)

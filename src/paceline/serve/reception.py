@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
+from paceline.node.mishaps import story
 from paceline.serve.guest import Guest
 from paceline.serve.messages import Admitted, Ask, TurnedAway, Visit, decode_said, decode_visit, encode
 
@@ -80,7 +81,7 @@ class Reception:
         try:
             return self._namespaces.admit(namespace, ask, _holder_rank(papers))
         except PacelineError as error:
-            return TurnedAway(str(error))
+            return TurnedAway(story(error))
 
 
 def _show_fault(answered: Future[None]) -> None:
