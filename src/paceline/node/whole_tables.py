@@ -75,7 +75,7 @@ class WholeTables:
         try:
             with torch.no_grad():
                 return self._call_over_rows(request, clock) if table in self.rows else self._call_over_range(request)
-        except (Exception, SystemExit) as error:  # whatever a function may raise, others go on
+        except BaseException as error:  # whatever a function may raise, others go on
             where = f"function {request.name} over table '{table}' on server {self.shelf.server}"
             raise UsageError(f"{where} failed: {_story(error)}") from error
 
@@ -100,7 +100,7 @@ class WholeTables:
         walk = RowWalk(served.store, clock, served.note_changed)
         try:
             result = _packed_result(function(walk, **request.numbers))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if not walk.num_changed:
                 raise
             raise UsageError(

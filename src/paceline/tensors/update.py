@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from paceline.errors import UsageError
 from paceline.tensors.kernels import OWN_NUMBERS, Kernel, kernel_of
-from paceline.tensors.own_rule import build_own, missing_members, split_path
+from paceline.tensors.own_rule import build_own, missing_members, own_code, split_path
 from paceline.tensors.rules import Granularity, Number, Quorum, RuleSpec, UpdateRule
 from paceline.tensors.torch_rule import PREFIX, TorchRule, check_groups, from_optimizer, torch_optim
 
@@ -315,11 +315,12 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
             "Declare it with rows=<numbers a row>, or choose SGD, Adagrad or Adam."
         )
     made = build_own(spec.name, allowed)
-    if not isinstance(made, UpdateRule):
-        missing = missing_members(made, _MEMBERS)
-        raise UsageError(f"{spec.name} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
-    if made.granularity not in ("element", "tensor"):
-        raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
+    with own_code(f"The update rule {spec.name}"):
+        if not isinstance(made, UpdateRule):
+            missing = missing_members(made, _MEMBERS)
+            raise UsageError(f"{spec.name} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
+        if made.granularity not in ("element", "tensor"):
+            raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
     return made
 
 

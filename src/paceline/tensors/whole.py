@@ -11,6 +11,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.tensors.contribution import Contribution
 from paceline.tensors.crew import Crew, stretches
+from paceline.tensors.own_rule import own_code
 from paceline.tensors.pieces import Piece
 from paceline.tensors.rules import Hyper, UpdateRule
 from paceline.tensors.summing import CHUNK, combine_stretch
@@ -50,12 +51,14 @@ class WholeTensors:
         combined, num_zeroed = self._combine(contributions, having)
         gradients = [piece.view(combined) if there else None for piece, there in zip(self._pieces, having, strict=True)]
         if self._pieces:
-            self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
+            with own_code("The update rule"):
+                self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
         return num_zeroed
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the live state of every piece; see `UpdateRule.state`."""
-        return self._rule.state()
+        with own_code("The update rule"):
+            return self._rule.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
@@ -73,7 +76,8 @@ class WholeTensors:
                         f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(expected)}, or () for one "
                         "number."
                     )
-        self._rule.load_state(state)
+        with own_code("The update rule"):
+            self._rule.load_state(state)
 
     def _combine(self, contributions: Sequence[Contribution], having: Sequence[tuple[int, ...]]) -> tuple[Tensor, int]:
         """Return the combined gradient of the range and how much of it was zeroed; a single one is used as it is."""
