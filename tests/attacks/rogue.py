@@ -32,10 +32,10 @@ IDS = torch.tensor([1, 2])
 class Rogue:
     """Says anything, and hears what becomes of it."""
 
-    def __init__(self, peer: Client, rank: int) -> None:
+    def __init__(self, peer: Client, rank: int, sender: Sender | None = None) -> None:
         self.peer = peer
         self.rank = rank
-        self.sender = Sender(1, rank, 0)
+        self.sender = sender or Sender(1, rank, 0)
 
     def say(self, message: object, body: memoryview | bytes = EMPTY) -> None:
         self.say_bytes(encode(message), body)

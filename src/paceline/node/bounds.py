@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.tensors.table import MAX_NAME
 
 MAX_IDS: Final = 1 << 20  # of one read of rows, and of one list of rows that a worker keeps no longer
-MAX_READ_BYTES: Final = 1 << 26  # of rows in the answer to one read
+MAX_READ_BYTES: Final = 1 << 24  # of rows in the answer to one read
 MAX_WAITING_READ_BYTES: Final = 1 << 30  # of the answers that one worker waits for, of one table
 MAX_PUSH_BYTES: Final = 1 << 30  # of rows in one push
 MAX_HEARD_BYTES: Final = 1 << 29  # of answers that are kept for one worker, and of what waits to be done for it
@@ -21,7 +21,7 @@ def most_rows(row_bytes: int) -> int:
     """Return how many rows one read may ask for, where a row and its echo have so many bytes.
 
     >>> most_rows(64), most_rows(1 << 24)
-    (1048576, 4)
+    (262144, 1)
     """
     return max(1, min(MAX_IDS, MAX_READ_BYTES // row_bytes))
 

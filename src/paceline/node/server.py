@@ -46,6 +46,7 @@ from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
 from paceline.node.toil import Toil
+from paceline.node.warming import Warming
 from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import Hello, KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.observe import trace as records
@@ -84,6 +85,7 @@ class ServerNode:
     _desk: Desk = field(init=False)
     _errands: Errands = field(init=False)
     _toil: Toil = field(init=False)
+    _warming: Warming = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
@@ -102,6 +104,7 @@ class ServerNode:
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
         self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
         self._toil = Toil(self.settings.server)
+        self._warming = Warming(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
@@ -205,9 +208,13 @@ class ServerNode:
         self._handle(message)
 
     def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
-        if isinstance(message, Declare) and message.live:
-            self._live.add((hello.rank, hello.incarnation, message.spec.name))
-        declared = self._desk.handle((hello.rank, hello.incarnation), message, body)
+        life = hello.rank, hello.incarnation
+        if isinstance(message, Declare):
+            if self._warming.holds(life, message.spec.rule, partial(self._on_request, hello, message, body)):
+                return
+            if message.live:
+                self._live.add((*life, message.spec.name))
+        declared = self._desk.handle(life, message, body)
         if declared is not None:
             self._handle(declared)
         self._desk.release(self._core.members)

@@ -324,6 +324,11 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
     return made
 
 
+def runs_in_torch(spec: RuleSpec) -> bool:
+    """Say whether a rule is one of torch.optim that has no kernel here, so that torch itself takes the steps."""
+    return spec.name.startswith(PREFIX) and kernel_of(spec) is None
+
+
 def _check_hyper(spec: RuleSpec) -> None:
     """Raise UsageError for hyperparameters that a rule of ours does not have."""
     if spec.name.startswith(PREFIX):

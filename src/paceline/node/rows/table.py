@@ -36,7 +36,7 @@ from paceline.tensors.table import Hyper
 Ids = Tensor | npt.NDArray[np.generic] | Sequence[int]
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
-_MOST_READS = 8  # that one pull is cut into
+_MOST_READS = 32  # that one pull is cut into
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
