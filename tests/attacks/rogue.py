@@ -32,10 +32,10 @@ IDS = torch.tensor([1, 2])
 class Rogue:
     """Says anything, and hears what becomes of it."""
 
-    def __init__(self, peer: Client, rank: int) -> None:
+    def __init__(self, peer: Client, rank: int, sender: Sender | None = None) -> None:
         self.peer = peer
         self.rank = rank
-        self.sender = Sender(1, rank, 0)
+        self.sender = sender or Sender(1, rank, 0)
 
     def say(self, message: object, body: memoryview | bytes = EMPTY) -> None:
         self.say_bytes(encode(message), body)
@@ -69,8 +69,8 @@ class Rogue:
         sender = self.sender if worker < 0 else Sender(1, worker, 0)
         return PullFrame(Pull(sender, request, table, 0, needs), 0)
 
-    def row_pull(self, keys: Keys) -> RowPullFrame:
-        return RowPullFrame(self.pull("r").pull, keys)
+    def row_pull(self, keys: Keys, table: str = "r", *, needs: int = 0, request: int = 1) -> RowPullFrame:
+        return RowPullFrame(self.pull(table, needs=needs, request=request).pull, keys)
 
 
 @contextmanager

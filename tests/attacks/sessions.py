@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 from safetensors.torch import save
-from tests.attacks.malformed import ME, RANK
+from tests.attacks.malformed import ME
 from tests.attacks.rogue import MOST, bytes_of
 
 from paceline.core import messages
-from paceline.core.messages import Pull, Push, PushId
+from paceline.core.messages import Pull, Push, PushId, Sender
 from paceline.node import requests
 from paceline.node.requests import Errand
 from paceline.node.wire import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
@@ -48,7 +48,8 @@ Said = tuple[object, bytes]
 class Talker:
     """Says things without end, the same ones from the same seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, me: Sender = ME) -> None:
+        self.me = me
         self._random = random.Random(seed)
         self._num_pushes = 0
         self._torch = torch.Generator().manual_seed(seed)
@@ -66,13 +67,18 @@ class Talker:
 
     def _push_of(self, table: str) -> Push:
         """Return a push, mostly the next one and to a table of that kind."""
-        pick = self._random.choice
+        pick, me = self._random.choice, self.me
         self._num_pushes += 1
         seq = pick((self._num_pushes,) * 7 + (self._num_pushes - 1, self._random.randrange(20)))
-        return Push(PushId(1, RANK, 0, seq), pick((f"{table}0", f"{table}1", pick(TABLES))), pick(CLOCKS), seq)
+        return Push(
+            PushId(me.generation, me.worker, me.incarnation, seq),
+            pick((f"{table}0", f"{table}1", pick(TABLES))),
+            pick(CLOCKS),
+            seq,
+        )
 
     def _pull_of(self, needs: tuple[int, ...] = CLOCKS) -> Pull:
-        return Pull(ME, self._random.randrange(50), self._random.choice(TABLES), 0, self._random.choice(needs))
+        return Pull(self.me, self._random.randrange(50), self._random.choice(TABLES), 0, self._random.choice(needs))
 
     def _ids(self) -> torch.Tensor:
         known = (1, 2, 3, 4, -1, 2**63 - 1, -(2**63), 7)
@@ -107,13 +113,13 @@ class Talker:
 
     def _progress(self) -> Said:
         pick = self._random.choice
-        tick = messages.Clock(ME, pick((1, 2, 3, 4, 5, 100)), ((pick(TABLES), pick(CLOCKS)),))
-        return pick((tick, messages.Taken(ME, pick(TABLES), pick(CLOCKS)), messages.Join(ME))), b""
+        tick = messages.Clock(self.me, pick((1, 2, 3, 4, 5, 100)), ((pick(TABLES), pick(CLOCKS)),))
+        return pick((tick, messages.Taken(self.me, pick(TABLES), pick(CLOCKS)), messages.Join(self.me))), b""
 
     def _give_up(self) -> Said:
         if self._random.random() < 0.5:
-            return RowsUsed(ME, self._random.choice(TABLES), self._random.choice(NUMBERS)), bytes_of(self._ids())
-        return Unsubscribe(ME, self._random.choice(TABLES), self._random.choice((0, 5, 60))), bytes_of(self._ids())
+            return RowsUsed(self.me, self._random.choice(TABLES), self._random.choice(NUMBERS)), bytes_of(self._ids())
+        return Unsubscribe(self.me, self._random.choice(TABLES), self._random.choice((0, 5, 60))), bytes_of(self._ids())
 
     def _errand(self) -> Said:
         pick, number = self._random.choice, self._random.randrange(200)

@@ -1,17 +1,20 @@
 """A whole run, from its start to its exit code, with a fake server and scripts that need no tensors."""
 
 import json
+import os
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.errors import UsageError
-from paceline.launch.local import run_local
+from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
+from paceline.launch.spec import read_token, write_token
 
 PAUSE = "print('ready'); signal.pause()\n"
 
@@ -297,6 +300,37 @@ def test_a_run_that_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str
 def test_a_run_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
         run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path))
+
+
+def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted, link = tmp_path / "planted", tmp_path / "link"
+    planted.mkdir()
+    link.symlink_to(planted)
+    monkeypatch.setattr("paceline.launch.folders.os.geteuid", lambda: 12345)
+    for folder in (planted, link):
+        with pytest.raises(UsageError, match=f"{folder} is of user {planted.stat().st_uid}, expected 12345"):
+            prepare_run_dir(folder)
+
+
+def test_a_run_directory_is_private_before_it_is_looked_into(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    assert stat.S_IMODE(prepare_run_dir(shared).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("mode", "stranger"), [(0o644, False), (0o660, False), (0o600, True)])
+def test_a_token_that_others_may_read_or_have_planted_is_refused(
+    mode: int, stranger: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o755)
+    write_token(tmp_path)
+    assert len(read_token(tmp_path)) == 32
+    found = SimpleNamespace(st_mode=stat.S_IFREG | mode, st_uid=os.geteuid() + stranger)
+    expected = f"has mode {mode:04o} and owner {found.st_uid}, expected 0600 and"
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.launch.spec.os.fstat", lambda _: found)
+        with pytest.raises(UsageError, match=expected):
+            read_token(tmp_path)
 
 
 def test_similar_scripts_are_suggested(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from paceline.core.partition import Range
 from paceline.errors import UsageError
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.shard import Shard
+from paceline.tensors.torch_rule import pushed_hyper
 from paceline.tensors.update import SGD, Add, from_optimizer, granularity, resolve, rule, torch_optim
 
 HERE = "tests.tensors.test_update"
@@ -70,6 +71,13 @@ def test_leaves_out_what_a_scheduler_adds() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "initial_lr" in optimizer.param_groups[0]
     assert from_optimizer(optimizer).groups[0].keys() == optimizer.defaults.keys()
+
+
+def test_a_push_carries_the_numbers_of_now_and_the_switches_as_declared() -> None:
+    declared = from_optimizer(torch.optim.Adam(parameters(), lr=0.1))
+    loaded = torch.optim.Adam(parameters(), lr=0.5, fused=True)  # as a saved state may say
+    loaded.param_groups[0]["initial_lr"] = 1.0
+    assert pushed_hyper(loaded.param_groups, declared) == ({**declared.groups[0], "lr": 0.5},)
 
 
 def test_named_parameters_leave_no_names_among_the_numbers() -> None:

@@ -159,6 +159,11 @@ class Leases:
         """Count the pieces that nobody has."""
         return sum(len(rest) for shares in self._free.values() for rest in shares.values())
 
+    @property
+    def num_rounds(self) -> int:
+        """Count the rounds that have pieces that nobody has."""
+        return len(self._free)
+
     def _open(self, place: Round, sizes: Sequence[int]) -> None:
         if place.epoch > self._newest.epoch:  # whoever has left an epoch before its end has ended it for all
             self._free.clear()
@@ -169,7 +174,8 @@ class Leases:
             self._free[place] = shares
 
     def _take(self, life: Life, place: Round) -> Piece | None:
-        here = [where for where in self._free if where == place or (where < place and not self._at_work(where))]
+        busy = {where.round for other, where in self._places.items() if self._held.get(other)}
+        here = [where for where in self._free if where == place or (where < place and where not in busy)]
         if not here:
             return None
         first = min(here)

@@ -17,6 +17,7 @@ from paceline.data.partition import Cut, Sharding
 from paceline.data.position import terms_of
 from paceline.data.rounds import Rounds, num_slices
 from paceline.errors import UsageError
+from paceline.node.answers import read_answer_of
 from paceline.node.calls import Calls
 from paceline.node.dealer import Dealing, read_answer
 from paceline.node.requests import TakePiece
@@ -134,9 +135,8 @@ class Dealt:
 
     def answer(self, asked: Future[memoryview], place: Round) -> Dealing:
         """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
-        return read_answer(
-            self.calls.answer(asked, f"{self.work}: those of round {place.number} of pass {place.epoch} or its end")
-        )
+        what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
+        return read_answer_of(_DEALER, what, read_answer, self.calls.answer(asked, what))
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ from paceline.transport.deadline import Deadline
 
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
-CODE_MISHAPS: Final = (*MISHAPS, SystemExit)  # what datasets and transforms of the user's may raise
+# What datasets and transforms of the user's may raise.
+CODE_MISHAPS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
 _DIGEST_BYTES: Final = 32
 _CLOSING_TIMEOUT_S: Final = 5.0
 

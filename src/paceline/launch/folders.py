@@ -35,6 +35,13 @@ def check_folder(run_dir: Path) -> None:
         )
 
 
+def require_own(path: Path) -> None:
+    """Raise UsageError unless a file or folder, itself and not what a link leads to, is of this user."""
+    found = path.lstat()
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"{path} is of user {found.st_uid}, expected {os.geteuid()}: another user has put it there")
+
+
 def make_private(folder: Path, advice: str) -> None:
     """Make the folder if it is missing; raises UsageError, with advice, where others than this user can write."""
     try:

@@ -15,6 +15,7 @@ from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
+from paceline.launch.folders import require_own
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
 from paceline.launch.notice import CALLED_OFF_NAME
@@ -63,15 +64,20 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
 
 
 def prepare_run_dir(wanted: Path | None) -> Path:
-    """Return a directory that only this user can enter; raises UsageError when it holds something already."""
+    """Return a directory of this user's that nobody else can enter.
+
+    Raises:
+        UsageError: it is another user's, holds something already, or cannot be made.
+    """
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="paceline-"))
     run_dir = wanted.absolute()
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_own(run_dir)
+        run_dir.chmod(0o700)  # first: nobody else puts something into it from here on
         if any(run_dir.iterdir()):
             raise UsageError(f"the run directory {run_dir} is not empty; name a new one, or remove it")
-        run_dir.chmod(0o700)
     except OSError as error:
         raise UsageError(f"cannot use the run directory {run_dir}: {error.strerror}") from error
     return run_dir

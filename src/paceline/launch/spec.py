@@ -6,6 +6,7 @@ own, and never travels by command line or environment.
 
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -91,12 +92,28 @@ def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
     """Return the job's secret; raises UsageError when it is missing or too short to be one."""
     path = run_dir / name
     try:
-        token = path.read_bytes()
+        with path.open("rb") as file:
+            found, token = os.fstat(file.fileno()), file.read()
     except OSError as error:
         raise UsageError(f"cannot read the job's token {path}: {error.strerror}") from error
     if len(token) < TOKEN_BYTES:
         raise UsageError(f"the job's token {path} has {len(token)} bytes, expected {TOKEN_BYTES}")
+    _require_private(path, found)
     return token
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    """Refuse a secret that another user has put there, or may read or change; that of root is as good as one's own.
+
+    A file that all may read is private in a folder that nobody else can enter.
+    """
+    mode, folder_mode = stat.S_IMODE(found.st_mode), stat.S_IMODE(path.parent.stat().st_mode)
+    may_read = mode & 0o044 and folder_mode & 0o011
+    if found.st_uid not in (os.geteuid(), 0) or mode & 0o022 or may_read:
+        raise UsageError(
+            f"{path} has mode {mode:04o} and owner {found.st_uid}, expected 0600 and "
+            f"{os.geteuid()}: chmod 600 it if it is yours"
+        )
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from paceline.errors import PeerError
+from paceline.node.bounds import MAX_IDS, MAX_PUSH_BYTES
 from paceline.node.landing import Landing
 from paceline.node.requests import Initialise, LoadState, WriteRows
 from paceline.node.rows.parcels import ID_BYTES
@@ -18,7 +19,6 @@ SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no
 # What a worker sends of the rows of a table in one piece: a few megabytes, unless they are very wide.
 MAX_PIECE_BYTES: Final = 1 << 28
 _PIECE_BYTES_BY_WIDTH: Final = 64 * 16 * 8  # the least rows of a piece, with a rule of many states in float64
-MAX_KEPT_BYTES: Final = 1 << 30  # ids of all rows that a worker keeps
 MAX_STATE_FACTOR: Final = 64  # the state of a rule is so many times as large as the values at most
 _STATE_SLACK_BYTES: Final = 16 << 20  # names, and states that do not grow with the values
 
@@ -60,13 +60,13 @@ class Allowance:
                 return self._rows_exactly(message)
             case RowPullFrame():
                 num_bytes = max(0, message.keys.num) * ID_BYTES
-                return num_bytes, num_bytes
+                return num_bytes, min(num_bytes, MAX_IDS * ID_BYTES)
             case WriteRows():
                 served = self.rows.tables.get(message.errand.table)
                 width = 0 if served is None else served.spec.width
                 return 0, max(MAX_PIECE_BYTES, width * _PIECE_BYTES_BY_WIDTH)
             case Unsubscribe() | RowsUsed():
-                return 0, MAX_KEPT_BYTES
+                return 0, MAX_IDS * ID_BYTES
             case _:
                 return 0, SMALL_BYTES
 
@@ -79,4 +79,4 @@ class Allowance:
         if served is None:
             return 0, SMALL_BYTES
         num_bytes = max(0, frame.keys.num) * (served.up.row_bytes + ID_BYTES * frame.keys.sent)
-        return num_bytes, num_bytes
+        return num_bytes, min(num_bytes, MAX_PUSH_BYTES)

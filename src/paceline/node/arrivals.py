@@ -11,6 +11,7 @@ from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import Refused
 from paceline.node.calls import Calls
 from paceline.node.mirror import Mirror
+from paceline.node.mishaps import MISHAPS, story
 from paceline.node.reads import Reads
 from paceline.node.requests import Done, Failed
 from paceline.node.rows.client import RowClient
@@ -31,24 +32,34 @@ class Arrivals:
     rows: RowClient
     mirrors: dict[str, Mirror]
     handle: Callable[[WorkerEvent, memoryview], None]
+    fail: Callable[[str], None]
 
     def on_frame(self, frame: Frame) -> None:
         """Take in a frame; whoever waits is told."""
         message = decode(frame.header)
         with self.waiting.changed:
-            if isinstance(message, Done):
-                self.calls.answered(message.number, frame.body)
-            elif isinstance(message, Failed):
-                self.calls.failed(message.number, Refused(f"server {self.server} refused: {message.reason}"))
-            elif isinstance(message, KeysWanted):
-                self.rows.on_keys_wanted(self.server, message)
-            elif not self.waiting.failure:
-                self.handle(Arrived(self.server, message), frame.body)
-            if isinstance(message, Ticked):
-                self.rows.on_ticked(self.server, message.clock)
-            elif isinstance(message, Fetched):
-                self.reads.note_taken(self.server, message)
+            try:
+                self._take_in(message, frame)
+            except MISHAPS as error:
+                self.fail(
+                    f"server {self.server} sent a {type(message).__name__} that makes no sense here ({story(error)}): "
+                    f"{str(message)[:500]}"
+                )
             self.waiting.changed.notify_all()
+
+    def _take_in(self, message: object, frame: Frame) -> None:
+        if isinstance(message, Done):
+            self.calls.answered(message.number, frame.body)
+        elif isinstance(message, Failed):
+            self.calls.failed(message.number, Refused(f"server {self.server} refused: {message.reason}"))
+        elif isinstance(message, KeysWanted):
+            self.rows.on_keys_wanted(self.server, message)
+        elif not self.waiting.failure:
+            self.handle(Arrived(self.server, message), frame.body)
+        if isinstance(message, Ticked):
+            self.rows.on_ticked(self.server, message.clock)
+        elif isinstance(message, Fetched):
+            self.reads.note_taken(self.server, message)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
         """Return where the body of a frame goes: the values that a read waits for into the copy of their table.

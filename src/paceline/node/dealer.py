@@ -9,6 +9,7 @@ import msgspec
 
 from paceline.core.leases import Answer, Leases, Life, Round
 from paceline.errors import UsageError
+from paceline.node.bounds import require_short
 from paceline.node.requests import Done, Failed, TakePiece
 from paceline.transport.base import EMPTY
 
@@ -16,6 +17,11 @@ Send = Callable[[int, int, object, memoryview], None]
 
 MAX_WORKS = 1024  # that workers may take pieces of
 MAX_PIECES = 1 << 20  # of one work that may be free at a time
+MAX_ALL_PIECES = 1 << 22  # of all works
+MAX_HOMES = 1 << 16  # of a round
+MAX_TERMS = 64  # of an epoch
+MAX_OPEN_ROUNDS = 1 << 12  # of one work, with pieces that are free
+MAX_EPOCHS = 64  # of one work that are agreed on and not known to be over
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,12 @@ class Dealer:
 
     def _require_sense(self, request: TakePiece) -> None:
         """Refuse work that is cut so that no job could have cut it so."""
+        require_short("work", request.work)
+        if len(request.sizes) > MAX_HOMES or len(request.terms) > MAX_TERMS:
+            raise UsageError(
+                f"a round of {request.work} has {len(request.sizes)} shares and {len(request.terms)} terms, expected "
+                f"at most {MAX_HOMES} and {MAX_TERMS}"
+            )
         leases = self._works.get(request.work)
         num_free = 0 if leases is None else leases.num_free
         numbers = (request.epoch, request.round, request.start, request.clock, *request.sizes)
@@ -126,6 +138,13 @@ class Dealer:
             raise UsageError(
                 f"round {request.round} of epoch {request.epoch} of {request.work} has {sum(request.sizes)} pieces and "
                 f"{num_free} are left of earlier ones: expected at most {MAX_PIECES} together, and no number below 0"
+            )
+        num_rounds = 0 if leases is None else leases.num_rounds
+        num_pieces = sum(request.sizes) + sum(other.num_free for other in self._works.values())
+        if num_pieces > MAX_ALL_PIECES or num_rounds >= MAX_OPEN_ROUNDS:
+            raise UsageError(
+                f"{num_pieces} pieces of all work and {num_rounds} rounds of {request.work} would be free at a time, "
+                f"expected at most {MAX_ALL_PIECES} and {MAX_OPEN_ROUNDS}"
             )
         if leases is None and len(self._works) >= MAX_WORKS:
             raise UsageError(
@@ -143,6 +162,8 @@ class Dealer:
                 for (work, epoch), agreed in self._agreements.items()
                 if work != request.work or epoch >= request.epoch - 1 or (work, epoch) in kept
             }
+            if sum(work == request.work for work, _ in self._agreements) >= MAX_EPOCHS:
+                raise UsageError(f"{MAX_EPOCHS} epochs of {request.work} are begun and not over: finish one before")
         start = request.start if begins or request.work not in works else 0  # only the first epoch begins elsewhere
         new = _Agreement(request.terms, start, life[0])
         agreed = self._agreements.setdefault((request.work, request.epoch), new)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 from safetensors.torch import load, save
+from torch import Tensor
 
 from paceline.core.events import Declared
 from paceline.errors import PacelineError
+from paceline.node.bounds import require_short
 from paceline.node.dealer import Dealer, Send
 from paceline.node.mishaps import MISHAPS, story
 from paceline.node.requests import (
@@ -26,6 +28,7 @@ from paceline.node.requests import (
     SaveState,
     TakePiece,
 )
+from paceline.node.room import require_memory
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.transport.base import EMPTY
@@ -118,21 +121,26 @@ class Desk:
                 if request.number <= self._met.get(life, 0):
                     self._answer(life, Done(request.number))
                 else:
+                    require_short("a meeting point", request.place)
                     self._wait(self._meetings, request.place, life, request.number)
             case TakePiece():
                 self.dealer.take(life, request)
             case AwaitValues():
                 self._wait(self._awaiting, self._known(request.table), life, request.number)
             case Describe():
+                require_short("a table", request.table)
                 self._wait(self._asking, request.table, life, request.number)
             case Initialise():
                 self.shelf.initialise(self._known(request.table), body)
                 self._answer(life, Done(request.number))
             case SaveState():
-                content = save(self.shelf.state(self._known(request.table)))
+                state = self.shelf.state(self._known(request.table))
+                require_memory(f"the state of table '{request.table}'", 2 * sum(map(_num_bytes, state.values())))
+                content = save(state)
                 self.send(*life, Done(request.number), memoryview(content))
             case LoadState():
                 shard = self.shelf.shards[self._known(request.table)]
+                require_memory(f"the state of table '{request.table}'", 3 * body.nbytes)
                 shard.load_state(load(bytes(body)), version=shard.version + 1)
                 self._answer(life, Done(request.number))
         return None
@@ -160,6 +168,10 @@ class Desk:
             names = ", ".join(sorted(self.shelf.shards)) or "none"
             raise PacelineError(f"there is no table '{table}' on server {self.shelf.server}; tables: {names}")
         return table
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_complete(present: dict[Life, int], members: Sequence[int]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.errors import PeerError
+from paceline.node.bounds import MAX_HEARD_BYTES
 from paceline.node.desk import Life, Send
 from paceline.node.mishaps import MISHAPS, story
 from paceline.node.requests import Done, Failed, WholeTable
@@ -31,6 +32,11 @@ class _Book:
         default_factory=dict[int, tuple[Done | Failed, memoryview]]
     )
     waiting: dict[int, tuple[WholeTable, memoryview]] = field(default_factory=dict[int, tuple[WholeTable, memoryview]])
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept: of answers, and of what waits to be done."""
+        return sum(len(body) for _, body in (*self.answers.values(), *self.waiting.values()))
 
     def settle(self, settled: int) -> None:
         if settled > self.settled:
@@ -79,8 +85,11 @@ class Errands:
             return
         if errand.number < book.settled or errand.number in book.waiting:
             return
-        if len(book.answers) + len(book.waiting) >= MAX_OPEN:
-            raise PeerError(f"worker {life[0]} has more than {MAX_OPEN} requests about whole tables open")
+        if len(book.answers) + len(book.waiting) >= MAX_OPEN or book.num_bytes + len(body) > MAX_HEARD_BYTES:
+            raise PeerError(
+                f"worker {life[0]} has more than {MAX_OPEN} requests about whole tables open, or more than "
+                f"{MAX_HEARD_BYTES} bytes of them"
+            )
         if errand.table in self.tables and self.clock_of(errand.table) < errand.needs:
             book.waiting[errand.number] = request, body
         else:

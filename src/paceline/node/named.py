@@ -6,16 +6,16 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.node.answers import read_answer_of
 from paceline.node.opening import Opening
 from paceline.node.outgoing import PushOutcome
 from paceline.node.requests import Describe
 from paceline.node.table import Table
-from paceline.tensors.table import DType, Segment, TableSpec
+from paceline.tensors.table import DType, Segment, TableSpec, decode_table
 from paceline.tensors.update import Add
 
 _PREFIX = "named tensor "  # apart from the names of tables
@@ -96,7 +96,7 @@ class Named:
     def _described(self, name: str) -> TableSpec:
         calls = self.opening.node.calls
         told = calls.ask(0, lambda number: Describe(number, _PREFIX + name), f"somebody to push to '{name}'")
-        return msgspec.msgpack.decode(told, type=TableSpec)
+        return read_answer_of(0, f"the settings of '{name}'", decode_table, told)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TableSpec:
         tensor = Segment(_PREFIX + name, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from paceline.tensors.rules import Hyper, Number
+from paceline.tensors.torch_rule import SWITCHES
 
 _MOST = 1 << 63  # of a whole number, for torch
 
@@ -16,10 +17,16 @@ def objection(given: Hyper, known: Hyper) -> str:
     ''
     >>> objection({"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
     "missing ['eps'], not a number ['lr']"
+    >>> objection({"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
+    "other than declared ['fused']"
     """
-    missing = sorted(known.keys() - given.keys())
-    bad = [key for key, value in given.items() if not _is_like(value, known.get(key, value))][:9]
-    return f"missing {missing}, not a number {bad}" if missing or bad else ""
+    problems = {
+        "missing": known.keys() - given.keys(),
+        "unknown": given.keys() - known.keys(),
+        "other than declared": {key for key in SWITCHES if key in given and given[key] != known.get(key)},
+        "not a number": {key for key, value in given.items() if not _is_like(value, known.get(key, value))},
+    }
+    return ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
 
 
 def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:

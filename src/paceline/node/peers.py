@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.core.messages import Held, Ticked
+from paceline.core.messages import Delivered, Held, Ticked
 from paceline.errors import PeerError
 from paceline.node.post import Post
 from paceline.node.roles import check_server
@@ -69,15 +69,15 @@ class Peers:
         body: memoryview = EMPTY,
         copy: Callable[[], memoryview] | None = None,
     ) -> None:
-        """Send to that life of that worker; a worker that does not take it in time is disconnected.
+        """Send to that life of that worker; a large body that finds no room in its queue is left out.
 
         The body may change as soon as this returns: what waits is a copy of it, or what `copy` gives.
         """
         _, post = self._workers.get((worker, incarnation), (0, None))
         if post is not None:
             self.sent_bytes += len(body)
-            urgent = isinstance(message, _URGENT)
-            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=urgent, copy=copy)
+            urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
+            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=urgent, owed=owed, copy=copy)
 
     def send_server(self, server: int, message: object) -> None:
         """Send to another server, over a connection that is made when it is first needed."""

@@ -12,8 +12,19 @@ from paceline.transport.base import EMPTY, Connection
 
 _TIMEOUT_S = 60.0  # for a small frame that waits
 _LEAST_BYTES_PER_S = 1e6  # a peer that takes in large ones more slowly than this is given up
-_MOST_COPIED_BYTES = 256 << 20  # by one peer; who has more to send it waits
+_MOST_COPIED_BYTES = 256 << 20  # for one peer; what it asked for beyond that it has to ask for again
+_MOST_FRAMES = 1 << 14  # that wait for one peer: more than it can have asked for without having read a few
+_MOST_OWED = 2  # frames of one thing that wait: the one that is being sent, and the one after it
 _JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Frame:
+    """What waits, and what it is owed of."""
+
+    header: bytes
+    body: memoryview
+    owed: str
 
 
 @dataclass(slots=True)
@@ -33,8 +44,8 @@ class Post:
     on_broken: Callable[[], None]
     copies: bool = False
     # Invariant: what is being sent stays the first of its queue until it has left.
-    _urgent: deque[tuple[bytes, memoryview]] = field(default_factory=deque[tuple[bytes, memoryview]])
-    _waiting: deque[tuple[bytes, memoryview]] = field(default_factory=deque[tuple[bytes, memoryview]])
+    _urgent: deque[_Frame] = field(default_factory=deque[_Frame])
+    _waiting: deque[_Frame] = field(default_factory=deque[_Frame])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _closed: bool = False
@@ -46,19 +57,27 @@ class Post:
         *,
         timeout_s: float = _TIMEOUT_S,
         urgent: bool = False,
+        owed: str = "",
         copy: Callable[[], memoryview] | None = None,
     ) -> None:
-        """Send one frame. Blocks only where the carrier maps memory, for `timeout_s` at most, and for room for a copy.
+        """Send one frame. Blocks only where the carrier maps memory, for `timeout_s` at most.
 
+        Where bodies are copied and enough of them wait, one that can be asked for again is left out: whoever is slow to
+        take in what it asks for, or takes in nothing, keeps nobody else waiting. Nobody asks for what is `owed`, which
+        names what it is of: it is never left out. A peer that has more frames wait than it can have asked for, or been
+        owed, is given up.
         An urgent one goes before all that waits and is not urgent. A repetition of what still waits is left out.
         Who has a copy of the body that several peers may share gives it; it is asked for only where one is needed.
         """
         with self._changed:
             at_once = self._leaves_at_once(body)
-            in_time = at_once or self._put(header, body, copy, self._urgent if urgent else self._waiting)
+            waits = not at_once and (not self.copies or not len(body) or bool(owed) or self._has_room())
+            if waits and not self._is_known(header):
+                self._put(_Frame(header, self._kept(body, copy), owed), self._urgent if urgent else self._waiting)
+            is_flooded = self.copies and self._is_flooded(owed)
         if at_once:
             self._send(header, body, timeout_s)
-        elif not in_time:
+        elif is_flooded:
             self._give_up()
 
     def close(self) -> None:
@@ -74,31 +93,30 @@ class Post:
             return True
         return not (self._urgent or self._waiting) and self.connection.has_room(body.nbytes)
 
-    def _put(
-        self,
-        header: bytes,
-        body: memoryview,
-        copy: Callable[[], memoryview] | None,
-        queue: deque[tuple[bytes, memoryview]],
-    ) -> bool:
-        """Have the thread send a frame; False when there was no room for it all the time that the first one has."""
-        patience_s = _patience_s(self._waiting[0][1]) if self._waiting else 0.0
-        if self.copies and not self._changed.wait_for(self._has_room, patience_s):
-            return False
-        if self._closed or any(header == waiting for waiting, _ in queue):
-            return True
-        if self.copies:
-            body = memoryview(bytes(body)) if copy is None else copy()
-        queue.append((header, body))
+    def _is_known(self, header: bytes) -> bool:
+        """Say whether a frame waits already, or none does any more."""
+        return self._closed or any(header == frame.header for frame in (*self._urgent, *self._waiting))
+
+    def _is_flooded(self, owed: str) -> bool:
+        num_owed = sum(frame.owed == owed for frame in self._waiting) if owed else 0
+        return len(self._waiting) + len(self._urgent) > _MOST_FRAMES or num_owed > _MOST_OWED
+
+    def _kept(self, body: memoryview, copy: Callable[[], memoryview] | None) -> memoryview:
+        if not self.copies:
+            return body
+        return memoryview(bytes(body)) if copy is None else copy()
+
+    def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
+        """Have the thread send a frame."""
+        queue.append(frame)
         if self._thread is None:
             name = f"paceline-post-{self.connection.peer}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
         self._changed.notify_all()
-        return True
 
     def _has_room(self) -> bool:
-        return self._closed or sum(body.nbytes for _, body in self._waiting) < _MOST_COPIED_BYTES
+        return self._closed or sum(frame.body.nbytes for frame in self._waiting) < _MOST_COPIED_BYTES
 
     def _work(self) -> None:
         """Send what waits, until closed."""
@@ -108,9 +126,9 @@ class Post:
                 if self._closed:
                     return
                 queue = self._urgent or self._waiting
-                header, body = queue[0]
-            self._send(header, body, _patience_s(body))
-            del body  # while it waits for the next one, this one's memory is others' to use
+                frame = queue[0]
+            self._send(frame.header, frame.body, _patience_s(frame.body))
+            del frame  # while it waits for the next one, this one's memory is others' to use
             with self._changed:
                 if not self._closed:
                     queue.popleft()

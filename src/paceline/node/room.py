@@ -14,15 +14,21 @@ _ALWAYS_FINE_BYTES: Final = 64 << 20  # so much is not worth looking
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def require_room(table: str, size_bytes: int, num_tables: int, where: str) -> None:
-    """Raise UsageError if a table of this size cannot be held beside what is there."""
+def require_room(table: str, size_bytes: int, num_tables: int, where: str, held_bytes: int = 0) -> None:
+    """Raise UsageError if a table of this size cannot be held beside what is there, tables of so many bytes."""
     if num_tables >= MAX_TABLES:
         raise UsageError(f"{where} cannot hold table '{table}': it has {num_tables} tables, at most {MAX_TABLES}")
-    if size_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):
+    if size_bytes + held_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):
         raise UsageError(
             f"{where} cannot hold table '{table}': it needs {size_bytes} bytes and {room_bytes} are free. Use more "
             "servers, or machines with more memory."
         )
+
+
+def require_memory(what: str, size_bytes: int) -> None:
+    """Raise UsageError if so much memory cannot be had for something that a worker asks for."""
+    if size_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):
+        raise UsageError(f"there is no room for {what}: it needs {size_bytes} bytes and {room_bytes} are free")
 
 
 def _room_bytes() -> int:

@@ -22,6 +22,7 @@ from paceline.core.messages import (
     Join,
     Leave,
     Message,
+    PullRefused,
     PushId,
     PushRefused,
     Sender,
@@ -30,7 +31,7 @@ from paceline.core.messages import (
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 from paceline.node.allowance import Allowance
 from paceline.node.desk import Desk
 from paceline.node.errands import Errands
@@ -45,6 +46,7 @@ from paceline.node.rows.shelf import RowShelf
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
 from paceline.node.toil import Toil
+from paceline.node.warming import Warming
 from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import (
     Hello,
@@ -99,6 +101,7 @@ class ServerNode:
     _desk: Desk = field(init=False)
     _errands: Errands = field(init=False)
     _toil: Toil = field(init=False)
+    _warming: Warming = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
@@ -124,6 +127,7 @@ class ServerNode:
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
         self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
         self._toil = Toil(self.settings.server)
+        self._warming = Warming(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
@@ -228,8 +232,7 @@ class ServerNode:
         elif isinstance(message, RowPushFrame):
             self._on_row_push(message, body)
         elif isinstance(message, RowPullFrame):
-            wanted = self._rows.ask(message, body)
-            self._handle(message.pull) if wanted is None else self._want_keys(message.pull.sender, wanted)
+            self._on_row_pull(message, body)
         elif isinstance(message, Unsubscribe):
             self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, RowsUsed):
@@ -251,9 +254,13 @@ class ServerNode:
         self._handle(message)
 
     def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
-        if isinstance(message, Declare) and message.live:
-            self._live.add((hello.rank, hello.incarnation, message.spec.name))
-        declared = self._desk.handle((hello.rank, hello.incarnation), message, body)
+        life = hello.rank, hello.incarnation
+        if isinstance(message, Declare):
+            if self._warming.holds(life, message.spec.rule, partial(self._on_request, hello, message, body)):
+                return
+            if message.live:
+                self._live.add((*life, message.spec.name))
+        declared = self._desk.handle(life, message, body)
         if declared is not None:
             self._handle(declared)
         self._desk.release(self._core.members)
@@ -281,6 +288,16 @@ class ServerNode:
             self._want_keys(push.id.sender, problem)
         elif not self._handle(Spoiled(push, problem) if problem else push):
             self._rows.discard(push.id)
+
+    def _on_row_pull(self, frame: RowPullFrame, body: memoryview) -> None:
+        pull = frame.pull
+        try:
+            wanted = self._rows.ask(frame, body)
+        except UsageError as error:
+            refusal = PullRefused(pull.request, pull.table, str(error))
+            self._peers.send_worker(pull.sender.worker, pull.sender.incarnation, refusal)
+            return
+        self._handle(pull) if wanted is None else self._want_keys(pull.sender, wanted)
 
     def _want_keys(self, sender: Sender, wanted: KeysWanted) -> None:
         self._peers.send_worker(sender.worker, sender.incarnation, wanted)

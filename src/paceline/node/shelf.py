@@ -84,13 +84,15 @@ class Shelf:
                 f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
                 f"{lines} Every worker must build the same model and the same optimizer."
             )
-        consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
+        consistency = Consistency.parse(spec.consistency)
+        if known is None:
             rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
             span = spans(spec, self.settings)[self.server]
             size_bytes = span.length * torch_dtype(spec).itemsize
-            require_room(spec.name, size_bytes, len(self.specs), f"server {self.server}")
+            held_bytes = sum(memory.nbytes for memory in self.memories.values())
+            require_room(spec.name, size_bytes, len(self.specs), f"server {self.server}", held_bytes)
             try:
                 memory = self.allocate(size_bytes)
                 values = as_tensor(memory, torch_dtype(spec))
@@ -214,6 +216,8 @@ def _objection(spec: TableSpec, frame: PushFrame) -> str:
     for count in (frame.count, frame.expected):
         if not (isfinite(count) and count >= 0):
             return f"it stands for {count} samples, expected a number >= 0"
+    if len(frame.absent) > len(spec.segments):
+        return f"it leaves out parameters {len(frame.absent)} times, but '{spec.name}' has {len(spec.segments)}"
     unknown = tuple(index for index in frame.absent if not 0 <= index < len(spec.segments))
     if unknown:
         return f"it leaves out parameters {unknown[:3]}, but '{spec.name}' has {len(spec.segments)}"

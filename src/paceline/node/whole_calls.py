@@ -10,13 +10,16 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.node.answers import read_answer_of
 from paceline.node.requests import CallFunction, CountRows, Errand, ReadRows, WriteRows
 from paceline.node.whole_tables import COUNT_BYTES, NEXT_SLOT
 from paceline.node.worker import WorkerNode
-from paceline.tensors.rows.layout import IDS
+from paceline.tensors.rows.layout import IDS, VALUES
 from paceline.tensors.rows.piece import RowPiece
 from paceline.tensors.rows.statistics import RowStatistics
 from paceline.tensors.rules import Hyper
+
+_STATISTICS = msgspec.msgpack.Decoder(RowStatistics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,17 @@ class WholeCalls:
             servers=self.servers,
         )
         num_changed = sum(int.from_bytes(body[:COUNT_BYTES], "little") for body in bodies)
-        return Called([load(bytes(body[COUNT_BYTES:])) for body in bodies], num_changed)
+        what = f"what {name} returns"
+        parts = zip(self._asked, bodies, strict=True)
+        return Called(
+            [read_answer_of(server, what, _tensors, body[COUNT_BYTES:]) for server, body in parts], num_changed
+        )
 
     def statistics(self, *, exact: bool) -> list[RowStatistics]:
         """Return the statistics of each server's rows, by rank."""
-        bodies = self.node.calls.ask_all(
-            lambda number: CountRows(self._errand(number, exact=exact)), f"statistics of table '{self.table}'"
-        )
-        return [msgspec.msgpack.decode(body, type=RowStatistics) for body in bodies]
+        what = f"statistics of table '{self.table}'"
+        bodies = self.node.calls.ask_all(lambda number: CountRows(self._errand(number, exact=exact)), what)
+        return [read_answer_of(server, what, _STATISTICS.decode, body) for server, body in enumerate(bodies)]
 
     def pieces(self, *, values_only: bool, exact: bool) -> Iterator[RowPiece]:
         """Return all rows, server by server, a piece of a few megabytes at a time."""
@@ -90,12 +96,26 @@ class WholeCalls:
             lambda number: ReadRows(self._errand(number, exact=exact), start, values_only),
             f"rows of table '{self.table}' from server {server}",
         )
-        columns = load(bytes(body))
-        ids, next_slot = columns.pop(IDS), int(columns.pop(NEXT_SLOT))
-        return RowPiece(ids, columns, next_slot if next_slot >= 0 else None)
+        return read_answer_of(server, f"rows of table '{self.table}'", _read_piece, body)
+
+    @property
+    def _asked(self) -> Sequence[int]:
+        return range(self.node.num_servers) if self.servers is None else self.servers
 
     def _errand(self, number: int, *, exact: bool) -> Errand:
         return Errand(number, self.table, self.node.clock if exact else 0, self.node.calls.settled(number))
+
+
+def _tensors(body: memoryview) -> dict[str, Tensor]:
+    return load(bytes(body))
+
+
+def _read_piece(body: memoryview) -> RowPiece:
+    columns = _tensors(body)
+    ids, next_slot = columns.pop(IDS), int(columns.pop(NEXT_SLOT))
+    if VALUES not in columns:
+        raise KeyError(VALUES)
+    return RowPiece(ids, columns, next_slot if next_slot >= 0 else None)
 
 
 def _require_numbers(function: str, numbers: Hyper) -> None:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from paceline.errors import PacelineError, UsageError
 from paceline.node.requests import CallFunction, CountRows, ReadRows, WholeTable, WriteRows
+from paceline.node.room import require_memory
 from paceline.node.rows.shelf import RowShelf, ServedRows
 from paceline.node.shelf import Shelf
-from paceline.tensors.functions import function_at
+from paceline.tensors.functions import MAX_RESULT_BYTES, function_at
 from paceline.tensors.rows.layout import IDS, VALUES
 from paceline.tensors.rows.piece import RowPiece
 from paceline.tensors.rows.walk import RowWalk, piece_slots
 from paceline.tensors.shard import Shard
 from paceline.tensors.summing import num_nonfinite
 
-MAX_RESULT_BYTES = 1 << 26
 COUNT_BYTES = 8  # before the tensors that a function returns: how many values or rows it changed
 NEXT_SLOT = "next_slot"
 
@@ -75,7 +75,7 @@ class WholeTables:
         try:
             with torch.no_grad():
                 return self._call_over_rows(request, clock) if table in self.rows else self._call_over_range(request)
-        except (Exception, SystemExit) as error:  # whatever a function may raise, others go on
+        except BaseException as error:  # whatever a function may raise, others go on
             where = f"function {request.name} over table '{table}' on server {self.shelf.server}"
             raise UsageError(f"{where} failed: {_story(error)}") from error
 
@@ -85,6 +85,7 @@ class WholeTables:
         if not shard.initialised:
             raise UsageError("the table has no values yet")
         shard.settle()
+        require_memory(f"a copy of table '{shard.spec.name}'", shard.values.nbytes)
         values = shard.values.clone()
         result = _packed_result(function(values, shard.span.start, **request.numbers))
         num_changed = _num_changed(shard, values)
@@ -99,7 +100,7 @@ class WholeTables:
         walk = RowWalk(served.store, clock, served.note_changed)
         try:
             result = _packed_result(function(walk, **request.numbers))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             if not walk.num_changed:
                 raise
             raise UsageError(

@@ -117,7 +117,15 @@ class WorkerNode:
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             arrivals = Arrivals(
-                server, self._waiting, self._core, self.calls, self._reads, self.rows, self._mirrors, self._handle
+                server,
+                self._waiting,
+                self._core,
+                self.calls,
+                self._reads,
+                self.rows,
+                self._mirrors,
+                self._handle,
+                self._fail,
             )
             link = Link(
                 server,

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
+from paceline.node.mishaps import story
 from paceline.serve.guest import Guest
 from paceline.serve.messages import Admitted, Ask, TurnedAway, decode_visit, encode
 from paceline.serve.namespaces import MAX_NAMESPACES
@@ -82,7 +83,7 @@ class Reception:
         try:
             return self._namespaces.admit(namespace, ask, papers)
         except PacelineError as error:
-            return TurnedAway(str(error))
+            return TurnedAway(story(error))
 
 
 def _show_fault(answered: Future[None]) -> None:

@@ -18,6 +18,7 @@ from paceline.tensors.plan import BLOCK, Age, Chunk, cut_into_chunks, make_chunk
 from paceline.tensors.rules import Hyper
 from paceline.tensors.summing import CHUNK, combine_stretch, divisor_of
 from paceline.tensors.table import NonFinite, Scale
+from paceline.tensors.torch_rule import require_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,8 +113,12 @@ class Chunked:
         for key, value in state.items():
             index, _, name = key.partition(".")
             shape = () if name == "step" else self._pieces[int(index)].view(self._values).shape
-            if value.shape != shape:
-                raise UsageError(f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(shape)}.")
+            if value.shape != shape or not value.is_floating_point():
+                raise UsageError(
+                    f"State '{key}' has shape {tuple(value.shape)} and {value.dtype}, expected {tuple(shape)} and "
+                    f"{self._values.dtype}."
+                )
+            require_count(name, value)
 
     def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
         """Return what the kernel has to divide sums by: 1 where they are divided before, as their dtype rounds then."""

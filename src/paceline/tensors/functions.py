@@ -25,7 +25,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Literal
 
@@ -44,6 +45,7 @@ __all__ = ["Kind", "Tensors", "function_at", "merge", "total"]
 Kind = Literal["range", "rows"]
 Tensors = dict[str, Tensor]
 
+MAX_RESULT_BYTES = 1 << 26  # that a function may return on one server
 ORDER = "order"  # the tensor by which `merge` sorts
 _ELEMENTS = 1 << 18  # of a dense table that are looked at together
 
@@ -155,12 +157,15 @@ def _chance(ids: Tensor, seed: int) -> Tensor:
 
 def _first_elements(values: Tensor, start: int, k: int, order: Callable[[Tensor, Tensor], Tensor]) -> Tensors:
     """Return the first k elements in the order that `order` computes of their places and values."""
-    found = {"ids": torch.empty(0, dtype=torch.int64), "values": values[:0], ORDER: torch.empty(0, dtype=torch.float64)}
-    for part in values.split(_ELEMENTS):
-        places = torch.arange(start, start + part.numel())
-        start += part.numel()
-        found = _first([found, {"ids": places, "values": part, ORDER: order(places, part)}], k)
-    return found
+    none = {"ids": torch.empty(0, dtype=torch.int64), "values": values[:0], ORDER: torch.empty(0, dtype=torch.float64)}
+
+    def parts() -> Iterator[Tensors]:
+        for first in range(0, values.numel(), _ELEMENTS):
+            part = values[first : first + _ELEMENTS]
+            places = torch.arange(start + first, start + first + part.numel())
+            yield {"ids": places, "values": part, ORDER: order(places, part)}
+
+    return _first(none, parts(), k, values.numel())
 
 
 def _rows(rows: RowWalk) -> Iterator[tuple[Tensor, Tensor]]:
@@ -170,20 +175,31 @@ def _rows(rows: RowWalk) -> Iterator[tuple[Tensor, Tensor]]:
 def _first_rows(rows: RowWalk, parts: Iterator[tuple[Tensor, Tensor, Tensor]], k: int) -> Tensors:
     """Return the first k rows, holding no more than those and a piece."""
     dtype: torch.dtype = getattr(torch, rows.spec.dtype)
-    found: Tensors = {
+    none: Tensors = {
         "ids": torch.empty(0, dtype=torch.int64),
         "values": torch.empty((0, rows.spec.width), dtype=dtype),
         ORDER: torch.empty(0, dtype=torch.float64),
     }
-    for ids, values, order in parts:
-        found = _first([found, {"ids": ids, "values": values, ORDER: order}], k)
-    return found
+    named = ({"ids": ids, "values": values, ORDER: order} for ids, values, order in parts)
+    return _first(none, named, k, len(rows))
 
 
-def _first(parts: Sequence[Tensors], k: int) -> Tensors:
+def _first(none: Tensors, parts: Iterable[Tensors], k: int, num: int) -> Tensors:
+    """Return the first k of all parts, of which there are `num`; what was found is sorted only when it has doubled."""
+    each_bytes = sum(tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in none.values())
+    most = MAX_RESULT_BYTES // each_bytes
     if k < 0:
         raise UsageError(f"k is {k}, expected 0 or more.")
-    return merge(parts, k)
+    if min(k, num) > most:
+        raise UsageError(f"k is {k}, expected at most {most}: a server returns no more than {MAX_RESULT_BYTES} bytes.")
+    found, num_found = [none], 0
+    for part in parts:
+        found.append(part)
+        num_found += len(part["ids"])
+        if num_found > 2 * k + _ELEMENTS:
+            found = [merge(found, k)]
+            num_found = len(found[0]["ids"])
+    return merge(found, k)
 
 
 # -- what changes values ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, final
 
 import torch
 
@@ -266,6 +266,9 @@ _KERNELS: dict[str, type[Kernel]] = {
     "torch.optim.AdamW": AdamKernel,
     "torch.optim.Adagrad": AdagradKernel,
 }
+
+# The hyperparameters of the rules here that are none of torch.optim.
+OWN_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"add": (), "delayed_nesterov": ("lr", "momentum", "every")}
 
 
 def kernel_of(spec: RuleSpec) -> Kernel | None:

@@ -1,10 +1,20 @@
-"""Code of your own on the servers: found by import path; rules are built without arguments."""
+"""Code of your own on the servers: found by import path, kept from ending them; rules are built without arguments.
+
+What may be named is what you or a package installed: nothing of Python itself, its tests included, no module that its
+author calls private, and nothing of Paceline, whose modules are no rules, functions or datasets.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
+from collections.abc import Generator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from paceline.errors import UsageError
 
@@ -20,6 +30,49 @@ def split_path(path: str, kind: str = "update rule") -> tuple[str, str]:
     return module_name, member
 
 
+@contextmanager
+def own_code(what: str) -> Generator[None]:
+    """Run code of the user's own: where it would end the process it ends itself alone.
+
+    Raises:
+        UsageError: it has called `sys.exit`, or raised what is no `Exception`.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UsageError(f"{what} ended with {type(error).__name__}({error}), which servers do not do.") from error
+
+
+@cache
+def _is_of_python(package: str) -> bool:
+    """Say whether a package comes with Python: of its library, its tests, or built in."""
+    if package in sys.stdlib_module_names:
+        return True
+    try:
+        found = find_spec(package)
+    except (ImportError, ValueError):  # such as __main__ has none
+        return False
+    if found is None or found.origin is None:
+        return False
+    here = Path(found.origin)
+    lies_in_library = any(here.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(here.parts)
+    return found.origin in ("built-in", "frozen") or (lies_in_library and not is_installed)
+
+
+def _require_fit(path: str, module_name: str, kind: str) -> None:
+    """Refuse modules that are not there to be named by a worker."""
+    parts = module_name.split(".")
+    if _is_of_python(parts[0]):
+        raise UsageError(f"{path} is part of Python's own library, which has no {kind}: it is not run for a worker.")
+    if any(part.startswith("_") for part in parts):
+        raise UsageError(f"{path} is in a private module, or in the script itself: put the {kind} into a module.")
+    if parts[0] == "paceline":
+        raise UsageError(f"{path} is part of Paceline, which has no {kind} by import path.")
+
+
 def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update rule") -> object:
     """Return what lies at `path`; nothing is imported that may not be loaded.
 
@@ -29,7 +82,7 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
         kind: what it should be, for messages.
 
     Raises:
-        UsageError: the path is not allowed, is one of Python's own library, or cannot be imported.
+        UsageError: the path is not allowed, is one of Python's own library, private, or cannot be imported.
     """
     module_name, member = split_path(path, kind)
     if allowed is not None and path not in allowed:
@@ -37,10 +90,10 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
             f"The {kind} {path} may not be loaded here. Allowed: {', '.join(sorted(allowed)) or 'none'}. "
             "Start the servers with this path among those that are allowed."
         )
-    if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise UsageError(f"{path} is part of Python's own library, which has no {kind}: it is not run for a worker.")
+    _require_fit(path, module_name, kind)
     try:
-        module = importlib.import_module(module_name)
+        with own_code(f"Module {module_name}"):
+            module = importlib.import_module(module_name)
     except Exception as error:  # whatever a module may do as it is imported, the server goes on
         why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"The {kind} {path} cannot be imported: {why}. Is it installed on the servers?") from error
@@ -58,7 +111,8 @@ def build_own(path: str, allowed: AbstractSet[str] | None) -> object:
         module_name, name = split_path(path)
         raise UsageError(f"Module {module_name} has no class {name}, which the update rule {path} names.")
     try:
-        return cls()
+        with own_code(f"The update rule {path}"):
+            return cls()
     except TypeError as error:
         raise UsageError(f"The update rule {path} must be built without arguments: {error}.") from error
 

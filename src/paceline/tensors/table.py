@@ -19,6 +19,10 @@ Scale: TypeAlias = Literal["sum", "mean", "samples"]
 NonFinite: TypeAlias = Literal["reject", "zero", "halt", "ignore"]
 
 MAX_NAME = 500  # characters of the name of a table
+MAX_SEGMENTS = 1 << 14  # parameters of a table
+MAX_DIMS = 64  # of a parameter, as torch computes with
+MAX_CONSISTENCY = 100  # characters of its name
+MAX_QUORUM = 1 << 16  # pushes that become one update
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class TableSpec:
             yield f"its name has {len(self.name)} characters, expected at most {MAX_NAME}."
         if not self.segments:
             yield "it has no parameters. Give at least one."
+        if len(self.segments) > MAX_SEGMENTS:
+            yield f"it has {len(self.segments)} parameters, expected at most {MAX_SEGMENTS}. Make several tables."
         yield from self._segment_problems()
         choices = (("dtype", self.dtype, DType), ("scale", self.scale, Scale), ("nonfinite", self.nonfinite, NonFinite))
         for field, value, allowed in choices:
@@ -104,7 +110,15 @@ class TableSpec:
             yield "its update rule has no name. Use one of paceline.update, SGD(lr=0.1) for example."
         if not self.rule.groups:
             yield f"its rule {self.rule.name} has no hyperparameter group. Give at least one, be it empty."
-        policy = Consistency.parse(self.consistency)
+        yield from consistency_problems(self.consistency)
+        yield from self._quorum_problems()
+
+    def _quorum_problems(self) -> Iterator[str]:
+        quorum, policy = self.rule.quorum, Consistency.parse(self.consistency)
+        if quorum is not None and not (1 <= quorum.num_pushes <= quorum.num_workers <= MAX_QUORUM):
+            yield f"its rule waits for {quorum.num_pushes} pushes of {quorum.num_workers} workers, expected 1 to all."
+        if quorum is not None and not 0 <= quorum.grace_s < math.inf:
+            yield f"its rule waits {quorum.grace_s} s for further pushes, expected 0 s or more."
         if self.rule.quorum is not None and (policy.bound is not None or policy.visible == "on_clock"):
             yield f"its rule waits for a quorum of pushes, but {self.consistency} waits for clocks: take asynchronous."
 
@@ -114,11 +128,20 @@ class TableSpec:
             where = f"parameter {index} ('{segment.name}')"
             if segment.name in seen:
                 yield f"{where} has the name of an earlier parameter. Give each its own."
+            if len(segment.shape) > MAX_DIMS:
+                yield f"{where} has {len(segment.shape)} dimensions, expected at most {MAX_DIMS}."
             if any(size < 1 for size in segment.shape):
                 yield f"{where} has shape {segment.shape} and so no elements. Leave it out of the table."
             if not 0 <= segment.group < len(self.rule.groups):
                 yield f"{where} is in group {segment.group}, but its rule has {len(self.rule.groups)} group(s)."
             seen.add(segment.name)
+
+
+def consistency_problems(consistency: str) -> Iterator[str]:
+    """Say that a name of a consistency is longer than any, which is not worth reading."""
+    if len(consistency) > MAX_CONSISTENCY:
+        short = consistency[:MAX_CONSISTENCY]
+        yield f"its consistency '{short}...' has {len(consistency)} characters, expected at most {MAX_CONSISTENCY}."
 
 
 _decoder = msgspec.msgpack.Decoder(TableSpec)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast, final
+from functools import lru_cache
+from typing import Final, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,10 @@ _REFUSED = {
 _NOT_HYPER = frozenset({"params", "param_names"})
 # Ways of running a step that make sense only where the autograd graph or a CUDA graph is.
 _LOCAL_ONLY = ("differentiable", "capturable")
+# What says how a step is computed, not what it computes: settled when a table is declared, and never changed by a push.
+SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
+# Each lets the optimizers that know it keep one state more.
+_MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
 
 
 def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
@@ -83,6 +89,40 @@ def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper
         if group.get(key):
             raise UsageError(f"{owner} has {key}=True, but its steps run on the servers. Leave {key} out.")
     return {key: _plain(key, value, owner) for key, value in group.items() if key not in _NOT_HYPER}
+
+
+def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tuple[Hyper, ...]:
+    """Return what a push says of the param groups of an optimizer: its numbers now, and the switches as declared.
+
+    What schedulers and users keep in the groups beside what was declared stays here.
+    """
+    return tuple(
+        {
+            **hyper_of({key: group[key] for key in declared}, rule.name),
+            **{key: declared[key] for key in SWITCHES if key in declared},
+        }
+        for group, declared in zip(groups, rule.groups, strict=True)
+    )
+
+
+def check_groups(rule: RuleSpec) -> None:
+    """Raise UsageError for a hyperparameter that the class of torch.optim does not have, or a switch that is none.
+
+    Other switches than `fused` and `foreach` stay off. `fused` and `foreach` choose which of our own ways of computing
+    an update a table has, so all groups of a table have to go the same way.
+    """
+    known = {*inspect.signature(optimizer_class(rule.name)).parameters, "decoupled_weight_decay"} - _NOT_HYPER
+    for number, group in enumerate(rule.groups):
+        unknown = sorted(group.keys() - known)[:3]
+        if unknown:
+            raise UsageError(f"{rule.name} has no hyperparameter {unknown} (group {number}); it has {sorted(known)}.")
+        odd = [key for key in SWITCHES if group.get(key) not in (None, False, True)]
+        if odd or any(group.get(key) for key in _LOCAL_ONLY):
+            raise UsageError(
+                f"{rule.name} (group {number}): {', '.join(odd or _LOCAL_ONLY)} cannot be switched on a server."
+            )
+    if any(group.get("fused") for group in rule.groups) and any(group.get("foreach") for group in rule.groups):
+        raise UsageError(f"{rule.name} is to be fused and foreach at once: give all groups one of the two, or neither.")
 
 
 def _plain(key: str, value: object, owner: str) -> Number | tuple[Number, ...]:
@@ -154,7 +194,7 @@ class TorchRule:
         """Take one step of the optimizer; see `UpdateRule.update`."""
         optimizer = self._optimizer or self._build(values, hyper, groups)
         for group, numbers in zip(optimizer.param_groups, hyper, strict=True):
-            group.update({**numbers, "params": group["params"]})
+            group.update({**_allowed(numbers), "params": group["params"]})
         for parameter, gradient, group in zip(self._parameters, gradients, groups, strict=True):
             scribbles = gradient is not None and _writes_to_gradients(hyper[group], parameter)
             parameter.grad = gradient.clone() if scribbles and gradient is not None else gradient
@@ -165,12 +205,13 @@ class TorchRule:
 
     def _build(self, values: Sequence[Tensor], hyper: Sequence[Hyper], groups: Sequence[int]) -> torch.optim.Optimizer:
         self._parameters = [nn.Parameter(value) for value in values]
-        param_groups: list[dict[str, object]] = [{**numbers, "params": []} for numbers in hyper]
+        param_groups: list[dict[str, object]] = [{**_allowed(numbers), "params": []} for numbers in hyper]
         for parameter, group in zip(self._parameters, groups, strict=True):
             cast("list[nn.Parameter]", param_groups[group]["params"]).append(parameter)
         # Some classes (Adagrad) read arguments of the constructor that they do not look up in the groups.
         accepted = inspect.signature(self._class).parameters
-        arguments = {key: value for key, value in hyper[0].items() if key in accepted and key not in _NOT_HYPER}
+        known = _allowed(hyper[0])
+        arguments = {key: value for key, value in known.items() if key in accepted and key not in _NOT_HYPER}
         self._optimizer = _construct(self._class, param_groups, arguments)
         for key, value in self._loaded.items():
             index, _, name = key.partition(".")
@@ -191,10 +232,69 @@ class TorchRule:
                     raise ProtocolBug(f"State '{name}' of {self._class.__name__} is {value!r}, expected a tensor.")
         return named
 
+    def check_state(self, state: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
+        """Raise UsageError unless every state has the name, shape and dtype that torch gives it itself.
+
+        Torch does not look at shapes before it computes, some of its operations not even while they do.
+        """
+        by_piece: dict[int, dict[str, Tensor]] = {}
+        for key, found in state.items():
+            index, _, name = key.partition(".")
+            by_piece.setdefault(int(index), {})[name] = found
+        for index, given in by_piece.items():
+            self._check_piece(index, given, values[index])
+
+    def _check_piece(self, index: int, given: Mapping[str, Tensor], value: Tensor) -> None:
+        elementwise = self.granularity == "element"
+        shape = (2,) if elementwise else tuple(value.shape)
+        least = _layouts(self._class, shape, value.dtype, more=False)
+        lacking = sorted(least.keys() - given.keys())
+        if lacking:
+            raise UsageError(f"The state of piece {index} lacks {lacking}, which {self._class.__name__} needs.")
+        expected = _layouts(self._class, shape, value.dtype, more=True)
+        for name, found in given.items():
+            if name not in expected:
+                raise UsageError(f"{self._class.__name__} has no state '{name[:200]}', expected {sorted(expected)}.")
+            wanted, dtype = expected[name]
+            if elementwise and wanted == shape:
+                wanted = tuple(value.shape)
+            if tuple(found.shape) != wanted or found.dtype != dtype:
+                raise UsageError(
+                    f"State '{index}.{name}' has shape {tuple(found.shape)} and {found.dtype}, expected {wanted} and "
+                    f"{dtype}."
+                )
+            require_count(name, found)
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
         self._loaded = {key: value.clone() for key, value in state.items()}
         self._optimizer = None
+
+
+def require_count(name: str, found: Tensor) -> None:
+    """Raise UsageError for a number of steps that is none."""
+    if name == "step" and not 0 <= found.item() < math.inf:
+        raise UsageError(f"State 'step' is {found.item()}, expected a number of steps.")
+
+
+@lru_cache(maxsize=256)
+def _layouts(
+    cls: type[torch.optim.Optimizer], shape: tuple[int, ...], dtype: torch.dtype, *, more: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every state that a parameter has after a step, with `more` of those it may have too."""
+    accepted = inspect.signature(cls).parameters
+    stand_in = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    numbers = {key: value for key, value in _MORE_STATE.items() if more and key in accepted}
+    optimizer = _construct(cls, [{"params": [stand_in]}], numbers)
+    stand_in.grad = torch.ones_like(stand_in)
+    optimizer.step()
+    found = cast("Mapping[str, object]", optimizer.state[stand_in])
+    return {name: (tuple(s.shape), s.dtype) for name, s in found.items() if isinstance(s, Tensor)}
+
+
+def _allowed(numbers: Hyper) -> Hyper:
+    """Return hyperparameters of which none has torch run code that takes the shapes of its tensors on trust."""
+    return {key: False if key in ("fused", *_LOCAL_ONLY) else value for key, value in numbers.items()}
 
 
 def _construct(

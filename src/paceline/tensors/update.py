@@ -19,10 +19,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from paceline.errors import UsageError
-from paceline.tensors.kernels import Kernel, kernel_of
-from paceline.tensors.own_rule import build_own, missing_members, split_path
+from paceline.tensors.kernels import OWN_NUMBERS, Kernel, kernel_of
+from paceline.tensors.own_rule import build_own, missing_members, own_code, split_path
 from paceline.tensors.rules import Granularity, Number, Quorum, RuleSpec, UpdateRule
-from paceline.tensors.torch_rule import PREFIX, TorchRule, from_optimizer, torch_optim
+from paceline.tensors.torch_rule import PREFIX, TorchRule, check_groups, from_optimizer, torch_optim
 
 __all__ = [
     "FTRL",
@@ -303,6 +303,7 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
     Raises:
         UsageError: the rule does not exist, may not be loaded, or is not an update rule.
     """
+    _check_hyper(spec)
     kernel = kernel_of(spec)
     if kernel is not None:
         return kernel
@@ -314,9 +315,26 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
             "Declare it with rows=<numbers a row>, or choose SGD, Adagrad or Adam."
         )
     made = build_own(spec.name, allowed)
-    if not isinstance(made, UpdateRule):
-        missing = missing_members(made, _MEMBERS)
-        raise UsageError(f"{spec.name} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
-    if made.granularity not in ("element", "tensor"):
-        raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
+    with own_code(f"The update rule {spec.name}"):
+        if not isinstance(made, UpdateRule):
+            missing = missing_members(made, _MEMBERS)
+            raise UsageError(f"{spec.name} is not an update rule: it has no {missing}. See paceline.update.UpdateRule.")
+        if made.granularity not in ("element", "tensor"):
+            raise UsageError(f"{spec.name}: granularity is '{made.granularity}', expected 'element' or 'tensor'.")
     return made
+
+
+def runs_in_torch(spec: RuleSpec) -> bool:
+    """Say whether a rule is one of torch.optim that has no kernel here, so that torch itself takes the steps."""
+    return spec.name.startswith(PREFIX) and kernel_of(spec) is None
+
+
+def _check_hyper(spec: RuleSpec) -> None:
+    """Raise UsageError for hyperparameters that a rule of ours does not have."""
+    if spec.name.startswith(PREFIX):
+        check_groups(spec)
+    elif spec.name in OWN_NUMBERS:
+        known = OWN_NUMBERS[spec.name]
+        unknown = sorted({key for group in spec.groups for key in group} - set(known))[:3]
+        if unknown:
+            raise UsageError(f"The update rule {spec.name} has no hyperparameter {unknown}, expected {list(known)}.")

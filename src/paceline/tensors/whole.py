@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.tensors.contribution import Contribution
 from paceline.tensors.crew import Crew, stretches
+from paceline.tensors.own_rule import own_code
 from paceline.tensors.pieces import Piece
 from paceline.tensors.rules import Hyper, UpdateRule
 from paceline.tensors.summing import CHUNK, combine_stretch
 from paceline.tensors.table import NonFinite, Scale
+from paceline.tensors.torch_rule import TorchRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,16 +51,33 @@ class WholeTensors:
         combined, num_zeroed = self._combine(contributions, having)
         gradients = [piece.view(combined) if there else None for piece, there in zip(self._pieces, having, strict=True)]
         if self._pieces:
-            self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
+            with own_code("The update rule"):
+                self._rule.update(self._views, gradients, hyper, [piece.group for piece in self._pieces])
         return num_zeroed
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the live state of every piece; see `UpdateRule.state`."""
-        return self._rule.state()
+        with own_code("The update rule"):
+            return self._rule.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
-        self._rule.load_state(state)
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
+
+        Raises:
+            UsageError: a state has another shape than the rule gives it.
+        """
+        if isinstance(self._rule, TorchRule):
+            self._rule.check_state(state, self._views)
+        elif self._rule.granularity == "element":
+            for key, value in state.items():
+                expected = self._views[int(key.partition(".")[0])].shape
+                if value.shape not in ((), expected):
+                    raise UsageError(
+                        f"State '{key}' has shape {tuple(value.shape)}, expected {tuple(expected)}, or () for one "
+                        "number."
+                    )
+        with own_code("The update rule"):
+            self._rule.load_state(state)
 
     def _combine(self, contributions: Sequence[Contribution], having: Sequence[tuple[int, ...]]) -> tuple[Tensor, int]:
         """Return the combined gradient of the range and how much of it was zeroed; a single one is used as it is."""

@@ -18,8 +18,8 @@ from paceline.errors import UsageError
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Asked, Table
 from paceline.observe import trace as records
-from paceline.tensors.table import Hyper, Segment, TableSpec
-from paceline.tensors.torch_rule import from_optimizer, hyper_of
+from paceline.tensors.table import Segment, TableSpec
+from paceline.tensors.torch_rule import from_optimizer, pushed_hyper
 from paceline.tensors.update import Add
 from paceline.training.accrual import Accrual, descend, gradients_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
@@ -268,9 +268,7 @@ class DownpourOptimizer(Distributed):
 
     def _push(self) -> None:
         accrual = self._accrual
-        hyper: tuple[Hyper, ...] = tuple(
-            hyper_of({key: group[key] for key in self.defaults}) for group in self.param_groups
-        )
+        hyper = pushed_hyper(self.param_groups, self._spec.rule)
         pushed = self._table.push(accrual.total, samples=accrual.num_samples, absent=accrual.absent(), hyper=hyper)
         pushed.add_done_callback(self._count_refusal)
         accrual.clear()

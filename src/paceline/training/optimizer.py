@@ -19,7 +19,7 @@ from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Table
 from paceline.parallel.arrangement import Arrangement
 from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
-from paceline.tensors.torch_rule import from_optimizer, hyper_of
+from paceline.tensors.torch_rule import from_optimizer, pushed_hyper
 from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.courier import Courier
@@ -330,7 +330,7 @@ class DistributedOptimizer(Distributed):
 
     def _hyper(self) -> tuple[Hyper, ...]:
         """Return the numbers of each group; what schedulers and users keep there beside them stays here."""
-        return tuple(hyper_of({key: group[key] for key in self.defaults}) for group in self.param_groups)
+        return pushed_hyper(self.param_groups, self._spec.rule)
 
     @property
     def _num_new_samples(self) -> int:

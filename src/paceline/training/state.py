@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import UsageError
+from paceline.node.answers import read_answer_of
 from paceline.node.layout import spans
 from paceline.node.requests import LoadState, SaveState
 from paceline.node.table import Table
@@ -24,10 +25,12 @@ StateOf = dict[int, dict[str, Tensor]]
 def fetch_state(table: Table) -> StateOf:
     """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
     layout = spans(table.spec, table.node.settings)
-    bodies = table.node.calls.ask_all(
-        lambda number: SaveState(number, table.name), f"the servers' state of table '{table.name}'"
-    )
-    parts = [(span, load(bytes(body))) for span, body in zip(layout, bodies, strict=True)]
+    what = f"the servers' state of table '{table.name}'"
+    bodies = table.node.calls.ask_all(lambda number: SaveState(number, table.name), what)
+    parts = [
+        (span, read_answer_of(span.server, what, lambda body: load(bytes(body)), body))
+        for span, body in zip(layout, bodies, strict=True)
+    ]
     return gather_optimizer(table.spec, parts)["state"]
 
 

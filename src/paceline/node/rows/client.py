@@ -15,6 +15,7 @@ from paceline.core.events import Opened, WantPush
 from paceline.core.messages import Clock, Pull, Push
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import PacelineError, UsageError
+from paceline.node.bounds import MAX_IDS
 from paceline.node.outgoing import PushOutcome, refuse_endless_clock, settled
 from paceline.node.rows.budgeted import BudgetedRows, BudgetedTables
 from paceline.node.rows.managed import Managed
@@ -295,9 +296,9 @@ class RowClient:
         ids = ids[~torch.isin(ids, self._readings.ids_of(opened.spec.name))]  # those are on their way here again
         order, counts = self.owners.split(ids)
         for server, places in enumerate(order.split(counts)):
-            if len(places):
+            for part in places.split(MAX_IDS) if len(places) else ():
                 unsubscribe = Unsubscribe(self.core.settings.sender, opened.spec.name, self.core.next_request)
-                self.say(server, unsubscribe, ids_body(ids[places]))
+                self.say(server, unsubscribe, ids_body(ids[part]))
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 

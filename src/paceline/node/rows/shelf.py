@@ -11,9 +11,10 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.errors import PeerError, UsageError
+from paceline.node.bounds import MAX_WAITING_READ_BYTES, most_rows
 from paceline.node.mishaps import MISHAPS, story
 from paceline.node.numbers import objection
-from paceline.node.room import require_room
+from paceline.node.room import require_memory, require_room
 from paceline.node.rows.opened import layouts
 from paceline.node.rows.parcels import Layout, ids_of
 from paceline.node.rows.subscriptions import Subscription
@@ -55,6 +56,11 @@ class ServedRows:
     # Why this table takes no more pushes: an update of it could not be made.
     broken: str = ""
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of a row and its echo as they are read, before they are encoded."""
+        return self.down.full_width * self.down.dtype.itemsize
+
     def note_changed(self, ids: Tensor) -> None:
         """Have these rows, each once, sent to those who keep them."""
         for subscription in self.subscriptions.values():
@@ -95,9 +101,10 @@ class RowShelf:
                 f"table '{spec.name}' exists on server {self.server} with other settings than this worker declares: "
                 f"{lines} Every worker must declare it alike."
             )
-        consistency = Consistency.parse(spec.consistency)
         if known is None:
             spec.validate()
+        consistency = Consistency.parse(spec.consistency)
+        if known is None:
             if spec.life.spill and not self.may_spill:
                 raise UsageError(
                     f"table '{spec.name}' is to spill to {spec.life.spill}, but server {self.server} writes where its "
@@ -137,6 +144,7 @@ class RowShelf:
             ids, parcel.rows, frame.count, frame.hyper, parcel.echo, frame.push.clock, frame.expected
         )
         try:
+            require_memory(f"rows of table '{served.spec.name}'", len(ids) * served.store.row_bytes)
             served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
         except UsageError as error:
             return str(error)
@@ -177,6 +185,7 @@ class RowShelf:
 
         Raises:
             PeerError: the ids make no sense, or the worker has too many reads waiting.
+            UsageError: the answer would be larger than one may be; nothing has changed.
         """
         served = self.tables.get(frame.pull.table)
         if served is None:
@@ -186,9 +195,12 @@ class RowShelf:
         ids = self._ids(served, life, frame.keys, sent)
         if ids is None:
             return KeysWanted(frame.pull.table, -1, frame.pull.request)
+        request = frame.pull.request
         if sum(reader == life for reader, _ in served.asked) >= MAX_READS:
             raise PeerError(f"worker {life[0]} has more than {MAX_READS} reads of table '{served.spec.name}' waiting")
-        served.asked[life, frame.pull.request] = ids, frame.pull.clock
+        others = sum(len(asked) for key, (asked, _) in served.asked.items() if key[0] == life and key[1] != request)
+        _require_bounded(served, life[0], len(ids), others)
+        served.asked[life, request] = ids, frame.pull.clock
         return None
 
     def answer(self, life: Life, message: Fetched) -> memoryview | None:
@@ -276,6 +288,21 @@ class RowShelf:
             raise PeerError(f"worker {life[0]} sent ids of table '{served.spec.name}' under a digest of other ids")
         lists.put(keys.digest, sent.clone())
         return sent
+
+
+def _require_bounded(served: ServedRows, worker: int, num: int, num_waiting: int) -> None:
+    """Refuse a read whose answer would take too much memory, or too much beside those that are waited for."""
+    row_bytes, most = served.read_bytes, most_rows(served.read_bytes)
+    if num > most:
+        raise UsageError(
+            f"worker {worker} asks for {num} rows of table '{served.spec.name}' at once, {row_bytes} bytes each: "
+            f"expected at most {most}"
+        )
+    if (num + num_waiting) * row_bytes > MAX_WAITING_READ_BYTES:
+        raise UsageError(
+            f"worker {worker} waits for {num_waiting} rows of table '{served.spec.name}', {row_bytes} bytes each, and "
+            f"asks for {num} more: expected at most {MAX_WAITING_READ_BYTES} bytes together"
+        )
 
 
 def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.node.bounds import MAX_PUSH_BYTES, most_rows
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.outgoing import PushOutcome, settled
 from paceline.node.rows.files import RowFile
 from paceline.node.rows.ids import Ids, row_ids
 from paceline.node.rows.opened import OpenedRows
+from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.rows.readings import RowReading
 from paceline.node.whole_calls import WholeCalls
 from paceline.node.worker import WorkerNode
@@ -34,6 +36,8 @@ from paceline.tensors.table import Hyper
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
+_MOST_READS = 32  # that one pull is cut into
+
 
 @dataclass(slots=True)
 class RowFuture:
@@ -44,6 +48,7 @@ class RowFuture:
     inverse: Tensor | None  # of each id, its place among the distinct ones; None where no id repeats
     reading: RowReading
     clock: int  # of the training step that uses them
+    further: tuple[RowReading, ...] = ()  # of the ids that are more than one read may ask for
 
     def result(self) -> Tensor:
         """Return the rows, `(*shape of the ids, width)`, in memory of their own each time.
@@ -123,7 +128,11 @@ class RowTable:
             DeadlineExceeded: the rows did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
-        return self.finish(self._begin(ids, refresh=refresh, exact=exact, ahead=0))
+        with torch.inference_mode(mode=False):
+            keys, most = self.keys(ids), self._most_together
+        asked = (self._begin(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
+        parts = [self.finish(each) for each in asked]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
         """Ask for rows without blocking.
@@ -172,6 +181,7 @@ class RowTable:
             problem = self._objection(values)  # of sums: there are fewer, and none of NaN or infinity is finite
             if problem:
                 return settled(PushOutcome(applied=False, reason=problem))
+            self._require_bounded(len(distinct))
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
             return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper, expected=expected)
@@ -307,7 +317,8 @@ class RowTable:
         """Return the rows of a read that was begun; they may lie in the memory of the read itself."""
         began = time.monotonic()
         with self.meter.communicating():
-            rows, clocks = self.node.rows.take(asked.reading)
+            taken = [self.node.rows.take(reading) for reading in (asked.reading, *asked.further)]
+        rows, clocks = taken[0] if len(taken) == 1 else tuple(torch.cat(parts) for parts in zip(*taken, strict=True))
         waited_s = time.monotonic() - began
         if asked.clock >= 0:
             contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # what `Deferral.contained` says, of each
@@ -328,9 +339,24 @@ class RowTable:
             # What others held back and sent at a barrier is of a clock that rows kept here need not contain.
             late = exact and self.opened.budgeted is not None
             asks = (late or not self.opened.is_lazy) if refresh is None else refresh
-            reading = self.node.rows.begin(self.name, distinct, needs, refresh=asks)
+            if len(distinct) > self._most_together:
+                raise UsageError(
+                    f"{self._here()}: {len(distinct)} rows are asked for at once, expected at most "
+                    f"{self._most_together}: ask for some at a time."
+                )
+            parts = distinct.split(self._most_a_read)
+            reading, *further = [self.node.rows.begin(self.name, part, needs, refresh=asks) for part in parts]
         repeats = inverse if len(distinct) < len(inverse) else None
-        return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock)
+        return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
+
+    @property
+    def _most_a_read(self) -> int:
+        return most_rows(self.opened.down.full_width * self.opened.down.dtype.itemsize)
+
+    @property
+    def _most_together(self) -> int:
+        """Rows that may be asked for before the first have come."""
+        return _MOST_READS * self._most_a_read
 
     def keys(self, ids: Ids) -> Tensor:
         """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for what are no ids."""
@@ -351,6 +377,13 @@ class RowTable:
                 f"and {self.width} numbers a row."
             )
         return values.reshape(-1, self.width).contiguous()
+
+    def _require_bounded(self, num_rows: int) -> None:
+        most = MAX_PUSH_BYTES // (self.opened.up.row_bytes + ID_BYTES)
+        if num_rows > most:
+            raise UsageError(
+                f"{self._here()}: a push has {num_rows} rows, expected at most {most}: push some at a time."
+            )
 
     def _here(self) -> str:
         return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"

@@ -39,7 +39,7 @@ _NOT_NEGATIVE = _Number("a finite number, 0 or greater", (int, float), lambda va
 _AGE = _whole(0)
 
 _FILTERS: Mapping[str, Mapping[str, _Number]] = {
-    "key_cache": {"max_lists": _whole(1), "max_ids": _whole(1)},
+    "key_cache": {"max_lists": _whole(1, 1 << 16), "max_ids": _whole(1, 1 << 24)},  # both ends hold that many
     "kkt": {"l1": _POSITIVE, "margin": _NOT_NEGATIVE, "reset_every": _whole(2)},
     "significant": {"threshold": _POSITIVE, "max_age": _AGE},
     "top_k": {"share": _SHARE, "max_age": _AGE},

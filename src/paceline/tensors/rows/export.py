@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "paceline rows 1"
 _CHUNK_ROWS: Final = 1 << 16
+_CHUNK_BYTES: Final = 1 << 26  # servers take pieces of that size, and of fewer rows than these whatever their width
+_LEAST_ROWS: Final = 64
 _DTYPES: Final = {
     torch.int64: "I64",
     torch.int32: "I32",
@@ -94,8 +96,10 @@ def load_rows(path: Path, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiec
         with safe_open(path, framework="pt") as file:
             names = _checked(path, file, spec, wanted, optional)
             num_rows: int = file.get_slice(IDS).get_shape()[0]
-            for start in range(0, num_rows, _CHUNK_ROWS):
-                columns = {name: file.get_slice(name)[start : start + _CHUNK_ROWS] for name in names}
+            row_bytes = sum(layout.row_bytes for layout in wanted.values())
+            step = min(_CHUNK_ROWS, max(_LEAST_ROWS, _CHUNK_BYTES // row_bytes))
+            for start in range(0, num_rows, step):
+                columns = {name: file.get_slice(name)[start : start + step] for name in names}
                 yield RowPiece(columns.pop(IDS), columns)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a whole file of rows: {error}. Take the one that was saved.") from error

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.tensors.own_rule import build_own, missing_members
+from paceline.tensors.own_rule import build_own, missing_members, own_code
 from paceline.tensors.rows.adaptive import AdagradRows, AdamRows, RowwiseAdagradRows
 from paceline.tensors.rows.descent import AddRows, ProximalRows, SGDRows
 from paceline.tensors.rows.ftrl import FTRLRows
 from paceline.tensors.rows.revision import AdaptiveRevisionRows
 from paceline.tensors.rows.rule import Numbers, RowRule, StateColumn
+from paceline.tensors.torch_rule import PREFIX, check_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,10 +69,17 @@ def row_rule(spec: RuleSpec, allowed: AbstractSet[str] | None) -> RowRule:
     hyper = spec.groups[0]
     known = _KNOWN.get(spec.name)
     if known is None:
-        return _InFullPrecision(_own(spec.name, allowed))
+        with own_code(f"The update rule {spec.name}"):
+            return _InFullPrecision(_own(spec.name, allowed))
     lacking = [name for name in known.numbers.split() if hyper.get(name) is None]
     if lacking:
         raise UsageError(f"The update rule {spec.name} lacks {', '.join(lacking)}. Take it from paceline.update.")
+    if spec.name.startswith(PREFIX):
+        check_groups(spec)
+    else:
+        unknown = sorted(hyper.keys() - set(known.numbers.split()))[:3]
+        if unknown:
+            raise UsageError(f"The update rule {spec.name} has no {unknown}, expected {known.numbers or 'none'}.")
     return _InFullPrecision(known.build(hyper))
 
 
@@ -108,6 +116,12 @@ class _InFullPrecision:
         self, values: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Numbers, echo: Tensor | None
     ) -> None:
         """Change values and state in place, rounding once."""
+        with own_code("The update rule"):
+            self._update(values, gradient, state, hyper, echo)
+
+    def _update(
+        self, values: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Numbers, echo: Tensor | None
+    ) -> None:
         if values.dtype.itemsize >= torch.float32.itemsize:
             self._rule.update(values, gradient, state, hyper, echo)
             return

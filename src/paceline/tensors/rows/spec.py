@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.tensors.rules import Hyper, RuleSpec
-from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale
+from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale, consistency_problems
 
 FirstKind: TypeAlias = Literal["constant", "uniform", "normal"]
 Evict: TypeAlias = Literal["lru", "lfu"]
@@ -135,6 +135,7 @@ class RowTableSpec:
         if not abs(self.first.scale) <= _LARGEST[self.dtype]:
             yield f"its first values are scaled by {self.first.scale}, expected a number that {self.dtype} can hold."
         yield from self._life_problems()
+        yield from consistency_problems(self.consistency)
         Consistency.parse(self.consistency)
 
     def _life_problems(self) -> Iterator[str]:

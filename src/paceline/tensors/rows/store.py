@@ -80,6 +80,11 @@ class RowStore:
         """How many numbers a row is read as: its values, and after them its echo if the rule has one."""
         return self.spec.width + self._echo_width
 
+    @property
+    def row_bytes(self) -> int:
+        """How much memory one row takes, its state included."""
+        return sum(layout.row_bytes for layout in self._layouts.values())
+
     def read(self, ids: Tensor, clock: int | None = None) -> Tensor:
         """Return (n, read_width) for ids (n,), int64, which may repeat; with a clock, this is a use of those rows.
 

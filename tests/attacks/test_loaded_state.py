@@ -1,0 +1,170 @@
+"""State and numbers from a wire reach no operation of torch that takes their shapes or its own switches on trust."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save
+from tests.attacks.rogue import LAST, bytes_of, dense, rogue_in, row_table
+from tests.attacks.target import Target, target
+from tests.node.client import ONES
+from tests.tensors.tables import shards_of, store, table
+
+from paceline.core.messages import Applied, PushRefused
+from paceline.core.partition import Range
+from paceline.errors import UsageError
+from paceline.node.requests import Declare, DeclareRows, Done, Failed, Initialise, LoadState
+from paceline.tensors import update
+from paceline.tensors.rules import Hyper, Number, RuleSpec
+from paceline.tensors.shard import Contribution, Shard
+from paceline.tensors.table import Segment
+
+CLASSES = sorted(
+    name
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and name not in ("LBFGS", "Optimizer", "SparseAdam")
+)
+SEGMENTS = (Segment("weight", (3, 2)), Segment("other", (2, 2)))
+VALUES = torch.linspace(-1, 1, 4)
+FOREACH: Hyper = {"foreach": True}
+
+
+def trained(spec: RuleSpec, steps: int = 2) -> dict[str, torch.Tensor]:
+    [shard] = shards_of(table(spec, SEGMENTS), 1)
+    store([shard], torch.linspace(-1, 1, 10))
+    for _ in range(steps):
+        shard.apply([Contribution(torch.ones(10))])
+    return {key: value.clone() for key, value in shard.state().items()}
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[Target]:
+    with target() as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("more", [False, True])
+def test_the_state_of_every_class_is_taken_back_and_no_other(name: str, more: bool) -> None:
+    numbers: Hyper = {"momentum": 0.9, "amsgrad": True, "centered": True, "foreach": True} if more else FOREACH
+    accepted = update.torch_optim(name).groups[0]
+    spec = update.torch_optim(name, **{key: value for key, value in numbers.items() if key in accepted})
+    saved = trained(spec)
+    [shard] = shards_of(table(spec, SEGMENTS), 1)
+    shard.load_state(saved)
+    shard.apply([Contribution(torch.ones(10))])
+    assert torch.equal(shard.values, trained(spec, 3)["values"])
+    for key in saved.keys() - {"values"}:
+        for wrong in (saved[key].new_ones(7, 1), saved[key].to(torch.complex64), saved[key].new_ones(0)):
+            with pytest.raises(UsageError, match="shape"):
+                shards_of(table(spec, SEGMENTS), 1)[0].load_state({**saved, key: wrong})
+    with pytest.raises(UsageError, match="no state"):
+        shard.load_state({**saved, "0.mine": torch.ones(3, 2)})
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam"])
+@pytest.mark.parametrize("steps", [torch.inf, -1.0, torch.nan])
+def test_a_number_of_steps_is_one(name: str, steps: float) -> None:
+    spec = update.torch_optim(name)
+    [shard] = shards_of(table(spec, SEGMENTS), 1)
+    with pytest.raises(UsageError, match="a number of steps"):
+        shard.load_state({**trained(spec), "0.step": torch.tensor(steps)})
+
+
+def test_a_state_that_lacks_what_the_class_needs_is_refused() -> None:
+    spec = update.torch_optim("NAdam")
+    saved = {key: value for key, value in trained(spec).items() if key != "0.exp_avg"}
+    with pytest.raises(UsageError, match=r"lacks \['exp_avg'\]"):
+        shards_of(table(spec, SEGMENTS), 1)[0].load_state(saved)
+
+
+class Averaging:
+    """A rule of the user's own, which looks at each element alone."""
+
+    granularity = "element"
+
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def update(self, values: list, gradients: list, hyper: list, groups: list) -> None:
+        """Do nothing."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.kept
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.kept = dict(state)
+
+
+def test_the_state_of_an_own_rule_has_the_shape_of_its_piece() -> None:
+    spec = table(update.rule("own:Averaging"), SEGMENTS)
+    shard = Shard(spec, Range(0, 0, 10), rule=Averaging())
+    shard.load_state({"values": torch.zeros(10), "0.mean": torch.zeros(3, 2), "1.count": torch.tensor(3)})
+    with pytest.raises(UsageError, match=r"expected \(3, 2\), or \(\)"):
+        shard.load_state({"values": torch.zeros(10), "0.mean": torch.zeros(1)})
+    assert shard.state().keys() == {"values", "0.mean", "1.count"}
+
+
+def test_a_state_of_one_element_and_a_fused_step_write_to_nothing(victim: Target) -> None:
+    """What overwrote the heap of a server: fused operations of torch take the shape of the state on trust."""
+    rule = update.torch_optim("Adam", foreach=True)
+    states = ("exp_avg", "exp_avg_sq")
+    tiny = {"values": VALUES, "0.step": torch.tensor(1.0), **{f"0.{name}": torch.ones(1) for name in states}}
+    fused = tuple({**group, "foreach": None, "fused": True} for group in rule.groups)
+    with rogue_in(victim.servers, 1) as rogue:
+        rogue.say(Declare(1, dense("big", 4, rule=rule)))
+        rogue.say(Initialise(2, "big"), bytes_of(VALUES))
+        rogue.say(LoadState(3, "big"), save(tiny))
+        rogue.say(rogue.frame(0, "big", hyper=fused), ONES)
+        rogue.say(rogue.frame(1, "big"), ONES)
+        declared, initialised, failed, refused, applied = rogue.hear()
+    assert [declared, initialised] == [Done(1), Done(2)]
+    assert isinstance(failed, Failed)
+    assert "State '0.exp_avg' has shape (1,)" in failed.reason or "State '0.exp_avg_sq' has" in failed.reason
+    assert isinstance(refused, PushRefused)
+    assert "other than declared ['foreach', 'fused']" in refused.reason
+    assert applied == Applied(rogue.push(1, "big").id)
+
+
+def with_numbers(name: str, **numbers: Number) -> RuleSpec:
+    rule = update.torch_optim(name)
+    return replace(rule, groups=({**rule.groups[0], **numbers},))
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (with_numbers("SGD", frobnicate=1), r"no hyperparameter \['frobnicate'\]"),
+        (with_numbers("NAdam", params=1), r"no hyperparameter \['params'\]"),
+        (with_numbers("Adam", capturable=True), "cannot be switched"),
+        (with_numbers("NAdam", differentiable=True), "cannot be switched"),
+        (with_numbers("Adam", fused=2**62), "cannot be switched"),
+        (with_numbers("Adam", fused=True, foreach=True), "fused and foreach at once"),
+        (RuleSpec("add", ({"lr": 0.1},)), r"no hyperparameter \['lr'\]"),
+        (RuleSpec("delayed_nesterov", ({"lr": 0.1, "momentum": 0.9, "every": 2, "fused": True},)), "no hyperparameter"),
+    ],
+)
+def test_a_rule_is_declared_with_its_own_numbers_alone(rule: RuleSpec, reason: str, victim: Target) -> None:
+    with rogue_in(victim.servers, 1) as rogue:
+        rogue.say(Declare(LAST + 1, dense("numbers", 4, rule=rule)))
+        rogue.say(DeclareRows(LAST + 2, row_table("numbered rows", rule)))
+        for failed in rogue.hear():
+            assert isinstance(failed, Failed)
+            assert re.search(f"{reason}|has no|no form of", failed.reason), failed.reason
+
+
+def test_a_fused_table_stays_fused(victim: Target) -> None:
+    """Fused steps are a kernel of ours, over state that it makes itself; which one a table has is settled once."""
+    rule = update.torch_optim("Adam", fused=True)
+    with rogue_in(victim.servers, 1) as rogue:
+        rogue.say(Declare(1, dense("fused", 4, rule=rule)))
+        rogue.say(Initialise(2, "fused"), bytes_of(VALUES))
+        rogue.say(rogue.frame(0, "fused", hyper=update.torch_optim("Adam").groups), ONES)
+        rogue.say(rogue.frame(1, "fused", hyper=rule.groups), ONES)
+        assert [type(answer) for answer in rogue.hear()] == [Done, Done, PushRefused, Applied]
