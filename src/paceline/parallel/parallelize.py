@@ -85,7 +85,7 @@ def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
         _require_cpu(model)
     ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None
     if mesh is not None and mesh.grid.tensor > 1:
-        loss = _split(model, loss, mesh)
+        loss = _split(model, loss, mesh, in_row=ends is not None or asked.recompute)
     if ends is None or mesh is None:
         materialise(model)
         run = (
@@ -120,12 +120,21 @@ def _ends(model: nn.Module, asked: Asked, mesh: Mesh) -> list[int]:
     return ends
 
 
-def _split(model: nn.Module, loss: Loss, mesh: Mesh) -> Loss:
-    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then."""
+def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
+    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then.
+
+    Args:
+        model: the whole one.
+        loss: of what it gives.
+        mesh: of all workers.
+        in_row: its layers are called one after the other, and its own forward is not.
+    """
     from paceline.parallel.tensor import split_over  # takes half a second
     from paceline.parallel.vocabulary import plain
 
     materialise(model)
     with mesh.explained("splitting layers"):
-        split_over(model, mesh.axis("tensor"))
+        split_over(
+            model, mesh.axis("tensor"), row=[(one.name, one.module) for one in layers_of(model)] if in_row else ()
+        )
     return lambda outputs, targets: plain(loss(outputs, targets))
