@@ -93,8 +93,10 @@ class Mesh:
         """Return the process group of those who differ from this worker along one axis only."""
         return self.devices.get_group(name)
 
-    def agree(self, call: Call, what: str) -> None:
-        """Hear from all who hold this replica what they are about to do; blocks until all have come to it.
+    def agree(self, call: Call, what: str) -> list[Call]:
+        """Tell all who hold this replica what this worker is about to do, and return what each of them tells.
+
+        All must do the same; only `weight` may differ. Blocks until all have come to it.
 
         Raises:
             UsageError: another means another call; nothing has been sent then.
@@ -106,13 +108,14 @@ class Mesh:
         self._words = self._words or [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in members]
         with self.explained(what):
             dist.all_gather(self._words, own.words(), self.replica)
-        for rank, words in zip(members, self._words, strict=True):
-            told = Call.read(words)
-            if told != own:
+        calls = [Call.read(words) for words in self._words]
+        for rank, told in zip(members, calls, strict=True):
+            if replace(told, weight=own.weight) != own:
                 raise UsageError(
                     f"worker {self.company.rank}, {what} {own.number}: expected {own} of every worker of this replica, "
                     f"got {told} from worker {rank} as its {told.number}. All must be given the same batch."
                 )
+        return calls
 
     @contextmanager
     def explained(self, what: str) -> Generator[None]:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collective.call import Call, Pattern
+from paceline.parallel.losses import Loss
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.parallel.passing import give, letters_of, take, text_of
 from paceline.parallel.pipeline import Pipeline
-from paceline.parallel.stage import Loss, parts
+from paceline.parallel.stage import parts
 from paceline.parallel.whole import whole
 
 _Run = Callable[[Any], Any]
@@ -108,13 +109,13 @@ class Parallel(nn.Module):
         return super().train(mode)
 
     def whole_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the state of the whole model to the first worker of the replica, None to the others.
+        """Return a copy of the state of the whole model to the first worker of the replica, None to the others.
 
         All of them must call it; blocks until they have.
         """
         grid, spot, mesh = self._part.grid, self._part.spot, self._part.mesh
         if mesh is None:
-            return {name: whole(tensor) for name, tensor in self.state_dict().items()}
+            return {name: whole(tensor).clone() for name, tensor in self.state_dict().items()}
         with mesh.explained("whole_state_dict"):
             own = _whole_state(self, mesh)
             group = mesh.group("pipeline")
@@ -162,7 +163,7 @@ def _squared_norm(module: nn.Module, part: Part) -> Tensor:
 def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """Return the state of this stage, its layers whole."""
     if mesh.grid.tensor == 1:
-        return module.state_dict()
+        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
     from paceline.parallel.tensor import whole_state
 
     return whole_state(module, mesh.axis("tensor"))

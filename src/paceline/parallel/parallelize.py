@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - what all kinds of it are
 
 from paceline.collective.exchange import Exchange
 from paceline.core.strategies import Distribution
@@ -13,11 +14,12 @@ from paceline.errors import UsageError
 from paceline.parallel.arrangement import Arrangement
 from paceline.parallel.cutting import Placement, ends_of
 from paceline.parallel.layers import drop, layers_of, materialise, require_apart, tree_of
+from paceline.parallel.losses import Loss, Reduction, joining_of
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import SCHEDULES, Pipeline, Schedule
-from paceline.parallel.stage import Loss, Stage
+from paceline.parallel.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Asked:
     recompute: bool = False
     balance: Any = None
     placement: Placement | None = None
+    reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be."""
@@ -81,6 +84,9 @@ def keep_part(model: nn.Module, loss: Loss, asked: Asked, exchange: Exchange, ar
 def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
     mesh, stage = part.mesh, part.spot.stage
+    joining = joining_of(loss, asked.reduction)
+    # A BatchNorm mostly cannot learn from one sample.
+    min_size = 2 if any(isinstance(one, _BatchNorm) for one in model.modules()) else 1
     if mesh is not None:
         _require_cpu(model)
     ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None
@@ -88,9 +94,7 @@ def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
         loss = _split(model, loss, mesh, in_row=ends is not None or asked.recompute)
     if ends is None or mesh is None:
         materialise(model)
-        run = (
-            Stage([layer.module for layer in layers_of(model)], None, recompute=True).run if asked.recompute else model
-        )
+        run = Stage([layer.module for layer in layers_of(model)], recompute=True).run if asked.recompute else model
         return Parallel(model, run, loss, part)
     layers = layers_of(model)
     own = layers[ends[stage - 1] if stage else 0 : ends[stage]]
@@ -98,9 +102,9 @@ def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     held = tree_of(own)
     materialise(held)
     held.train(model.training)
-    own_loss = loss if stage == part.grid.pipeline - 1 else None
-    run = Stage([layer.module for layer in own], own_loss, recompute=asked.recompute)
-    return Parallel(held, Pipeline(mesh, run, asked.schedule, asked.micro_batches), loss, part)
+    run = Stage([layer.module for layer in own], recompute=asked.recompute)
+    pipeline = Pipeline(mesh, run, loss, joining, asked.schedule, asked.micro_batches, min_size)
+    return Parallel(held, pipeline, loss, part)
 
 
 def _require_cpu(model: nn.Module) -> None:

@@ -124,7 +124,8 @@ class WholeCheck:
         return (
             f"'{self._name}', a {type(self._unit).__name__}, cannot be split by its layers {', '.join(names[:6])}: "
             "what stands between them needs the features of all ranks, as a softmax or a norm over them does, so "
-            f"parts give something else than the whole.{why} Leave these layers out: name those to split in tensor_plan."
+            f"parts give something else than the whole.{why} Leave these layers out: name those to split in a "
+            "tensor_plan."
         )
 
     def _run(self, trial: Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
