@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Parallel(nn.Module):
         self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
         self._loss = loss
         self._part = part
+        self._followers: list[WeakMethod[Callable[[], None]]] = []
 
     @property
     def held(self) -> nn.Module:
@@ -64,8 +66,9 @@ class Parallel(nn.Module):
     def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
         """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
 
-        Loss and gradients are those of the whole batch of this replica: the mean over its micro-batches. Blocks until
-        all workers of the replica have done their part.
+        Loss and gradients are those of the whole batch of this replica, as one process would find them. Under
+        all-reduce the gradients are combined with those of the other replicas before this returns, but for calls inside
+        of `optimizer.accumulate()`. Blocks until all workers of the replica have done their part.
 
         Args:
             inputs: (batch, ...) a tensor, or a tuple of tensors for a model that takes one.
@@ -82,10 +85,20 @@ class Parallel(nn.Module):
             return float(loss.detach())
         with self._connected("step", inputs), _split_loss(self._part):
             if isinstance(run, Pipeline):
-                return run.forward_backward(inputs, targets)
-            loss = self._loss(run(inputs), targets)
-            loss.backward()
-            return float(loss.detach())
+                found = run.forward_backward(inputs, targets)
+            else:
+                loss = self._loss(run(inputs), targets)
+                loss.backward()
+                found = float(loss.detach())
+        for follower in self._followers:
+            act = follower()
+            if act is not None:
+                act()
+        return found
+
+    def when_backward(self, act: WeakMethod[Callable[[], None]]) -> None:
+        """Have this called at the end of each `forward_backward` of layers that several workers hold."""
+        self._followers.append(act)
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale all gradients of this replica so that their norm is `max_norm` at most; return the norm before.
