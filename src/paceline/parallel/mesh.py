@@ -160,7 +160,10 @@ class Mesh:
         dist.destroy_process_group()
 
     def _missing(self) -> Sequence[int]:
-        """Return who does not notice that the connections are over, within a second; all others if everybody does."""
+        """Return who does not notice that the connections are over, within a second; all others if everybody does.
+
+        A worker that has ended is among them, and ones that compute may be: which of them run is asked later.
+        """
         store = self.accounts.store
         store.set(f"noticed/{self.company.rank}", "")
         self.abort()
@@ -168,6 +171,8 @@ class Mesh:
         silent, deadline_s = connected - {self.company.rank}, time.monotonic() + _GRACE_S
         while silent and time.monotonic() < deadline_s:
             silent = {rank for rank in silent if not store.check([f"noticed/{rank}"])}
+            if any(map(self.company.liveness.has_ended, silent)):
+                break
             if all(store.check([f"account/{rank}"]) for rank in silent):
                 break
             time.sleep(_POLL_INTERVAL_S)
@@ -198,11 +203,12 @@ def _meet(company: Company, store: Store) -> Accounts:
             f"worker {company.rank} held a part of the model in an earlier life: a worker that was started again "
             "cannot join the others. Start the job again."
         )
+    company.liveness.begin()
     company.node.calls.ask(0, lambda number: Meet(number, _NAME), "all workers to come to the mesh")
     absent = company.absent(store)
     if absent:
         raise PeerError(f"worker {company.rank}: {names(absent)} has left the job or has died before the mesh was made")
-    return Accounts(PrefixStore(_NAME, store), company.rank)
+    return Accounts(PrefixStore(_NAME, store), company.rank, company.liveness)
 
 
 def _connect(grid: Grid, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]:
