@@ -84,6 +84,28 @@ def _flattened(model: nn.Sequential, prefix: str) -> list[Layer]:
     return layers
 
 
+def starts_of(layers: Sequence[Layer]) -> list[int]:
+    """Return the layers that a stage after the first may begin with.
+
+    Those that have something to learn, with no parameter that a layer before and one from there on share.
+
+    Example:
+        >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> layers = [Layer(str(n), one) for n, one in enumerate((first, nn.Tanh(), nn.Linear(2, 2), last))]
+        >>> starts_of(layers)
+        [2, 3]
+        >>> last.weight = first.weight
+        >>> starts_of(layers)
+        []
+    """
+    spans: dict[int, tuple[int, int]] = {}  # the first and the last layer that has each parameter
+    for index, layer in enumerate(layers):
+        for parameter in layer.module.parameters():
+            spans[id(parameter)] = (spans.get(id(parameter), (index, index))[0], index)
+    learning = [index for index, layer in enumerate(layers) if layer.num_parameters][1:]
+    return [start for start in learning if not any(first < start <= last for first, last in spans.values())]
+
+
 def require_apart(layers: Sequence[Layer], ends: Sequence[int]) -> None:
     """Raise UsageError when stages share a parameter: each would learn its own."""
     owners: dict[int, tuple[int, str]] = {}
