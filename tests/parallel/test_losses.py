@@ -38,6 +38,16 @@ def test_any_loss_of_two_stages_is_that_of_one_process(tmp_path: Path) -> None:
         assert len([line for line in run.lines if line.endswith(f"equal {name}")]) == 2, run.output
 
 
+@pytest.mark.parametrize("held", ["tensor:2", pytest.param("pipeline:2+tensor:2", marks=pytest.mark.campaign)])
+def test_any_loss_of_scores_that_are_split_is_that_of_one_process(tmp_path: Path, held: str) -> None:
+    script, size = SCRIPT.with_name("split_losses.py"), 2 if held == "tensor:2" else 4
+    code, run = run_to_end(tmp_path / "run", script, options=("-n", str(size), "--strategy", held))
+
+    assert code == 0, run.output
+    for name in ("mean", "said", "sum", "weights", "smoothed", "mixed", "surprise", "each", "by hand"):
+        assert len([line for line in run.lines if line.endswith(f"equal {name}")]) == size, run.output
+
+
 def ours(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.mse_loss(outputs, targets)
 

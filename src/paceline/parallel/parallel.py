@@ -153,7 +153,7 @@ class Parallel(nn.Module):
             yield
 
 
-def _split_loss(part: Part) -> AbstractContextManager[None]:
+def _split_loss(part: Part) -> AbstractContextManager[object]:
     """Return the context in which the loss takes scores that are split over tensor ranks."""
     if part.grid.tensor == 1:
         return nullcontext()

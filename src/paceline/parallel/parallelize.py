@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -133,12 +134,12 @@ def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
         mesh: of all workers.
         in_row: its layers are called one after the other, and its own forward is not.
     """
+    from paceline.parallel.split_loss import loss_of_split
     from paceline.parallel.tensor import split_over  # takes half a second
-    from paceline.parallel.vocabulary import plain
 
     materialise(model)
     with mesh.explained("splitting layers"):
         split_over(
             model, mesh.axis("tensor"), row=[(one.name, one.module) for one in layers_of(model)] if in_row else ()
         )
-    return lambda outputs, targets: plain(loss(outputs, targets))
+    return partial(loss_of_split, loss)

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from paceline.parallel.split import Cut, Region, Share, generator_of
 from paceline.parallel.split_layers import ColumnLinear, Made, RowLinear, SplitAttention, SplitLayer
+from paceline.parallel.split_loss import SplitCrossEntropy
 from paceline.parallel.tensor_checks import heads_of, require_row, require_splittable
 from paceline.parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
 from paceline.parallel.trial import WholeCheck
@@ -31,8 +31,8 @@ def split_over(
     Its parameters become those of the mesh's first rank, of which each rank keeps its part as an ordinary parameter of
     the same name; so optimizers and tables of servers work on parts. What is not split stays whole on each rank, with
     the same values and the same gradients. Make optimizers afterwards. Random numbers are the same on all ranks from
-    here on, except between a layer split by columns and the one split by rows. Gradients need `split_loss` around
-    forward and backward, where a vocabulary is split.
+    here on, except between a layer split by columns and the one split by rows. Where a vocabulary is split, take the
+    loss inside of `split_loss`.
 
     A module whose layers are split is tried out at its first call, without sending anything: what stands between them
     must give parts of what it gives between whole layers. Else that call raises UsageError, on every rank.
@@ -73,12 +73,12 @@ def split_over(
             module.use_nested_tensor = False  # a shortcut past its layers, which would be past their split
 
 
-def split_loss() -> AbstractContextManager[None]:
-    """Return a context for forward, loss and backward in which `cross_entropy` takes scores of a split vocabulary.
+def split_loss() -> AbstractContextManager[object]:
+    """Return a context in which `cross_entropy` takes scores of a split vocabulary, without gathering them.
 
-    The loss then is a `DTensor`, which `paceline.parallel.vocabulary.plain` makes a plain one of.
+    What other losses make of them is a `DTensor`, which `paceline.parallel.split_loss.plain` makes an ordinary one of.
     """
-    return loss_parallel()
+    return SplitCrossEntropy()
 
 
 def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class VocabularyLinear(SplitLayer):
     """The linear layer that scores words, each rank a part of them: (..., in) to (..., words).
 
     While gradients are on the scores are a `DTensor`, sharded over the words, of which `cross_entropy` takes the loss
-    without gathering them: inside `loss_parallel` of torch, as its backward. While they are off, they are gathered.
+    without gathering them, inside of `split_loss`. While they are off, they are gathered.
     """
 
     weight: Tensor
@@ -69,8 +69,3 @@ class VocabularyLinear(SplitLayer):
         if torch.is_grad_enabled():
             return DTensor.from_local(scores, self.share.mesh, [Shard(scores.ndim - 1)], run_check=False)
         return torch.cat(self.share.gather(scores), -1)
-
-
-def plain(loss: Tensor) -> Tensor:
-    """Return a loss that was taken of split scores as an ordinary tensor, the same on all ranks."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss

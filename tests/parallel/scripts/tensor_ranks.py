@@ -29,8 +29,8 @@ from paceline.errors import UsageError
 from paceline.parallel.sharded import gathered, shard_fully
 from paceline.parallel.split import leave
 from paceline.parallel.split_layers import SplitLayer
+from paceline.parallel.split_loss import plain
 from paceline.parallel.tensor import clip_gradients, split_loss, split_over, whole_state
-from paceline.parallel.vocabulary import plain
 from paceline.parallel.whole import whole
 
 NUM_RANKS = 4
@@ -266,7 +266,7 @@ def check_names_are_no_proof(mesh: DeviceMesh) -> None:
         for _ in range(2):
             with pytest.raises(UsageError, match=r"'the model', a Pair, cannot be split by its layers fc1, fc2"):
                 model(inputs)
-        with torch.no_grad(), pytest.raises(UsageError, match="name those to split in tensor_plan"):
+        with torch.no_grad(), pytest.raises(UsageError, match="name those to split in a tensor_plan"):
             model.eval()(inputs)
     for kept in (lambda _, x: x.sin() * x.relu(), lambda model, x: nn.functional.dropout(x, 0.5, model.training)):
         model = Pair(kept).eval()
