@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.parallel.tensor_plan import has_hooks
 
 
 @runtime_checkable
@@ -46,14 +47,21 @@ class Layer:
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return the layers of a `Sequential`, those inside of it flattened, or of a model that has a method `layers`.
 
+    A `Sequential` inside that has hooks stays one layer, so that they are called.
+
     Raises:
-        UsageError: another kind of model, or `layers` leaves parameters out.
+        UsageError: another kind of model, one with hooks of its own, or `layers` leaves parameters out.
 
     Example:
         >>> inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> [layer.name for layer in layers_of(nn.Sequential(inner, nn.Linear(2, 1)))]
         ['0.0', '0.1', '1']
     """
+    if has_hooks(model):
+        raise UsageError(
+            f"a {type(model).__name__} with hooks cannot be split: its layers are called, and not the model itself. "
+            "Give the hooks to its first or last layer."
+        )
     if type(model) is nn.Sequential:
         return _flattened(model, "")
     if not isinstance(model, Layered) or "layers" in dict(model.named_children()):
@@ -77,7 +85,7 @@ def _flattened(model: nn.Sequential, prefix: str) -> list[Layer]:
     layers: list[Layer] = []
     for key, module in model._modules.items():  # pyright: ignore[reportPrivateUsage] - a module may be in it twice
         assert module is not None, "a Sequential has only modules"
-        if type(module) is nn.Sequential:
+        if type(module) is nn.Sequential and not has_hooks(module):
             layers.extend(_flattened(module, f"{prefix}{key}."))
         else:
             layers.append(Layer(f"{prefix}{key}", module))

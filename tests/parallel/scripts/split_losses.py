@@ -12,7 +12,7 @@ from torch.nn import functional
 import paceline
 
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.parallel.models import NUM_WORDS, Gpt  # noqa: E402
+from tests.parallel.models import NUM_WORDS, Gpt
 
 paceline.init()
 torch.set_num_threads(1)
