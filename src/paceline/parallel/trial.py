@@ -67,6 +67,11 @@ class Trial:
         self._num_seen += 1
         require_same(inputs, expected if cut is None else cut.part(expected, self.rank, self.size))
 
+    def end(self) -> None:
+        """Raise unless as many layers were called as when they were whole."""
+        if self._num_seen != len(self.seen):
+            raise _Different
+
     def give_for(self, layer: SplitLayer, shape: Sequence[int], width: int, cut: Cut | None = None) -> Tensor:
         """Return what stands in for the outputs of a layer, (*shape, width), cut for a rank."""
         parameter = next(layer.parameters())
@@ -110,6 +115,7 @@ class WholeCheck:
             part = Trial(self._size, rank, whole.seen)
             try:
                 found = self._run(part, args, kwargs)
+                part.end()
                 require_same(found, expected)
             except UsageError:
                 raise
