@@ -43,7 +43,7 @@ def together(work: Work, batch: Tensor, strategy: str) -> tuple[int, Mapping[str
     """Return the rank of a worker of a job that the launcher was told how to distribute, and what it can be asked."""
     rank = paceline.init().rank
     whole = work.make()
-    model = paceline.parallelize(whole, loss=whole.loss, micro_batches=MICRO_BATCHES)
+    model = paceline.parallelize(whole, loss=whole.loss, micro_batches=MICRO_BATCHES, reduction="mean")
     optimizer = paceline.distributed(momentum(model, strategy), model=model)
 
     def step(num_steps: int) -> None:

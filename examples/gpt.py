@@ -35,7 +35,7 @@ def main(options: Namespace) -> None:
     text = read_text(options.text)
     torch.manual_seed(options.seed)
     shape = Shape(len(text.characters), options.length, options.width, options.blocks, options.heads)
-    model = paceline.parallelize(GPT(shape), loss=loss_of)
+    model = paceline.parallelize(GPT(shape), loss=loss_of, reduction="mean")
     optimizer = paceline.distributed(torch.optim.AdamW(model.parameters(), lr=options.rate), model=model)
 
     batch = batch_of_replica(ps, options.batch)

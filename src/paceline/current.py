@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.parallel.cutting import Placement
+    from paceline.parallel.losses import Loss, Reduction
     from paceline.parallel.parallel import Parallel
     from paceline.parallel.pipeline import Schedule
-    from paceline.parallel.stage import Loss
 
 _Source = TypeVar("_Source")
 
@@ -268,6 +268,7 @@ def parallelize(
     recompute: bool = False,
     balance: Any = None,  # noqa: ANN401 - whatever the model takes
     placement: Placement | None = None,
+    reduction: Reduction | None = None,
 ) -> Parallel:
     """Let several workers hold a model between them: its layers cut into stages, each layer split over ranks.
 
@@ -277,7 +278,7 @@ def parallelize(
     Args:
         model: a `torch.nn.Sequential` (those inside of it are flattened), or a model with a method `layers()` that
             returns the modules whose composition is its forward; any model where nothing is cut.
-        loss: of outputs and targets, the mean over the batch: `torch.nn.functional.cross_entropy` for example.
+        loss: of outputs and targets, one number for the batch: `torch.nn.functional.cross_entropy` for example.
         pipeline: stages that the layers are cut into; by default what the launcher was told, else 1.
         tensor: ranks that each layer is split over; by default what the launcher was told, else 1.
         data: how replicas become one model, "ssp:3" or "all-reduce" for example, where there are several: the workers
@@ -291,6 +292,10 @@ def parallelize(
             about the same number of parameters.
         placement: where to cut instead: the stage of layers by the beginning of their names, {"features": 0,
             "classifier": 1}, or a list of where each stage after the first begins.
+        reduction: how the loss of a batch follows from those of its micro-batches: "mean", "sum", or for a mean what
+            the targets of a micro-batch weigh, `lambda targets: (targets >= 0).sum()` for example. By default what
+            losses of torch say of themselves (`reduction`, `ignore_index`, `weight`). Any other loss is taken once
+            of the whole batch, which keeps the activations of all micro-batches as "gpipe" does.
 
     Raises:
         UsageError: a model that cannot be cut so, workers that do not divide, or threads where processes are needed.
@@ -305,7 +310,7 @@ def parallelize(
         True
     """
     session = current()
-    asked = Asked(pipeline, tensor, data, micro_batches, schedule, recompute, balance, placement)
+    asked = Asked(pipeline, tensor, data, micro_batches, schedule, recompute, balance, placement, reduction)
     return keep_part(model, loss, asked, session.exchange, session.arrangement)
 
 

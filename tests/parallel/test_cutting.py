@@ -95,6 +95,26 @@ def test_a_part_has_the_names_and_the_memory_of_its_layers_only() -> None:
     assert not model[0][0].weight.is_meta
 
 
+def test_hooks_of_a_chain_are_called_or_refused() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.Sequential(inner, nn.Linear(2, 1))
+    assert [layer.name for layer in layers_of(model)] == ["0.0", "0.1", "1"]
+    inner.register_forward_hook(lambda *_: None)
+    assert [layer.name for layer in layers_of(model)] == ["0", "1"]
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="a Sequential with hooks cannot be split"):
+        layers_of(model)
+
+
+def test_layers_that_share_a_parameter_stay_in_one_stage() -> None:
+    layers = row("w0", "w1", "t2", "w3", "w4")
+    layers[3].module.weight = layers[1].module.weight
+    assert balanced(layers, [1.0] * 5, 3) == [1, 4, 5]
+    require_apart(layers, [1, 4, 5])
+    with pytest.raises(UsageError, match="only 3 have parameters to learn that no layer before them shares"):
+        balanced(layers, [1.0] * 5, 4)
+
+
 def test_what_a_script_asks_wins_over_the_launcher() -> None:
     launched = Distribution.parse("all-reduce+tensor:2")
     assert Asked().over(launched) == launched

@@ -19,7 +19,9 @@ def test_a_pipeline_computes_what_one_process_does(tmp_path: Path, num_stages: i
         assert len(run.saying(f"equal {name}")) == num_stages, run.output
     assert len(run.saying("told all that was refused")) == num_stages
     died = f"worker {num_stages - 2}"
-    assert len([line for line in run.saying("death:") if died in line]) == num_stages - 1, run.output
+    for rank in {*range(num_stages)} - {num_stages - 2}:  # no worker that lives is named, not even one that computes
+        told = run.saying(f"death: worker {rank}, forward_backward: {died} is gone: its connection has ended")
+        assert len(told) == 1, run.output
     assert len(run.saying("and after")) == num_stages - 1
     assert run.told() == [f"paceline: {died} was killed by SIGKILL; the run went on without it"]
 
@@ -33,3 +35,14 @@ def test_replicas_of_a_pipeline_learn_what_one_process_learns_from_the_whole_bat
     for strategy in ("ssp:3", "local-sgd:2"):
         assert len(run.saying(f"under {strategy}")) == 4, run.output
     assert run.told() == [], run.output
+
+
+@pytest.mark.parametrize("held", ["pipeline:2", "tensor:2"])
+def test_what_is_clipped_is_what_the_step_takes_also_where_a_replica_has_no_batch(tmp_path: Path, held: str) -> None:
+    options = ("-n", "4", "--strategy", f"all-reduce+{held}")
+    code, run = run_to_end(tmp_path / "run", SCRIPTS / "clipping.py", options=options)
+
+    assert code == 0, run.output
+    for name in ("clipped", "accumulated", "weighed"):
+        assert len(run.saying(f"equal {name}")) == 4, run.output
+    assert len(run.saying("forward_backward equally often for a step")) == 4, run.output

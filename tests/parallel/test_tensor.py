@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.parallel.models import Block, Gpt
 from tests.parallel.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_checks import require_splittable
-from paceline.parallel.tensor_plan import Plan, plan_for
+from paceline.parallel.tensor_checks import require_row, require_splittable
+from paceline.parallel.tensor_plan import Plan, found_plan, plan_for
 
 SCRIPT = Path(__file__).with_name("scripts") / "tensor_ranks.py"
 CHECKS = (
@@ -20,10 +22,12 @@ CHECKS = (
     "dropout",
     "gpt",
     "half_precision",
+    "names_are_no_proof",
     "number_of_sums",
     "recomputation",
     "rows_without_columns",
     "sharded",
+    "subclasses_and_hooks",
     "torch_layers",
 )
 
@@ -57,6 +61,64 @@ def test_a_model_may_bring_its_plan_and_the_script_has_the_last_word() -> None:
     assert plan_for(model, None, 2) == {"mlp.0": "column", "mlp.3": "row"}
     given = {"*.qkv": "column:3", "*.out": "row"}
     assert plan_for(model, given, 2) == {"attention.qkv": "column:3", "attention.out": "row"}
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def own_forward(layer: nn.Linear) -> None:
+    layer.forward = lambda inputs: inputs
+
+
+PAIR = {"0": "column", "2": "row"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: layer.register_forward_hook(lambda *_: None), "'0' has hooks"),
+        (lambda layer: layer.register_full_backward_hook(lambda *_: None), "'0' has hooks"),
+        (lambda layer: layer.weight.register_hook(lambda _: None), "'0' has a hook on its weight"),
+        (lambda layer: layer.register_buffer("scale", torch.ones(1)), "'0' has more than a Linear: scale"),
+        (own_forward, "'0' has a forward of its own"),
+        (nn.utils.parametrizations.weight_norm, "'0' is a ParametrizedLinear, a subclass of Linear"),
+        (lambda layer: setattr(layer, "__class__", Scaled), "'0' is a Scaled, a subclass of Linear"),
+    ],
+)
+def test_layers_that_compute_more_than_their_class_stay_whole(
+    change: Callable[[nn.Linear], object], message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert found_plan(model, 2) == PAIR
+    change(model[0])
+    assert found_plan(model, 2) == {}
+    with pytest.raises(UsageError, match=f"no layers known to be split.*stay whole: {message}"):
+        plan_for(model, None, 2)
+    with pytest.raises(UsageError, match=f"split by 'column', but {message}"):
+        plan_for(model, PAIR, 2)
+
+
+def test_activations_with_hooks_and_chains_with_a_forward_of_their_own_are_not_trusted() -> None:
+    hooked = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    hooked[1].register_forward_hook(lambda *_: None)
+    own = type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert found_plan(hooked, 2) == found_plan(own, 2) == {}
+
+
+def test_a_row_of_layers_has_only_activations_between_columns_and_rows() -> None:
+    row = [("a", nn.Linear(4, 4)), ("b", nn.GELU()), ("c", nn.Linear(4, 4)), ("d", nn.Softmax(-1))]
+    assert require_row(row, {"a": "column", "c": "row", "d.inner": "column"}) == {"a", "c"}
+    for planned, message in (
+        ({"c": "column"}, "'c' is split by its features, but 'd', a Softmax"),
+        ({"c": "row"}, "'c' is split by its features, but 'c', a Linear"),
+        ({"a": "column"}, "but 'c', a Linear"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            require_row(row, planned)
+    with pytest.raises(UsageError, match="'c' is split by columns, but no layer behind it"):
+        require_row(row[:3], {"c": "column"})
 
 
 ODD = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))

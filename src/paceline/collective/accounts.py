@@ -1,4 +1,4 @@
-"""Who is to blame when a call fails: whoever can still speak leaves an account, and who leaves none is gone."""
+"""Who is to blame when a call fails: workers that run leave an account, and one that has ended without any is gone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 
 from torch._C._distributed_c10d import Store
 
+from paceline.collective.liveness import Liveness
 from paceline.errors import DeadlineExceeded, PeerError
 
 _GRACE_S: Final = 1.0
@@ -24,6 +25,7 @@ class Accounts:
 
     store: Store
     rank: int
+    liveness: Liveness
     _given: bool = False
 
     def give(self, account: str) -> None:
@@ -33,15 +35,19 @@ class Accounts:
             self.store.set(f"account/{self.rank}", account)
 
     def read(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the accounts of these workers; blocks for a second at most, for those who are about to leave one."""
+        """Return the accounts of these workers; blocks for a second at most, for those who are about to leave one.
+
+        Once a worker has ended without one, there is no need to wait for others: it is to blame.
+        """
         found: dict[int, str] = {}
         silent, deadline_s = set(ranks), time.monotonic() + _GRACE_S
         while silent:
+            ended = {rank for rank in silent if self.liveness.has_ended(rank)}
             for rank in sorted(silent):
                 if self.store.check([f"account/{rank}"]):
                     found[rank] = self.store.get(f"account/{rank}").decode()
                     silent.discard(rank)
-            if not silent or time.monotonic() >= deadline_s:
+            if not silent or ended & silent or time.monotonic() >= deadline_s:
                 break
             time.sleep(_POLL_INTERVAL_S)
         return found
@@ -57,15 +63,19 @@ class Accounts:
         """
         accounts = self.read(suspects)
         silent = [rank for rank in suspects if rank not in accounts]
+        gone = [rank for rank in silent if self.liveness.has_ended(rank)]
         about = f"worker {self.rank}, {where}"
+        if gone:
+            self.give(f"gave up: it lost {names(gone)} ({where})")
+            return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}")
         if silent and waited_s is not None:
             self.give(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
             return DeadlineExceeded(
                 f"{about}: waited {round(waited_s, 1):g} s for {names(silent)}, which did not come in time"
             )
-        if silent:
-            self.give(f"gave up: it lost {names(silent)} ({where})")
-            return PeerError(f"{about}: {names(silent)} is gone: its connection has ended. {first_line(detail)}")
+        if silent and not accounts:
+            self.give(f"gave up: it lost its connection to {names(silent)} ({where})")
+            return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}")
         told = "; ".join(f"worker {rank} {account}" for rank, account in sorted(accounts.items()))
         self.give(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
         return PeerError(f"{about}: {told or first_line(detail)}")

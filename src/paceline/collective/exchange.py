@@ -93,6 +93,7 @@ class Exchange:
             self._lanes.popitem()[1].close(politely=politely)
         while self._groups:
             self._groups.pop().leave(politely=politely)
+        self.company.liveness.end()
 
     def _ask(
         self,

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, Work
 from paceline.collective.accounts import Accounts, names
 from paceline.collective.address import meeting_address
 from paceline.collective.call import NUM_WORDS, Call, require_same
+from paceline.collective.liveness import Liveness
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.node.requests import Meet
 from paceline.node.worker import WorkerNode
@@ -42,6 +43,11 @@ class Company:
     run_dir: Path | None
     plain: bool = False
     together: bool = True
+    liveness: Liveness = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find where workers see of each other whether they still run."""
+        object.__setattr__(self, "liveness", Liveness(self.run_dir, self.rank))
 
     @property
     def patience_s(self) -> float:
@@ -110,6 +116,7 @@ class Group:
                 f"worker {company.rank} was among those of '{name}' in an earlier life: a worker that was started "
                 "again cannot join the collective calls of the others. Start the job again."
             )
+        company.liveness.begin()
         try:
             company.node.calls.ask(0, lambda number: Meet(number, f"group {name}"), f"all workers to come to '{name}'")
         except DeadlineExceeded as error:
@@ -119,7 +126,7 @@ class Group:
             raise PeerError(
                 f"worker {company.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
             )
-        return Group(company, Accounts(store, company.rank), connect(company, store, address))
+        return Group(company, Accounts(store, company.rank, company.liveness), connect(company, store, address))
 
     def agree(self, call: Call, deadline_s: float) -> list[Call]:
         """Tell all others of a call and hear theirs, by rank; blocks until all have come to it.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.layers import Layer
+from paceline.parallel.balance import balanced_ends
+from paceline.parallel.layers import Layer, starts_of
 from paceline.parallel.mesh import Mesh
-from paceline.planning.stages import balanced_ends
 
 Placement: TypeAlias = Mapping[str, int] | Sequence[int]
 
@@ -97,16 +97,17 @@ def placed(layers: Sequence[Layer], placement: Mapping[str, int], num_stages: in
 def balanced(layers: Sequence[Layer], costs: Sequence[float], num_stages: int) -> list[int]:
     """Return the ends of stages of which the dearest is as cheap as it can be, each with something to learn.
 
+    Layers that share a parameter stay in one stage, with those between them.
+
     >>> layers = [Layer(str(n), layer) for n, layer in enumerate((nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)))]
     >>> balanced(layers, [1.0, 5.0, 2.0], num_stages=2)
     [2, 3]
     """
-    starts = [index for index, layer in enumerate(layers) if layer.num_parameters][1:]
-    edges = [0, *starts, len(layers)]
+    edges = [0, *starts_of(layers), len(layers)]
     if num_stages > len(edges) - 1:
         raise UsageError(
-            f"{num_stages} stages, but of the layers {_listed(layers)} only {len(edges) - 1} have parameters to learn, "
-            "and each stage needs one."
+            f"{num_stages} stages, but of the layers {_listed(layers)} only {len(edges) - 1} have parameters to learn "
+            "that no layer before them shares, and each stage needs one."
         )
     ends = balanced_ends([sum(costs[start:end]) for start, end in pairwise(edges)], num_stages)
     return [edges[end] for end in ends]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.parallel.tensor_plan import has_hooks
 
 
 @runtime_checkable
@@ -46,14 +47,21 @@ class Layer:
 def layers_of(model: nn.Module) -> list[Layer]:
     """Return the layers of a `Sequential`, those inside of it flattened, or of a model that has a method `layers`.
 
+    A `Sequential` inside that has hooks stays one layer, so that they are called.
+
     Raises:
-        UsageError: another kind of model, or `layers` leaves parameters out.
+        UsageError: another kind of model, one with hooks of its own, or `layers` leaves parameters out.
 
     Example:
         >>> inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         >>> [layer.name for layer in layers_of(nn.Sequential(inner, nn.Linear(2, 1)))]
         ['0.0', '0.1', '1']
     """
+    if has_hooks(model):
+        raise UsageError(
+            f"a {type(model).__name__} with hooks cannot be split: its layers are called, and not the model itself. "
+            "Give the hooks to its first or last layer."
+        )
     if type(model) is nn.Sequential:
         return _flattened(model, "")
     if not isinstance(model, Layered) or "layers" in dict(model.named_children()):
@@ -77,11 +85,33 @@ def _flattened(model: nn.Sequential, prefix: str) -> list[Layer]:
     layers: list[Layer] = []
     for key, module in model._modules.items():  # pyright: ignore[reportPrivateUsage] - a module may be in it twice
         assert module is not None, "a Sequential has only modules"
-        if type(module) is nn.Sequential:
+        if type(module) is nn.Sequential and not has_hooks(module):
             layers.extend(_flattened(module, f"{prefix}{key}."))
         else:
             layers.append(Layer(f"{prefix}{key}", module))
     return layers
+
+
+def starts_of(layers: Sequence[Layer]) -> list[int]:
+    """Return the layers that a stage after the first may begin with.
+
+    Those that have something to learn, with no parameter that a layer before and one from there on share.
+
+    Example:
+        >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> layers = [Layer(str(n), one) for n, one in enumerate((first, nn.Tanh(), nn.Linear(2, 2), last))]
+        >>> starts_of(layers)
+        [2, 3]
+        >>> last.weight = first.weight
+        >>> starts_of(layers)
+        []
+    """
+    spans: dict[int, tuple[int, int]] = {}  # the first and the last layer that has each parameter
+    for index, layer in enumerate(layers):
+        for parameter in layer.module.parameters():
+            spans[id(parameter)] = (spans.get(id(parameter), (index, index))[0], index)
+    learning = [index for index, layer in enumerate(layers) if layer.num_parameters][1:]
+    return [start for start in learning if not any(first < start <= last for first, last in spans.values())]
 
 
 def require_apart(layers: Sequence[Layer], ends: Sequence[int]) -> None:

@@ -93,8 +93,10 @@ class Mesh:
         """Return the process group of those who differ from this worker along one axis only."""
         return self.devices.get_group(name)
 
-    def agree(self, call: Call, what: str) -> None:
-        """Hear from all who hold this replica what they are about to do; blocks until all have come to it.
+    def agree(self, call: Call, what: str) -> list[Call]:
+        """Tell all who hold this replica what this worker is about to do, and return what each of them tells.
+
+        All must do the same; only `weight` may differ. Blocks until all have come to it.
 
         Raises:
             UsageError: another means another call; nothing has been sent then.
@@ -106,13 +108,14 @@ class Mesh:
         self._words = self._words or [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in members]
         with self.explained(what):
             dist.all_gather(self._words, own.words(), self.replica)
-        for rank, words in zip(members, self._words, strict=True):
-            told = Call.read(words)
-            if told != own:
+        calls = [Call.read(words) for words in self._words]
+        for rank, told in zip(members, calls, strict=True):
+            if replace(told, weight=own.weight) != own:
                 raise UsageError(
                     f"worker {self.company.rank}, {what} {own.number}: expected {own} of every worker of this replica, "
                     f"got {told} from worker {rank} as its {told.number}. All must be given the same batch."
                 )
+        return calls
 
     @contextmanager
     def explained(self, what: str) -> Generator[None]:
@@ -157,7 +160,10 @@ class Mesh:
         dist.destroy_process_group()
 
     def _missing(self) -> Sequence[int]:
-        """Return who does not notice that the connections are over, within a second; all others if everybody does."""
+        """Return who does not notice that the connections are over, within a second; all others if everybody does.
+
+        A worker that has ended is among them, and ones that compute may be: which of them run is asked later.
+        """
         store = self.accounts.store
         store.set(f"noticed/{self.company.rank}", "")
         self.abort()
@@ -165,6 +171,8 @@ class Mesh:
         silent, deadline_s = connected - {self.company.rank}, time.monotonic() + _GRACE_S
         while silent and time.monotonic() < deadline_s:
             silent = {rank for rank in silent if not store.check([f"noticed/{rank}"])}
+            if any(map(self.company.liveness.has_ended, silent)):
+                break
             if all(store.check([f"account/{rank}"]) for rank in silent):
                 break
             time.sleep(_POLL_INTERVAL_S)
@@ -195,11 +203,12 @@ def _meet(company: Company, store: Store) -> Accounts:
             f"worker {company.rank} held a part of the model in an earlier life: a worker that was started again "
             "cannot join the others. Start the job again."
         )
+    company.liveness.begin()
     company.node.calls.ask(0, lambda number: Meet(number, _NAME), "all workers to come to the mesh")
     absent = company.absent(store)
     if absent:
         raise PeerError(f"worker {company.rank}: {names(absent)} has left the job or has died before the mesh was made")
-    return Accounts(PrefixStore(_NAME, store), company.rank)
+    return Accounts(PrefixStore(_NAME, store), company.rank, company.liveness)
 
 
 def _connect(grid: Grid, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]:

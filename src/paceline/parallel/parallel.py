@@ -7,17 +7,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collective.call import Call, Pattern
+from paceline.parallel.losses import Loss
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.parallel.passing import give, letters_of, take, text_of
 from paceline.parallel.pipeline import Pipeline
-from paceline.parallel.stage import Loss, parts
+from paceline.parallel.stage import parts
 from paceline.parallel.whole import whole
 
 _Run = Callable[[Any], Any]
@@ -41,6 +43,7 @@ class Parallel(nn.Module):
         self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
         self._loss = loss
         self._part = part
+        self._followers: list[WeakMethod[Callable[[], None]]] = []
 
     @property
     def held(self) -> nn.Module:
@@ -63,8 +66,9 @@ class Parallel(nn.Module):
     def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
         """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
 
-        Loss and gradients are those of the whole batch of this replica: the mean over its micro-batches. Blocks until
-        all workers of the replica have done their part.
+        Loss and gradients are those of the whole batch of this replica, as one process would find them. Under
+        all-reduce the gradients are combined with those of the other replicas before this returns, but for calls inside
+        of `optimizer.accumulate()`. Blocks until all workers of the replica have done their part.
 
         Args:
             inputs: (batch, ...) a tensor, or a tuple of tensors for a model that takes one.
@@ -81,10 +85,20 @@ class Parallel(nn.Module):
             return float(loss.detach())
         with self._connected("step", inputs), _split_loss(self._part):
             if isinstance(run, Pipeline):
-                return run.forward_backward(inputs, targets)
-            loss = self._loss(run(inputs), targets)
-            loss.backward()
-            return float(loss.detach())
+                found = run.forward_backward(inputs, targets)
+            else:
+                loss = self._loss(run(inputs), targets)
+                loss.backward()
+                found = float(loss.detach())
+        for follower in self._followers:
+            act = follower()
+            if act is not None:
+                act()
+        return found
+
+    def when_backward(self, act: WeakMethod[Callable[[], None]]) -> None:
+        """Have this called at the end of each `forward_backward` of layers that several workers hold."""
+        self._followers.append(act)
 
     def clip_gradients(self, max_norm: float) -> float:
         """Scale all gradients of this replica so that their norm is `max_norm` at most; return the norm before.
@@ -108,13 +122,13 @@ class Parallel(nn.Module):
         return super().train(mode)
 
     def whole_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the state of the whole model to the first worker of the replica, None to the others.
+        """Return a copy of the state of the whole model to the first worker of the replica, None to the others.
 
         All of them must call it; blocks until they have.
         """
         grid, spot, mesh = self._part.grid, self._part.spot, self._part.mesh
         if mesh is None:
-            return {name: whole(tensor) for name, tensor in self.state_dict().items()}
+            return {name: whole(tensor).clone() for name, tensor in self.state_dict().items()}
         with mesh.explained("whole_state_dict"):
             own = _whole_state(self, mesh)
             group = mesh.group("pipeline")
@@ -139,7 +153,7 @@ class Parallel(nn.Module):
             yield
 
 
-def _split_loss(part: Part) -> AbstractContextManager[None]:
+def _split_loss(part: Part) -> AbstractContextManager[object]:
     """Return the context in which the loss takes scores that are split over tensor ranks."""
     if part.grid.tensor == 1:
         return nullcontext()
@@ -162,7 +176,7 @@ def _squared_norm(module: nn.Module, part: Part) -> Tensor:
 def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
     """Return the state of this stage, its layers whole."""
     if mesh.grid.tensor == 1:
-        return module.state_dict()
+        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
     from paceline.parallel.tensor import whole_state
 
     return whole_state(module, mesh.axis("tensor"))

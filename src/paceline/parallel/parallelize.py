@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - what all kinds of it are
 
 from paceline.collective.exchange import Exchange
 from paceline.core.strategies import Distribution
@@ -13,11 +15,12 @@ from paceline.errors import UsageError
 from paceline.parallel.arrangement import Arrangement
 from paceline.parallel.cutting import Placement, ends_of
 from paceline.parallel.layers import drop, layers_of, materialise, require_apart, tree_of
+from paceline.parallel.losses import Loss, Reduction, joining_of
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.part import Part
 from paceline.parallel.pipeline import SCHEDULES, Pipeline, Schedule
-from paceline.parallel.stage import Loss, Stage
+from paceline.parallel.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Asked:
     recompute: bool = False
     balance: Any = None
     placement: Placement | None = None
+    reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be."""
@@ -81,16 +85,17 @@ def keep_part(model: nn.Module, loss: Loss, asked: Asked, exchange: Exchange, ar
 def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
     mesh, stage = part.mesh, part.spot.stage
+    joining = joining_of(loss, asked.reduction)
+    # A BatchNorm mostly cannot learn from one sample.
+    min_size = 2 if any(isinstance(one, _BatchNorm) for one in model.modules()) else 1
     if mesh is not None:
         _require_cpu(model)
     ends = _ends(model, asked, mesh) if mesh is not None and mesh.grid.pipeline > 1 else None
     if mesh is not None and mesh.grid.tensor > 1:
-        loss = _split(model, loss, mesh)
+        loss = _split(model, loss, mesh, in_row=ends is not None or asked.recompute)
     if ends is None or mesh is None:
         materialise(model)
-        run = (
-            Stage([layer.module for layer in layers_of(model)], None, recompute=True).run if asked.recompute else model
-        )
+        run = Stage([layer.module for layer in layers_of(model)], recompute=True).run if asked.recompute else model
         return Parallel(model, run, loss, part)
     layers = layers_of(model)
     own = layers[ends[stage - 1] if stage else 0 : ends[stage]]
@@ -98,9 +103,9 @@ def _cut(model: nn.Module, loss: Loss, asked: Asked, part: Part) -> Parallel:
     held = tree_of(own)
     materialise(held)
     held.train(model.training)
-    own_loss = loss if stage == part.grid.pipeline - 1 else None
-    run = Stage([layer.module for layer in own], own_loss, recompute=asked.recompute)
-    return Parallel(held, Pipeline(mesh, run, asked.schedule, asked.micro_batches), loss, part)
+    run = Stage([layer.module for layer in own], recompute=asked.recompute)
+    pipeline = Pipeline(mesh, run, loss, joining, asked.schedule, asked.micro_batches, min_size)
+    return Parallel(held, pipeline, loss, part)
 
 
 def _require_cpu(model: nn.Module) -> None:
@@ -120,12 +125,21 @@ def _ends(model: nn.Module, asked: Asked, mesh: Mesh) -> list[int]:
     return ends
 
 
-def _split(model: nn.Module, loss: Loss, mesh: Mesh) -> Loss:
-    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then."""
+def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
+    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then.
+
+    Args:
+        model: the whole one.
+        loss: of what it gives.
+        mesh: of all workers.
+        in_row: its layers are called one after the other, and its own forward is not.
+    """
+    from paceline.parallel.split_loss import loss_of_split
     from paceline.parallel.tensor import split_over  # takes half a second
-    from paceline.parallel.vocabulary import plain
 
     materialise(model)
     with mesh.explained("splitting layers"):
-        split_over(model, mesh.axis("tensor"))
-    return lambda outputs, targets: plain(loss(outputs, targets))
+        split_over(
+            model, mesh.axis("tensor"), row=[(one.name, one.module) for one in layers_of(model)] if in_row else ()
+        )
+    return partial(loss_of_split, loss)

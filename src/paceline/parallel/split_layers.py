@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.parallel.split import Cut, Region, Share, enter, leave
+
+if TYPE_CHECKING:
+    from paceline.parallel.trial import Trial
 
 Made = dict[nn.Parameter, nn.Parameter]  # a whole parameter, and this rank's part of it
 
@@ -24,14 +27,19 @@ class SplitLayer(nn.Module, ABC):
 
     Attributes:
         cuts: how each parameter is divided, by name; the others are whole and the same on all ranks.
+        name: that it has in the model.
+        trial: the run in which it stands in for the whole layer; None in earnest.
+        is_proven: what stands around it gives what it gives around the whole layer.
     """
 
     cuts: Mapping[str, Cut]
+    trial: Trial | None
+    is_proven: bool
     kept: ClassVar[tuple[str, ...]] = ("weight", "bias")  # the parameters of the whole layer
 
-    def __init__(self, whole: nn.Module, cuts: Mapping[str, Cut], share: Share, made: Made) -> None:
+    def __init__(self, whole: nn.Module, cuts: Mapping[str, Cut], share: Share, made: Made, name: str) -> None:
         super().__init__()
-        self.cuts, self.share = cuts, share
+        self.cuts, self.share, self.name, self.trial, self.is_proven = cuts, share, name, None, True
         for name in self.kept:
             parameter: nn.Parameter | None = getattr(whole, name)
             cut = cuts.get(name)
@@ -40,6 +48,26 @@ class SplitLayer(nn.Module, ABC):
                 made[parameter] = nn.Parameter(part, parameter.requires_grad)
             self.register_parameter(name, None if parameter is None else made.get(parameter, parameter))
         self.train(whole.training)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as torch has it
+        """Return a parameter; in a trial one that stands in for it, whole or this rank's part."""
+        value: Any = super().__getattr__(name)
+        trial = self.__dict__.get("trial")
+        if trial is None or name not in self.kept or value is None:
+            return value
+        cut = self.cuts.get(name)
+        shape = [*value.shape]
+        if cut is not None:
+            shape[cut.dim] *= trial.size
+        return trial.give(shape, value.dtype, value.device, cut)
+
+    def require_proven(self) -> None:
+        """Raise UsageError where nothing has tried out what stands around this layer."""
+        if not self.is_proven:
+            raise UsageError(
+                f"layer '{self.name}' is split together with others, but was called without the module around: call "
+                "that module, not its .forward or a layer of it, or leave the layer out of tensor_plan."
+            )
 
 
 class ColumnLinear(SplitLayer):
@@ -53,14 +81,20 @@ class ColumnLinear(SplitLayer):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, whole: nn.Linear, share: Share, made: Made, region: Region | None, num_stacked: int = 1) -> None:
+    def __init__(
+        self, whole: nn.Linear, share: Share, made: Made, region: Region | None, name: str, num_stacked: int = 1
+    ) -> None:
         cut = Cut(0, num_stacked)
-        super().__init__(whole, {"weight": cut, "bias": cut}, share, made)
+        super().__init__(whole, {"weight": cut, "bias": cut}, share, made, name)
         self.in_features, self.out_features = whole.in_features, whole.out_features // share.size
-        self._region = region
+        self._region, self._given, self.is_proven = region, (whole.out_features, Cut(-1, num_stacked)), False
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return this rank's outputs."""
+        if self.trial is not None:
+            self.trial.take(self, inputs)
+            return self.trial.give_for(self, inputs.shape[:-1], *self._given)
+        self.require_proven()
         if self._region is None:
             return functional.linear(enter(inputs, self.share), self.weight, self.bias)
         outputs = functional.linear(self._region.enter(inputs), self.weight, self.bias)
@@ -76,17 +110,24 @@ class RowLinear(SplitLayer):
     bias: Tensor | None
 
     def __init__(self, whole: nn.Linear, share: Share, made: Made, region: Region | None, name: str = "") -> None:
-        super().__init__(whole, {"weight": Cut(1)}, share, made)
+        super().__init__(whole, {"weight": Cut(1)}, share, made, name)
         self.in_features, self.out_features = whole.in_features // share.size, whole.out_features
-        self._region, self._name = region, name
+        self._region, self.is_proven = region, False
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs; blocks until all ranks have come."""
+        if self.trial is not None and self.trial.rank is None:
+            self.trial.take(self, inputs)
+            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
         if inputs.shape[-1] != self.in_features:
             raise UsageError(
-                f"layer '{self._name}' is split by rows: expected {self.in_features} features, this rank's part, got "
+                f"layer '{self.name}' is split by rows: expected {self.in_features} features, this rank's part, got "
                 f"{inputs.shape[-1]}. The layer before it has to be split by columns."
             )
+        if self.trial is not None:
+            self.trial.take(self, inputs, Cut(-1))
+            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
+        self.require_proven()
         if self._region is not None:
             self._region.draw_together()
         outputs = leave(functional.linear(inputs, self.weight), self.share)
@@ -102,12 +143,13 @@ class SplitAttention(SplitLayer):
 
     def __init__(self, whole: nn.MultiheadAttention, share: Share, made: Made, name: str) -> None:
         thirds = Cut(0, num_stacked=3)
-        super().__init__(whole, {"in_proj_weight": thirds, "in_proj_bias": thirds}, share, made)
+        super().__init__(whole, {"in_proj_weight": thirds, "in_proj_bias": thirds}, share, made, name)
         self.embed_dim, self.num_heads = whole.embed_dim, whole.num_heads // share.size
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
         self._qkv_same_embed_dim = False  # tells layers of torch to call this, not to compute in its stead
-        self._region, self._name = Region(share), name
+        self._region = Region(share)
         self.out_proj = RowLinear(whole.out_proj, share, made, self._region, f"{name}.out_proj")
+        self.out_proj.is_proven = True  # nothing but this layer stands around it
         self._region.end_with(self)
 
     def forward(
@@ -125,9 +167,13 @@ class SplitAttention(SplitLayer):
         del average_attn_weights, is_causal  # the mask says it
         if need_weights or query.ndim != 3 or (attn_mask is not None and attn_mask.ndim != 2):
             raise UsageError(
-                f"attention '{self._name}' is split: call it on batches, with need_weights=False, and with masks that "
+                f"attention '{self.name}' is split: call it on batches, with need_weights=False, and with masks that "
                 "are the same for all heads."
             )
+        if self.trial is not None:
+            for one in (query, key, value):
+                self.trial.take(self, one)
+            return self.trial.give_for(self, query.shape[:-1], self.embed_dim), None
         q, k, v = self._heads(query, key, value)
         if self.training:
             self._region.draw_alone(query.device)

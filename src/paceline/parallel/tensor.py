@@ -6,30 +6,36 @@ adds up what comes out: one sum forward, and one backward, for the pair. Attenti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from paceline.parallel.split import Cut, Region, Share, generator_of
 from paceline.parallel.split_layers import ColumnLinear, Made, RowLinear, SplitAttention, SplitLayer
-from paceline.parallel.tensor_checks import heads_of, require_splittable
+from paceline.parallel.split_loss import SplitCrossEntropy
+from paceline.parallel.tensor_checks import heads_of, require_row, require_splittable
 from paceline.parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
+from paceline.parallel.trial import WholeCheck
 from paceline.parallel.vocabulary import SplitEmbedding, VocabularyLinear
 from paceline.parallel.whole import whole
 
 
-def split_over(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> None:
+def split_over(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, row: Sequence[tuple[str, nn.Module]] = ()
+) -> None:
     """Split layers of a model over the ranks of a 1-D mesh, in place; blocks until all ranks have come.
 
     Its parameters become those of the mesh's first rank, of which each rank keeps its part as an ordinary parameter of
     the same name; so optimizers and tables of servers work on parts. What is not split stays whole on each rank, with
     the same values and the same gradients. Make optimizers afterwards. Random numbers are the same on all ranks from
-    here on, except between a layer split by columns and the one split by rows. Gradients need `split_loss` around
-    forward and backward, where a vocabulary is split.
+    here on, except between a layer split by columns and the one split by rows. Where a vocabulary is split, take the
+    loss inside of `split_loss`.
+
+    A module whose layers are split is tried out at its first call, without sending anything: what stands between them
+    must give parts of what it gives between whole layers. Else that call raises UsageError, on every rank.
 
     Args:
         mesh: of the tensor ranks.
@@ -38,10 +44,11 @@ def split_over(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
             after the other in one, as query, key and value do), "row", "vocabulary" (an embedding, or the layer that
             scores words) or "attention" (`nn.MultiheadAttention`). By default the model's own `tensor_plan`, or
             what is known of its shape.
+        row: layers by name that are called one after the other in place of the model, as by the stages of a pipeline.
 
     Raises:
-        UsageError: nothing to split, a layer that cannot be split, or a number of heads, features or words that does
-            not divide by the ranks. The model is as it was.
+        UsageError: nothing to split; a layer that cannot be split, such as a subclass or one with hooks; or a number of
+            heads, features or words that does not divide by the ranks. The model is as it was.
 
     Example::
 
@@ -50,23 +57,28 @@ def split_over(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> 
     share = Share.of(mesh)
     planned = plan_for(model, plan, share.size)
     require_splittable(model, planned, share.size)
+    in_row = require_row(row, planned)
     _agree(model, share)
-    regions = _open_regions(model, planned, share)
+    _open_around_dropout(row, planned, share)
+    regions = _open_regions(model, {name: kind for name, kind in planned.items() if name not in in_row}, share)
     made: Made = {}
     for name, kind in planned.items():
-        region = regions.get(name.rpartition(".")[0])
-        model.set_submodule(name, _split(model.get_submodule(name), name, kind, share, made, region))
+        region = regions.get(name.rpartition(".")[0]) if name not in in_row else None
+        layer = _split(model.get_submodule(name), name, kind, share, made, region)
+        layer.is_proven = layer.is_proven or name in in_row
+        model.set_submodule(name, layer)
+    _try_out(model, planned, in_row, regions, share.size)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # a shortcut past its layers, which would be past their split
 
 
-def split_loss() -> AbstractContextManager[None]:
-    """Return a context for forward, loss and backward in which `cross_entropy` takes scores of a split vocabulary.
+def split_loss() -> AbstractContextManager[object]:
+    """Return a context in which `cross_entropy` takes scores of a split vocabulary, without gathering them.
 
-    The loss then is a `DTensor`, which `paceline.parallel.vocabulary.plain` makes a plain one of.
+    What other losses make of them is a `DTensor`, which `paceline.parallel.split_loss.plain` makes an ordinary one of.
     """
-    return loss_parallel()
+    return SplitCrossEntropy()
 
 
 def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -127,23 +139,21 @@ def _split(layer: nn.Module, name: str, kind: str, share: Share, made: Made, reg
         return SplitEmbedding(layer, share, made, name)
     assert isinstance(layer, nn.Linear), "the plan was looked through"
     if word == VOCABULARY:
-        return VocabularyLinear(layer, share, made)
+        return VocabularyLinear(layer, share, made, name)
     if word == COLUMN:
-        return ColumnLinear(layer, share, made, region, int(stacked or 1))
+        return ColumnLinear(layer, share, made, region, name, int(stacked or 1))
     return RowLinear(layer, share, made, region, name)
 
 
 def _open_regions(model: nn.Module, planned: Mapping[str, str], share: Share) -> dict[str, Region]:
-    """Give modules with layers split by columns a region each, and as many heads as are this rank's.
-
-    A `Sequential` has no forward of its own when it is cut into stages, so there each dropout is a region by itself.
-    """
+    """Give modules with layers split by columns a region each, and as many heads as are this rank's."""
     parents = {name.rpartition(".")[0] for name, kind in planned.items() if kind.startswith(COLUMN)}
     regions: dict[str, Region] = {}
     for path in sorted(parents):
         parent = model.get_submodule(path)
         if isinstance(parent, nn.Sequential):
-            _open_around_dropout(parent, path, planned, share)
+            children = [(f"{path}.{name}" if path else name, child) for name, child in parent.named_children()]
+            _open_around_dropout(children, planned, share)
         elif not isinstance(parent, nn.ModuleList | nn.ModuleDict):
             regions[path] = region = Region(share)
             region.end_with(parent)
@@ -152,13 +162,34 @@ def _open_regions(model: nn.Module, planned: Mapping[str, str], share: Share) ->
     return regions
 
 
-def _open_around_dropout(chain: nn.Sequential, path: str, planned: Mapping[str, str], share: Share) -> None:
+def _open_around_dropout(row: Sequence[tuple[str, nn.Module]], planned: Mapping[str, str], share: Share) -> None:
+    """Make each dropout between columns and rows a region by itself: a row that is cut has no forward of its own."""
     inside = False
-    for name, layer in chain.named_children():
-        kind = planned.get(f"{path}.{name}" if path else name, "")
+    for name, layer in row:
+        kind = planned.get(name, "")
         inside = kind.startswith(COLUMN) or (inside and kind != ROW)
         if inside and isinstance(layer, nn.Dropout):
             Region(share).surround(layer)
+
+
+def _try_out(
+    model: nn.Module, planned: Mapping[str, str], in_row: Collection[str], regions: Mapping[str, Region], size: int
+) -> None:
+    """Have each smallest module around layers by columns and their rows tried out at its first call."""
+    rows = [name for name, kind in planned.items() if kind == ROW and name not in in_row]
+    units: set[str] = set()
+    for name, kind in planned.items():
+        if kind.startswith(COLUMN) and name not in in_row:
+            path = name
+            while path:
+                path = path.rpartition(".")[0]
+                has_rows = any(row.startswith(f"{path}.") or not path for row in rows)
+                if has_rows and not isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+                    break
+            units.add(path)
+    heads = [(owner, name) for path in regions for owner in (model.get_submodule(path),) for name, _ in heads_of(owner)]
+    for path in units:
+        WholeCheck(model.get_submodule(path), path or "the model", size, heads)
 
 
 def _agree(model: nn.Module, share: Share) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.tensor_plan import ATTENTION, COLUMN, HEAD_WIDTHS, HEADS, ROW
+from paceline.parallel.tensor_plan import ATTENTION, COLUMN, HEAD_WIDTHS, HEADS, ROW, is_elementwise
 
 
 def require_splittable(model: nn.Module, planned: Mapping[str, str], size: int) -> None:
@@ -16,6 +16,33 @@ def require_splittable(model: nn.Module, planned: Mapping[str, str], size: int) 
     for name, kind in planned.items():
         _require_division(model, name, kind, size)
     _require_apart(model, planned)
+
+
+def require_row(row: Sequence[tuple[str, nn.Module]], planned: Mapping[str, str]) -> set[str]:
+    """Return which layers of a row are split by columns or rows themselves, and not layers inside of them.
+
+    Raises:
+        UsageError: something stands between columns and rows that is not known to treat every feature by itself.
+    """
+    found: set[str] = set()
+    opened = ""
+    for name, layer in row:
+        kind = planned.get(name, "")
+        if kind.startswith(COLUMN) or kind == ROW:
+            found.add(name)
+            if bool(opened) == (kind == ROW):
+                opened = name if kind != ROW else ""
+                continue
+        elif not opened or is_elementwise(layer):
+            continue
+        raise UsageError(
+            f"layer '{opened or name}' is split by its features, but '{name}', a {type(layer).__name__}, does not go "
+            "with that in a model that is cut into a row of layers: only activations and dropout may stand between "
+            "one split by columns and one by rows. Put the three into one module, or leave them out of tensor_plan."
+        )
+    if opened:
+        raise UsageError(f"layer '{opened}' is split by columns, but no layer behind it in the row is by rows.")
+    return found
 
 
 def heads_of(module: nn.Module) -> list[tuple[str, int]]:

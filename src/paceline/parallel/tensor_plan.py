@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeGuard
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
 
@@ -24,6 +25,17 @@ SPLITTABLE: Final[Mapping[str, tuple[type[nn.Module], ...]]] = {
     ATTENTION: (nn.MultiheadAttention,),
 }
 _KINDS: Final = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+# Where torch keeps what is called around a forward or backward, and around saving and loading.
+_HOOKS: Final = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OWN: Final[Mapping[type[nn.Module], frozenset[str]]] = {
+    nn.Linear: frozenset({"weight", "bias"}),
+    nn.Embedding: frozenset({"weight"}),
+    nn.MultiheadAttention: frozenset({"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}),
+}
 
 # What the numbers of heads are called in attention layers.
 HEADS: Final = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads")
@@ -63,11 +75,54 @@ def plan_for(model: nn.Module, given: Plan | None, size: int) -> dict[str, str]:
     patterns = given if given is not None else own() if callable(own) else own
     plan = found_plan(model, size) if patterns is None else _matched(model, patterns)
     if not plan:
+        whole = [f"'{name}' {why}" for name, one in model.named_modules() if (why := obstacle(one))]
+        left = f" It has layers that stay whole: {'; '.join(whole[:3])}." if whole else ""
         raise UsageError(
-            f"{type(model).__name__} has no layers known to be split over tensor ranks. Say which: "
+            f"{type(model).__name__} has no layers known to be split over tensor ranks.{left} Say which: "
             'tensor_plan={"blocks.*.up": "column", "blocks.*.down": "row"}, for example.'
         )
     return plan
+
+
+def obstacle(layer: nn.Module) -> str:
+    """Return why a linear, embedding or attention layer cannot be replaced by its parts; empty where it can.
+
+    A part computes what torch's own class computes: an overridden forward and hooks would be lost.
+
+    Example:
+        >>> obstacle(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+        'is a ParametrizedLinear, a subclass of Linear'
+    """
+    if not isinstance(layer, _KINDS) or isinstance(layer, NonDynamicallyQuantizableLinear):  # a part of attention
+        return ""
+    kind = type(layer)
+    if kind not in _KINDS:
+        base = next(one for one in kind.__mro__ if one in _KINDS)
+        return f"is a {kind.__name__}, a subclass of {base.__name__}"
+    if "forward" in vars(layer):
+        return "has a forward of its own"
+    if any(has_hooks(one) for one in layer.modules()):
+        return "has hooks"
+    held = [*layer.named_parameters(), *layer.named_buffers()]
+    extra = sorted(name for name, _ in held if name not in _OWN[kind])
+    if extra and kind is not nn.MultiheadAttention:  # of other kinds of attention the checks say more
+        return f"has more than a {kind.__name__}: {', '.join(extra)}"
+    hooked = [name for name, one in held if any(getattr(one, hooks, None) for hooks in _TENSOR_HOOKS)]
+    return f"has a hook on its {hooked[0]}" if hooked else ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether something of the script's is called around a module's forward or backward, or its state."""
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def is_elementwise(module: nn.Module) -> bool:
+    """Return whether a module is known to treat every feature by itself.
+
+    >>> is_elementwise(nn.GELU()), is_elementwise(nn.Softmax(-1))
+    (True, False)
+    """
+    return type(module) in _ELEMENTWISE and "forward" not in vars(module) and not has_hooks(module)
 
 
 def found_plan(model: nn.Module, size: int) -> dict[str, str]:
@@ -83,18 +138,22 @@ def found_plan(model: nn.Module, size: int) -> dict[str, str]:
     """
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
-        linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        linears = {name: child for name, child in module.named_children() if _is_linear(child)}
         found: Iterator[tuple[str, str]] = iter(())
-        if isinstance(module, nn.MultiheadAttention) and path:
-            plan[path] = ATTENTION
+        if isinstance(module, nn.MultiheadAttention):
+            plan.update({path: ATTENTION} if path and not obstacle(module) else {})
         elif isinstance(module, nn.Sequential):
-            found = _sequential(module)
+            found = _sequential(module) if type(module).forward is nn.Sequential.forward else found
         elif any(isinstance(getattr(module, name, None), int) for name in HEADS) and linears:
             found = iter([*_attention(linears), *_pairs(linears)])
         elif linears:
             found = _pairs(linears)
         plan.update({f"{path}.{name}" if path else name: kind for name, kind in found})
     return {**plan, **_vocabulary(model, plan, size)}
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and not obstacle(module)
 
 
 def _attention(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, str]]:
@@ -120,19 +179,21 @@ def _pairs(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, str]]:
 
 def _sequential(chain: nn.Sequential) -> Iterator[tuple[str, str]]:
     """Pair off linear layers that have nothing between them but what treats every feature by itself."""
-    rest = [(name, layer) for name, layer in chain.named_children() if not isinstance(layer, _ELEMENTWISE)]
+    rest = [(name, layer) for name, layer in chain.named_children() if not is_elementwise(layer)]
     taken = ""
     for (first, wide), (second, narrow) in pairwise(rest):
-        if first != taken and isinstance(wide, nn.Linear) and isinstance(narrow, nn.Linear):
+        if first != taken and _is_linear(wide) and _is_linear(narrow):
             taken = second
             yield from ((first, COLUMN), (second, ROW))
 
 
 def _vocabulary(model: nn.Module, plan: Plan, size: int) -> dict[str, str]:
     """Find embeddings whose words the last linear layer scores; words that do not divide stay together."""
-    embeddings = {name: one for name, one in model.named_modules() if isinstance(one, nn.Embedding)}
-    linears = [(name, one.out_features) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
-    last, num_words = linears[-1] if linears else ("", 0)
+    embeddings = {name: one for name, one in model.named_modules() if type(one) is nn.Embedding and not obstacle(one)}
+    linears = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    last, num_words = (linears[-1][0], linears[-1][1].out_features) if linears else ("", 0)
+    if linears and not _is_linear(linears[-1][1]):
+        return {}
     of_words = [name for name, one in embeddings.items() if one.num_embeddings == num_words]
     claimed = any(last == name or last.startswith(f"{name}.") for name in plan)
     return {} if claimed or num_words % size or not of_words else dict.fromkeys((*of_words, last), VOCABULARY)
@@ -152,5 +213,11 @@ def _matched(model: nn.Module, patterns: Plan) -> dict[str, str]:
             expected = " or ".join(one.__name__ for one in SPLITTABLE[word])
             what = f"'{wrong[0]}' is a {type(layers[wrong[0]]).__name__}" if wrong else "no layer has such a name"
             raise UsageError(f"'{pattern}' is to be split by '{kind}', which is for {expected}: {what}.")
+        lost = [f"'{name}' {why}" for name in matching if (why := obstacle(layers[name]))]
+        if lost:
+            raise UsageError(
+                f"'{pattern}' is to be split by '{kind}', but {lost[0]}, and a part computes what torch's own class "
+                "does: leave the layer out of the plan, or build it without."
+            )
         plan.update({name: kind for name in matching if name not in plan})
     return plan

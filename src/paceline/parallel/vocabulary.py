@@ -26,9 +26,9 @@ class SplitEmbedding(SplitLayer):
         asked = [option for option in _REFUSED if getattr(whole, option)]
         if asked:
             raise UsageError(f"layer '{name}' cannot be split with {' and '.join(asked)}: build it without.")
-        super().__init__(whole, {"weight": Cut(0)}, share, made)
+        super().__init__(whole, {"weight": Cut(0)}, share, made, name)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self._name, self._num_own = name, whole.num_embeddings // share.size
+        self._num_own = whole.num_embeddings // share.size
         self._first = self._num_own * share.rank
         padding = -1 if whole.padding_idx is None else whole.padding_idx - self._first
         self._padding = padding if 0 <= padding < self._num_own else None
@@ -36,7 +36,10 @@ class SplitEmbedding(SplitLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of these words; blocks until all ranks have come."""
         if bool(((ids < 0) | (ids >= self.num_embeddings)).any()):
-            raise IndexError(f"layer '{self._name}' has rows 0 to {self.num_embeddings - 1}, got an id beyond them")
+            raise IndexError(f"layer '{self.name}' has rows 0 to {self.num_embeddings - 1}, got an id beyond them")
+        if self.trial is not None:
+            self.trial.take(self, ids)
+            return self.trial.give_for(self, ids.shape, self.embedding_dim)
         own = ids - self._first
         elsewhere = (own < 0) | (own >= self._num_own)
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.weight, self._padding)
@@ -47,24 +50,22 @@ class VocabularyLinear(SplitLayer):
     """The linear layer that scores words, each rank a part of them: (..., in) to (..., words).
 
     While gradients are on the scores are a `DTensor`, sharded over the words, of which `cross_entropy` takes the loss
-    without gathering them: inside `loss_parallel` of torch, as its backward. While they are off, they are gathered.
+    without gathering them, inside of `split_loss`. While they are off, they are gathered.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, whole: nn.Linear, share: Share, made: Made) -> None:
-        super().__init__(whole, {"weight": Cut(0), "bias": Cut(0)}, share, made)
+    def __init__(self, whole: nn.Linear, share: Share, made: Made, name: str) -> None:
+        super().__init__(whole, {"weight": Cut(0), "bias": Cut(0)}, share, made, name)
         self.in_features, self.out_features = whole.in_features, whole.out_features
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the scores."""
+        if self.trial is not None:
+            self.trial.take(self, inputs)
+            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
         scores = functional.linear(enter(inputs, self.share), self.weight, self.bias)
         if torch.is_grad_enabled():
             return DTensor.from_local(scores, self.share.mesh, [Shard(scores.ndim - 1)], run_check=False)
         return torch.cat(self.share.gather(scores), -1)
-
-
-def plain(loss: Tensor) -> Tensor:
-    """Return a loss that was taken of split scores as an ordinary tensor, the same on all ranks."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -27,6 +27,11 @@ def with_micro_batches(strategy: Strategy, batch: int, wanted: int | None) -> St
             f"strategy '{strategy}': a batch of {batch} cannot be shared evenly by {strategy.data} replicas; "
             f"choose a --batch that {strategy.data} divides."
         )
+    if wanted is not None and wanted < strategy.pipeline and strategy.schedule == "1f1b":
+        raise UsageError(
+            f"strategy '{strategy}': {wanted} micro-batches cannot keep {strategy.pipeline} stages busy in turn, as "
+            "1f1b does: choose more --micro-batches, or --schedule gpipe."
+        )
     samples = batch // strategy.data
     if wanted is None:
         most = _MICRO_BATCHES_PER_STAGE * strategy.pipeline if strategy.pipeline > 1 else 1
@@ -40,14 +45,23 @@ def with_micro_batches(strategy: Strategy, batch: int, wanted: int | None) -> St
 
 
 def check_model(strategy: Strategy, model: Model) -> None:
-    """Raise UsageError when the model cannot be cut so: stages without layers, heads that ranks do not divide."""
-    if strategy.pipeline > len(model.layers):
+    """Raise UsageError when the model cannot be cut so: stages without layers, heads that ranks do not divide.
+
+    What `paceline.parallelize` refuses of a module is refused here.
+    """
+    if (strategy.pipeline > 1 or strategy.recompute) and model.rules.no_row:
+        raise UsageError(f"strategy '{strategy}': {model.rules.no_row}")
+    if strategy.pipeline > model.max_stages:
+        can = f", of which {model.max_stages} can be stages: each with parameters that it shares with none before it"
+        can = "" if model.rules.starts is None else can
         raise UsageError(
-            f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers; "
+            f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers{can}; "
             "take as many stages as layers or fewer."
         )
     if strategy.tensor == 1:
         return
+    if why := model.rules.no_split(strategy.tensor):
+        raise UsageError(f"strategy '{strategy}': {why}")
     if not any(layer.is_split for layer in model.layers):
         raise UsageError(
             f"strategy '{strategy}': no layer of {model.name} is known that tensor parallelism could split; it needs "

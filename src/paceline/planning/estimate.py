@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.planning.batch import check_model, with_micro_batches
 from paceline.planning.machine import Device, Link, Machines
@@ -126,7 +126,9 @@ def estimate(task: Task, strategy: Strategy, machines: Machines, num_micro_batch
     """
     strategy = with_micro_batches(strategy, task.batch, num_micro_batches)
     check_model(strategy, task.model)
-    stages = balanced_stages(task.model.layers, strategy.pipeline)
+    if strategy.pipeline > 1:
+        task = replace(task, model=task.model.untied())
+    stages = balanced_stages(task.model.layers, strategy.pipeline, task.model.rules.starts)
     sent, step = _pace(task, strategy, machines, stages)
     return Estimate(strategy, _roles(task, strategy, machines, stages), sent, step)
 

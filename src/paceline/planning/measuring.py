@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.planning.attention import FusedAttention
 from paceline.planning.loading import attempt
 from paceline.planning.model import Layer, Model
+from paceline.planning.rules import rules_of
 from paceline.planning.sample import Sample
 
 _CONTAINERS: Final = (Sequential, ModuleList, ModuleDict)
@@ -68,8 +69,10 @@ def measured_model(name: str, module: Module, sample: Sample, batch: int, number
         what = f"{name} cannot be run on the meta device with an input of {batch} x {tuple(sample.shape)}"
         attempt(what, lambda: recorder.run(given))
     seen = set[Tensor]()
-    layers = [_layer(cost, unit, seen, batch) for unit, cost in recorder.costs()]
-    return Model(name, tuple(layers), input_bytes=recorder.bytes_of(given) / batch)
+    costs = list(recorder.costs())
+    layers = tuple(_layer(cost, unit, seen, batch) for unit, cost in costs)
+    rules = rules_of(module, [unit for unit, _ in costs])
+    return Model(name, layers, input_bytes=recorder.bytes_of(given) / batch, rules=rules)
 
 
 def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:

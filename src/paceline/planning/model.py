@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import UsageError
 
@@ -21,6 +22,7 @@ class Layer:
         output_bytes: what goes on to the next layer, and has to be sent where a pipeline is cut behind it.
         working_bytes: what the backward pass needs for a moment, beside what was kept.
         largest_parameters: how many of the parameters are in its largest tensor.
+        tied_parameters: those of another layer, which has them in `num_parameters`, that are used here too.
         buffer_bytes: of the layer itself, whatever the number of samples.
         num_all_reduces: how many of its output tensor parallelism needs in the forward pass, and again in the backward.
     """
@@ -36,6 +38,7 @@ class Layer:
     largest_parameters: float = 0.0
     buffer_bytes: float = 0.0
     num_all_reduces: int = 0
+    tied_parameters: float = 0.0
 
     @property
     def is_split(self) -> bool:
@@ -63,18 +66,43 @@ class Layer:
         return self.flops / num_ranks if self.is_split else self.flops
 
 
+def _any(_: int) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a module can be cut into, by the rules of `paceline.parallelize`.
+
+    Args:
+        starts: the layers that a stage after the first may begin with; None where any may.
+        no_row: why its layers cannot be called one after the other; empty where they can.
+        no_split: says why layers cannot be split over so many ranks; nothing where they can.
+    """
+
+    starts: tuple[int, ...] | None = None
+    no_row: str = ""
+    no_split: Callable[[int], str] = field(default=_any, compare=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A row of layers in the order in which they run.
 
     `num_heads` is what tensor parallelism must divide, None where nothing is known of it. `input_bytes` is one
-    sample's.
+    sample's. `rules` are those of a module that is at hand; a model known by its shape has none.
     """
 
     name: str
     layers: tuple[Layer, ...]
     num_heads: int | None = None
     input_bytes: float = 0.0
+    rules: Rules = Rules()
+
+    @property
+    def max_stages(self) -> int:
+        """How many stages there can be."""
+        return len(self.layers) if self.rules.starts is None else 1 + len(self.rules.starts)
 
     @property
     def num_parameters(self) -> float:
@@ -91,6 +119,20 @@ class Model:
         """Whether it is known what the layers keep for the backward pass."""
         return any(layer.kept_bytes or layer.split_bytes for layer in self.layers)
 
+    def untied(self) -> Model:
+        """Return the model for a pipeline, whose stages cannot share parameters: each layer has all that it uses."""
+        layers = [
+            replace(
+                layer,
+                num_parameters=layer.num_parameters + layer.tied_parameters,
+                split_parameters=layer.split_parameters + layer.tied_parameters,
+                largest_parameters=max(layer.largest_parameters, layer.tied_parameters),
+                tied_parameters=0.0,
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
     def scaled_to(self, num_parameters: float) -> Model:
         """Return the same layers with this many parameters in all, each with its share of them.
 
@@ -103,6 +145,7 @@ class Model:
                 num_parameters=layer.num_parameters * factor,
                 split_parameters=layer.split_parameters * factor,
                 largest_parameters=layer.largest_parameters * factor,
+                tied_parameters=layer.tied_parameters * factor,
             )
             for layer in self.layers
         ]

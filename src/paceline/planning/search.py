@@ -129,6 +129,8 @@ def _mixed(machines: Machines, num_servers: int) -> Iterator[Strategy]:
             if (tensor > 1) + (pipeline > 1) + (data > 1) < 2 or tensor > machines.devices_per_machine:
                 continue
             for joint in _MIXED_JOINTS if data > 1 else ("none",):
+                if joint == "fsdp" and pipeline > 1:  # it would gather a stage once for each micro-batch
+                    continue
                 servers = num_servers if joint == "parameter-server" else 0
                 yield Strategy(data=data, pipeline=pipeline, tensor=tensor, joint=joint, num_servers=servers)
 
@@ -145,7 +147,10 @@ def _try(
         return None
     if found.fits or not task.model.knows_activations:
         return found
-    again = estimate(task, replace(strategy, recompute=True), machines, wanted)
+    try:
+        again = estimate(task, replace(strategy, recompute=True), machines, wanted)
+    except UsageError:
+        return found
     return min(again, found, key=lambda one: one.fullness)
 
 

@@ -99,7 +99,7 @@ class Transformer:
         )
 
     def _head(self, number_bytes: int) -> Layer:
-        """Return the last norm, and the loss over the vocabulary; its matrix is the embedding's."""
+        """Return the last norm, and the loss over the vocabulary; its matrix is the embedding's, where that is here."""
         numbers, logits = self.sequence * self.hidden, self.sequence * self.vocabulary
         return Layer(
             "head",
@@ -110,4 +110,5 @@ class Transformer:
             split_bytes=_LOGIT_BYTES * logits,
             output_bytes=_LOGIT_BYTES,
             working_bytes=_LOGIT_BYTES * logits,
+            tied_parameters=self.vocabulary * self.hidden,
         )

@@ -1,27 +1,32 @@
-"""Gradients combined after backward, among those who hold the same part of a model: each steps it with their mean."""
+"""Gradients combined once backward is over, among those who hold the same part of a model: each steps with the mean."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.errors import UsageError
+from paceline.parallel.parallel import Parallel
 from paceline.tensors.summing import num_nonfinite
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
 from paceline.training.part_job import PartJob
-from paceline.training.together import NOT_FINITE, SteppedTogether
+from paceline.training.together import NOT_FINITE, SteppedTogether, require_weighed, weight_said
 
 
 class CombinedOptimizer(SteppedTogether):
     """Used like the optimizer it wraps, which steps on every worker that holds the same part in the same way.
 
-    Gradients are each worker's own until `step`: to clip them before clips those of one replica.
+    After `forward_backward` the gradients are already combined, as under all-reduce of whole models: to clip them then
+    clips what the step takes.
 
     Attributes:
         num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
@@ -37,31 +42,67 @@ class CombinedOptimizer(SteppedTogether):
         self._num_samples = job.num_samples  # as of the last step
         self._flat = Flat.over(named)
         self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
+        self._weight: float | None = None  # of the gradients of this step, where the script has said it
+        self._done: float | None = None  # what they were weighed by, once they are combined
+        self._holding = False
+        self._num_steps = 0
+        self._num_combined = 0  # since the last step
+        self._weights: list[float] = []  # of the gradients of all replicas, when they were last combined
+        if isinstance(model, Parallel):
+            model.when_backward(WeakMethod(self._after_backward))
         self._copy_from_first()
 
     def send(self, samples: float | None) -> float:
-        """Combine the gradients of all replicas, and step.
+        """Step with the gradients that `forward_backward` has combined.
 
         Args:
-            samples: how many samples they stand for; by default as many as loaders from `shard` have handed out.
+            samples: how many samples they stand for. They are weighed in `forward_backward`, by the samples that
+                loaders from `shard` have handed out since the last step; say other numbers before, with `weigh`.
+                Gradients that a script has computed without `forward_backward` are weighed and combined here.
 
         Raises:
-            UsageError: the combined gradients are not finite under nonfinite="halt".
+            UsageError: the gradients were weighed differently, or are not finite under nonfinite="halt".
             PeerError: a worker is gone.
         """
-        weight = samples if samples is not None else float(self._job.num_samples - self._num_samples or 1)
+        if self._done is None:
+            self._weight = samples if samples is not None else self._weight
+            self._after_backward(finish=True)
+        where = f"worker {self._part.mesh.company.rank}, step of '{self._settings.name}'"
+        done, self._weight = self._done or 0.0, None
+        scale = self._settings.scale if self._part.size > 1 else "mean"  # one replica has nothing to weigh
+        weight = require_weighed(where, scale, samples, done)
         self._num_samples = self._job.num_samples
-        self._step(weight if self._settings.scale == "samples" else 1.0)
+        self._apply(weight)
         return weight
+
+    def weigh(self, samples: float) -> None:
+        """Say before `forward_backward` how many samples its gradients stand for, their weight in the mean.
+
+        Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
+        """
+        self._weight = weight_said(samples)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, combined or not."""
+        super().zero_grad(set_to_none)
+        self._done, self._num_combined = None, 0
 
     def follow(self) -> None:
         """Take the step of the others, for which this replica has no batch: its part weighs nothing."""
         self.zero_grad()
-        self._step(0.0)
+        self._weight = 0.0
+        self._after_backward(finish=True)
+        self._weight = None
+        self._apply(0.0)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Hold back nothing: gradients are combined in `step`."""
-        return nullcontext()
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Combine nothing in the passes inside: the next one outside combines what they have added up."""
+        holding, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = holding
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
@@ -76,22 +117,63 @@ class CombinedOptimizer(SteppedTogether):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def _step(self, weight: float) -> None:
-        """Combine gradients that weigh so much, step with their mean, and average buffers."""
+    def _after_backward(self, *, finish: bool = False) -> None:
+        """Combine the gradients of this replica with those of the others, unless more are to be added."""
+        if self._holding and not finish:
+            return
+        weight = self._weight
+        if weight is None:
+            weight = float(self._job.num_samples - self._num_samples or 1)
+        self._done = weight
         with self._job.communicating():
             if self._settings.nonfinite == "zero":
                 for tensor in self._flat.tensors:
                     if tensor.grad is not None:
                         tensor.grad.nan_to_num_(0.0, 0.0, 0.0)
             if self._part.size > 1:
-                self._combine(weight)
+                self._combine(weight if self._settings.scale == "samples" or weight == 0 else 1.0)
+        self._num_combined += 1
+
+    def _apply(self, weight: float) -> None:
+        """Step with combined gradients, and average buffers."""
+        with self._job.communicating():
+            self._hand_on()
             problem = self._problem()
         self._step_unless(problem)
+        self._done, self._num_combined, self._num_steps = None, 0, self._num_steps + 1
         with self._job.communicating():
             self._average_buffers(weight)
 
+    def _agree(self, what: str, weight: float) -> list[float]:
+        """Return what the gradients of each replica weigh; blocks until all replicas have come to the same call.
+
+        Raises:
+            UsageError: one of them has run `forward_backward` more often for this step.
+        """
+        own = torch.tensor([self._num_steps, self._num_combined, what == "gradients", weight], dtype=torch.float64)
+        mesh, told = self._part.mesh, [torch.zeros_like(own) for _ in range(self._part.size)]
+        with mesh.explained(f"step of '{self._settings.name}'"):
+            dist.all_gather(told, own, group=mesh.group("data"))
+        if any(not torch.equal(one[:3], own[:3]) for one in told):
+            done = ", ".join(f"{one[0]:g} and {one[1]:g}" for one in told)
+            raise UsageError(
+                f"worker {mesh.company.rank}, step of '{self._settings.name}': all replicas have to run "
+                "forward_backward equally often for a step, as it combines their gradients; their steps, and "
+                f"forward_backwards since, are {done}. Run all but the last of a step inside of optimizer.accumulate()."
+            )
+        return [float(one[3]) for one in told]
+
     def _combine(self, weight: float) -> None:
-        """Replace each gradient by the weighted mean over the replicas; one that none of them has stays away."""
+        """Replace each gradient by the weighted mean over the replicas; one that none of them has stays away.
+
+        What was combined before for the same step is the same on all of them, and so is its mean.
+        """
+        if self._settings.scale == "sum" and self._num_combined:
+            raise UsageError(
+                f"'{self._settings.name}': scale='sum' would add up again what the last forward_backward has combined: "
+                "run all but the last of a step inside of optimizer.accumulate()."
+            )
+        self._weights = self._agree("gradients", weight)
         tensors = self._flat.tensors
         gradients = [tensor.grad for tensor in tensors]
         present = [0.0 if gradient is None or weight == 0 else 1.0 for gradient in gradients]
@@ -104,6 +186,22 @@ class CombinedOptimizer(SteppedTogether):
         divisor = 1.0 if self._settings.scale == "sum" else total or 1.0
         for tensor, sum_, count in zip(tensors, sums, counts, strict=True):
             tensor.grad = sum_.to(tensor.dtype).div_(divisor) if count else None
+
+    def _hand_on(self) -> None:
+        """Give the replicas that have no batch for this step what scripts have made of the gradients: clipped ones."""
+        if self._part.size == 1 or all(self._weights) or not any(self._weights):
+            return
+        tensors = self._flat.tensors
+        present = torch.tensor([float(tensor.grad is not None) for tensor in tensors], dtype=torch.float64)
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad.contiguous() for one in tensors]
+        mesh, spot = self._part.mesh, self._part.mesh.spot
+        first = next(replica for replica, weight in enumerate(self._weights) if weight)
+        with mesh.explained(f"step of '{self._settings.name}'"):
+            for tensor in (present, *gradients):
+                source = mesh.grid.rank(replace(spot, replica=first))
+                dist.broadcast(tensor, src=source, group=mesh.group("data"))
+        for tensor, gradient, has in zip(tensors, gradients, present.tolist(), strict=True):
+            tensor.grad = gradient if has else None
 
     def _problem(self) -> str:
         """Return why the combined gradients may not be used: all parts of the model hear of it and do the same."""
@@ -120,6 +218,7 @@ class CombinedOptimizer(SteppedTogether):
         """Set floating-point buffers to the mean over the replicas that had a batch."""
         if self._part.size == 1 or not self._buffers:
             return
+        self._agree("buffers", weight)
         own = float(weight > 0)
         buffers = list(self._buffers.values())
         *sums, count = self._summed([*(buffer * own for buffer in buffers), torch.tensor([own])])

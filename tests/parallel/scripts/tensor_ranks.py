@@ -29,8 +29,8 @@ from paceline.errors import UsageError
 from paceline.parallel.sharded import gathered, shard_fully
 from paceline.parallel.split import leave
 from paceline.parallel.split_layers import SplitLayer
+from paceline.parallel.split_loss import plain
 from paceline.parallel.tensor import clip_gradients, split_loss, split_over, whole_state
-from paceline.parallel.vocabulary import plain
 from paceline.parallel.whole import whole
 
 NUM_RANKS = 4
@@ -192,7 +192,7 @@ def check_dropout(mesh: DeviceMesh) -> None:
     dropped: list[Tensor] = []
     chain[1].register_forward_hook(lambda _, inputs, outputs: dropped.append((outputs == 0).double()))
     outputs = chain(torch.zeros(8, 4))
-    for tensor, same in ((outputs.detach(), True), (dropped[0], False)):
+    for tensor, same in ((outputs.detach(), True), (dropped[-1], False)):
         parts = [torch.empty_like(tensor) for _ in range(mesh.size())]
         dist.all_gather(parts, tensor, group=mesh.get_group())
         assert torch.equal(parts[0], parts[1]) is same
@@ -229,6 +229,73 @@ def check_rows_without_columns(mesh: DeviceMesh) -> None:
     split_over(model, mesh, {"1": "column", "0": "row"})
     with pytest.raises(UsageError, match="layer '0' is split by rows: expected"):
         model(torch.ones(1, 8))
+
+
+class Pair(nn.Module):
+    """Two layers that are called by the usual names, with something between them that the names do not tell."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor], width: int = 8) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.between = nn.Linear(4, width), nn.Linear(width, 3), between
+        self.norm = nn.LayerNorm(width)
+        with torch.no_grad():
+            self.fc2.weight.zero_()  # so that outputs alone would not tell
+            self.fc1.bias.fill_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.between(self, self.fc1(x)))
+
+
+MIXES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "softmax": lambda _, x: x.softmax(-1),
+    "mean": lambda _, x: x - x.mean(-1, keepdim=True),
+    "cumulated": lambda _, x: x.cumsum(-1),
+    "reversed": lambda _, x: x.flip(-1),
+    "normed": lambda model, x: model.norm(x),
+    "dropped": lambda _, x: nn.functional.dropout(x.softmax(-1), 0.5),
+    "weighed by hand": lambda model, x: nn.functional.linear(x[..., :4].sigmoid(), model.fc1.weight) + x,
+}
+
+
+def check_names_are_no_proof(mesh: DeviceMesh) -> None:
+    """What mixes features is refused on every rank at the first call, and what does not is as the whole."""
+    inputs = torch.randn(5, 4)
+    for mix in MIXES.values():
+        model = Pair(mix)
+        split_over(model, mesh)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"'the model', a Pair, cannot be split by its layers fc1, fc2"):
+                model(inputs)
+        with torch.no_grad(), pytest.raises(UsageError, match="name those to split in a tensor_plan"):
+            model.eval()(inputs)
+    for kept in (lambda _, x: x.sin() * x.relu(), lambda model, x: nn.functional.dropout(x, 0.5, model.training)):
+        model = Pair(kept).eval()
+        nn.init.ones_(model.fc2.weight)
+        expected = model(inputs)
+        split_over(model, mesh)
+        for training in (True, False):
+            found = model.train(training)(inputs)
+        close(found, expected)
+    split = Pair(lambda _, x: x)
+    split_over(split, mesh)
+    with pytest.raises(UsageError, match="layer 'fc1' is split together with others, but was called without"):
+        split.fc1(inputs)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def check_subclasses_and_hooks(mesh: DeviceMesh) -> None:
+    """A layer that computes more than torch's own class stays whole, and so does the other one of its pair."""
+    chain = nn.Sequential(
+        *(Doubled(3, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4), nn.Linear(4, 8)),
+        *(nn.Softmax(-1), nn.Linear(8, 2)),
+    )
+    chain[6].register_forward_hook(lambda _, inputs, outputs: 3 * outputs)
+    split = agrees(chain, (torch.randn(5, 3), torch.randn(5, 2)), squares, mesh)
+    assert [name for name, one in split.named_modules() if isinstance(one, SplitLayer)] == ["2", "3"]
 
 
 def check_sharded(mesh: DeviceMesh) -> None:
