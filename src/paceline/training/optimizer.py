@@ -161,6 +161,7 @@ class DistributedOptimizer(Distributed):
         self._buffers = self._open_buffers(model)
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
         self._fetch(refresh=True)
+        self.arrive()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -269,6 +270,7 @@ class DistributedOptimizer(Distributed):
                 send_state(self._buffers.table, {}, self._buffers.flat)
         self._job.barrier()
         self._fetch(refresh=True)
+        self.arrive()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
@@ -294,8 +296,8 @@ class DistributedOptimizer(Distributed):
         lockstep = self._settings.consistency.lockstep
         views = lockstep if self._settings.views is None else self._settings.views
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
-        # While backward runs the servers read nothing from a worker that waits for every push to be applied.
-        gradients = Gradients(flat, lockstep, courier)
+        # While backward runs the servers read nothing from a worker whose `step` waits for every push to be applied.
+        gradients = Gradients(flat, lockstep and not self._settings.overlap, courier)
         # Devices cannot view the servers' memory, and copy best from memory that is locked, as that must not be.
         table = self._open(spec, flat, live=views and not gradients.are_away)
         weights = Weights(flat, table, courier)
@@ -322,10 +324,8 @@ class DistributedOptimizer(Distributed):
             bucket.ask(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
-        if self._overlap is None:
+        if self._overlap is None or not self._overlap.can_wait:
             self.arrive()
-        else:
-            self._overlap.arrive()
 
     def _hyper(self) -> tuple[Hyper, ...]:
         """Return the numbers of each group; what schedulers and users keep there beside them stays here."""
