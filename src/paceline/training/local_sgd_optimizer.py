@@ -196,6 +196,9 @@ class LocalOptimizer(Distributed):
 
     def _may_step(self) -> bool:
         """Say whether the gradients can be stepped with, after what the settings have done to those that cannot."""
+        if self.overflowed:
+            self.num_refused += 1
+            return False
         if self._settings.nonfinite == "ignore":
             return True
         found = [parameter.grad for group in self.param_groups for parameter in cast("list[Tensor]", group["params"])]

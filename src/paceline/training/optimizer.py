@@ -151,6 +151,8 @@ class DistributedOptimizer(Distributed):
         super().__init__(optimizer, settings.name, str(settings.consistency), job)
         self._settings = settings
         self.no_slices = settings.no_slices
+        if settings.overlap:
+            self.no_scaling = "overlap=True, which sends gradients before it unscales them: leave one of the two out."
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
@@ -175,7 +177,9 @@ class DistributedOptimizer(Distributed):
             weight = samples if samples is not None else self._num_new_samples or 1
             self._num_samples = self._job.num_samples
             hyper = self._hyper()
-            for bucket in reversed(self._buckets):  # backward came to the last first, so devices have that first
+            self.num_refused += self.overflowed
+            buckets = [] if self.overflowed else self._buckets
+            for bucket in reversed(buckets):  # backward came to the last first, so devices have that first
                 bucket.push(weight, hyper).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
