@@ -352,8 +352,9 @@ def distributed(
             Elsewhere updates of others then show in the middle of a step: values are never too old, but not of one
             moment. What a script writes to such a parameter itself is gone with the next step, as without views.
         overlap: send gradients while backward still runs, in buckets of some MB, and where `model` is given wait
-            for values when its forward begins (in a `Sequential`, child by child) instead of in `step`. For links that
-            are slow beside the computation. A backward that is not the last of its step then belongs inside
+            for values when its forward begins (in a `Sequential`, child by child) instead of in `step`; until then all
+            parameters are those of the step before. Where some are views, or not of the model, `step` waits. For links
+            that are slow beside the computation. A backward that is not the last of its step then belongs inside
             `with optimizer.accumulate()`, gradients are not to be changed after backward, and each bucket is a push
             of its own: one that is not finite leaves the others' updates as they are.
         model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and its

@@ -1,13 +1,14 @@
 """The low-level face: tables of numbers, pushed and pulled by workers that count clocks."""
 
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.jobs import CARRIERS, job, run_job
+from tests.jobs import CARRIERS, DEADLINE_S, job, run_job
 from torch import Tensor
 
 import paceline
@@ -30,6 +31,41 @@ def test_pushes_of_all_workers_are_in_what_all_pull(tmp_path: Path, carrier: str
         return values.tolist(), w.pull(refresh=False).numel()
 
     assert run_job(tmp_path, work, workers=4, servers=2, carrier=carrier) == [([0.25] * 3, 3)] * 4
+
+
+@pytest.mark.parametrize("rule", [SGD, ADD])
+@pytest.mark.parametrize("refresh", [True, False])
+def test_clock_by_clock_own_pushes_show_with_those_of_the_others(tmp_path: Path, rule: RuleSpec, refresh: bool) -> None:
+    """Worker 0 is two clocks ahead; worker 1 finishes its first when that one has read."""
+    has_read, is_complete, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def work(ps: Session) -> list[float]:
+        w = ps.table("w", shape=(1,), update=rule, consistency="bound=2,visible=on_clock", scale="sum")
+        if ps.rank == 1:
+            assert has_read.wait(DEADLINE_S)
+            w.push([10.0])
+            ps.clock()
+            w.pull(exact=True)  # waits until the servers have applied clock 0
+            is_complete.set()
+            assert is_over.wait(DEADLINE_S)  # a worker that leaves is waited for no longer
+            return []
+        found: list[float] = []
+        for _ in range(2):
+            w.push([1.0])
+            ps.clock()
+            found.append(w.pull(refresh=refresh).item())
+        has_read.set()
+        assert is_complete.wait(DEADLINE_S)
+        found.append(w.pull().item())
+        w.push([1.0])
+        ps.clock()
+        found.append(w.pull(refresh=refresh).item())  # needs clock 0, and there is no more
+        is_over.set()
+        return found
+
+    ahead, _ = run_job(tmp_path, work, workers=2)
+    both = 11.0 if rule is ADD else -5.5
+    assert ahead == [0.0, 0.0, both, both]
 
 
 @pytest.mark.parametrize(

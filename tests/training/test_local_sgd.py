@@ -273,6 +273,92 @@ def test_a_saved_job_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     run_job(tmp_path, work, workers=2)
 
 
+def with_norm() -> nn.Module:
+    return nn.Sequential(*mlp(), nn.BatchNorm1d(3)).double()
+
+
+IN_PARTS = paceline.diloco(steps=4, fragments=2)
+UNDER_WAY = paceline.diloco(steps=4, fragments=3, overlap_steps=2, merge=0.5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loaded", "saved_at"),
+    [
+        (IN_PARTS, "snapshot", 2),
+        (IN_PARTS, "own", 3),
+        (IN_PARTS, "of worker 0", 4),
+        (UNDER_WAY, "snapshot", 2),
+        (UNDER_WAY, "own", 3),
+        (UNDER_WAY, "snapshot", 5),
+        (paceline.local_sgd(steps=5), "own", 3),
+    ],
+)
+def test_a_job_saved_in_any_step_of_a_round_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, strategy: LocalSGD, loaded: str, saved_at: int
+) -> None:
+    def train(worker: Session, model: nn.Module, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, batch_of(worker.rank, step)).backward()
+            optimizer.step(samples=1 + worker.rank)
+        return torch.cat([*map(torch.flatten, model.parameters()), model[3].running_mean])
+
+    def make() -> tuple[nn.Module, Any]:
+        model = with_norm()
+        return model, paceline.distributed(adam(model), strategy=strategy, model=model)
+
+    def save(worker: Session) -> tuple[Any, Any, Tensor]:
+        model, optimizer = make()
+        train(worker, model, optimizer, range(saved_at))
+        paceline.barrier()
+        state = deepcopy(optimizer.state_dict())
+        values = deepcopy(model.state_dict())
+        if loaded == "snapshot":
+            with optimizer.snapshot():
+                values = deepcopy(model.state_dict())
+        paceline.barrier()
+        return state, values, train(worker, model, optimizer, range(saved_at, 12))
+
+    def go_on(worker: Session) -> Tensor:
+        state, values, _ = saved[worker.rank]
+        model, optimizer = make()
+        if worker.rank == 0 or loaded != "of worker 0":
+            model.load_state_dict(values)
+        optimizer.load_state_dict(state)
+        return train(worker, model, optimizer, range(saved_at, 12))
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    saved = run_job(first, save, workers=2)
+    for found, (_, _, expected) in zip(run_job(second, go_on, workers=2), saved, strict=True):
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_a_state_beside_another_model_starts_from_that(tmp_path: Path) -> None:
+    def work(worker: Session) -> None:
+        model = model_of()
+        optimizer = paceline.distributed(sgd(model), strategy=paceline.diloco(steps=4), model=model)
+        loss_of(model, batch_of(worker.rank, 0)).backward()
+        optimizer.step()
+        paceline.barrier()
+        state = optimizer.state_dict()
+        state["round"]["unsent"] = deepcopy(state["round"]["unsent"])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        optimizer.load_state_dict(state)
+        assert (parameters(model) == 0.5).all()
+        for unsent, message in (
+            ([None, None], "of 2 tables"),
+            ([{"common": torch.ones(3), "own": torch.ones(3)}], r"\(3,\)"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                optimizer.load_state_dict({**state, "round": {"num_steps": 1, "unsent": unsent}})
+
+    run_job(tmp_path, work)
+
+
 def test_a_line_of_text_names_it() -> None:
     assert choose_strategy(None, Distribution.parse("diloco:7")) == paceline.diloco(7)
     assert choose_strategy("local-sgd:4", Distribution()) == paceline.local_sgd(4)

@@ -1,12 +1,13 @@
 """Communication behind computation changes when things travel, and not one bit of what comes out."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.jobs import CARRIERS, run_job
+from tests.jobs import CARRIERS, DEADLINE_S, run_job
 from tests.training.recipes import (
     Recipe,
     adam,
@@ -19,6 +20,7 @@ from tests.training.recipes import (
     sgd,
     train_alone,
 )
+from tests.training.views import aligned
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -195,6 +197,88 @@ def test_gradients_that_are_accumulated_are_sent_once(tmp_path: Path) -> None:
         assert torch.equal(found, expected)
 
 
+def zero_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def fill_past_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.fill_(7.0)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("write", [zero_in_place, fill_past_autograd])
+def test_gradients_may_be_written_to_while_their_push_is_under_way(
+    tmp_path: Path, carrier: str, write: Callable[[nn.Module, torch.optim.Optimizer], None]
+) -> None:
+    recipe = Recipe(optimizer=sgd, num_steps=4)
+    written = [threading.Event() for _ in range(recipe.num_steps)]
+
+    def work(ps: Session) -> Tensor:
+        model, optimizer = distribute(recipe, views=False)  # views would have `step` wait
+        for step in range(recipe.num_steps):
+            one_batch(model, ps.rank, step)
+            if ps.rank == 1:  # no push is applied before
+                assert written[step].wait(DEADLINE_S)
+            optimizer.step()
+            write(model, optimizer)
+            written[step].set()
+        optimizer.arrive()
+        return parameters(model)
+
+    expected = train_alone(recipe, 2)[0]
+    for found in run_job(tmp_path, work, workers=2, servers=2, carrier=carrier):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize(("make", "with_model"), [(mlp, True), (aligned, True), (mlp, False)])
+def test_between_step_and_forward_all_parameters_are_of_one_clock(
+    tmp_path: Path, carrier: str, make: Callable[[], nn.Module], with_model: bool
+) -> None:
+    def work(ps: Session) -> list[Tensor]:
+        model, optimizer = distribute(Recipe(model=make), with_model=with_model)
+        seen = [parameters(model)]
+        for step in range(3):
+            optimizer.zero_grad()
+            one_batch(model, ps.rank, step)
+            optimizer.step()
+            seen.append(parameters(model))
+        return seen
+
+    states = [train_alone(Recipe(model=make, num_steps=number), 2)[0] for number in range(4)]
+    is_viewing = carrier == "shm"  # of either model, at least the first weight
+    late = 0 if is_viewing or not with_model else 1
+    for seen in run_job(tmp_path, work, workers=2, carrier=carrier):
+        for step, found in enumerate(seen):
+            assert torch.equal(found, states[max(0, step - late)]), step
+
+
+def test_all_values_arrive_in_the_step_where_a_parameter_is_not_of_the_model(tmp_path: Path) -> None:
+    def work(ps: Session) -> bool:
+        model, scale = mlp(), nn.Parameter(torch.ones(1))
+        plain = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        optimizer = paceline.distributed(plain, overlap=True, model=model)
+        (loss_of(model, micro_batch(ps.rank, 0)) * scale.sum()).backward()
+        optimizer.step()
+        return any(bucket._asked for bucket in optimizer._buckets)
+
+    assert run_job(tmp_path, work, carrier="tcp") == [False]
+
+
+def test_before_the_first_forward_parameters_are_those_of_worker_0(tmp_path: Path) -> None:
+    def work(ps: Session) -> Tensor:
+        model = mlp()
+        with torch.no_grad():
+            model[0].weight.fill_(ps.rank)
+        paceline.distributed(sgd(model), overlap=True, model=model)
+        return model[0].weight.detach().clone()
+
+    assert all(not found.any() for found in run_job(tmp_path, work, workers=2))
+
+
 def backward_twice(model: nn.Module, optimizer: DistributedOptimizer) -> None:
     one_batch(model, 0, 0)
     one_batch(model, 0, 1)
@@ -203,6 +287,28 @@ def backward_twice(model: nn.Module, optimizer: DistributedOptimizer) -> None:
 def clip_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
     one_batch(model, 0, 0)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def replace_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
+
+
+def drop_after_backward(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    model[2].bias.grad = None
+    optimizer.step()
+
+
+def clip_past_autograd(model: nn.Module, optimizer: DistributedOptimizer) -> None:
+    one_batch(model, 0, 0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
     optimizer.step()
 
 
@@ -221,7 +327,10 @@ def change_the_rate_after_backward(model: nn.Module, optimizer: DistributedOptim
     ("act", "message"),
     [
         (backward_twice, "backward ran again after the gradients of 'model.* had been sent"),
-        (clip_after_backward, "the gradients have changed since the gradients of 'model.* were sent"),
+        (clip_after_backward, "the gradient of '[02].(weight|bias)' has changed since the gradients of 'model.*"),
+        (replace_after_backward, "the gradient of '[02].(weight|bias)' has changed"),
+        (drop_after_backward, "the gradient of '2.bias' has changed"),
+        (clip_past_autograd, "the gradient of '[02].(weight|bias)' has changed"),
         (weigh_after_backward, "the number of samples has changed"),
         (change_the_rate_after_backward, "hyperparameters have changed"),
     ],

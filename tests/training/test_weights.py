@@ -109,6 +109,37 @@ def test_views_and_copies_hold_the_bits_of_a_single_process(tmp_path: Path, reci
         assert torch.equal(found, expected)
 
 
+def left(worker: Session, made: list[DistributedOptimizer]) -> None:
+    worker.close()
+
+
+def dropped(worker: Session, made: list[DistributedOptimizer]) -> None:
+    made.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("end", [left, dropped])
+def test_what_shares_memory_with_a_parameter_is_the_workers_own_at_the_end(
+    tmp_path: Path, end: Callable[[Session, list[DistributedOptimizer]], None]
+) -> None:
+    def work(worker: Session) -> None:
+        model = aligned()
+        made = [paceline.distributed(sgd(model), model=model)]
+        run_steps(model, made[0], worker.rank, range(2))
+        model[0].weight.data[0] = 7.0  # of the worker's own already
+        kept = [parameter.data for parameter in model.parameters()]
+        assert all(of_peers(tensor) for tensor in kept)
+        before = [tensor.clone() for tensor in kept]
+        end(worker, made)
+        for tensor, values, parameter in zip(kept, before, model.parameters(), strict=True):
+            assert not of_peers(tensor)
+            assert torch.equal(tensor, values)
+            tensor.add_(1.0)
+            assert torch.equal(parameter, values + 1.0)  # they still share it
+
+    run_job(tmp_path, work, carrier="shm")
+
+
 def test_two_optimizers_view_two_tables(tmp_path: Path) -> None:
     first, second = Recipe(model=aligned, optimizer=sgd), Recipe(model=of_many_pages, optimizer=adam)
 

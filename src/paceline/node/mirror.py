@@ -188,8 +188,13 @@ class Mirror:
         for memory in self._peer_memory():
             memory.reread()
 
+    def keep(self) -> None:
+        """Make the memory of a live copy this process's own, in its place: nobody else changes it any more."""
+        for memory in self._peer_memory():
+            memory.keep()
+
     def _peer_memory(self) -> list[PeerMemory]:
-        return [body.obj for body in self._bodies.values() if isinstance(body.obj, PeerMemory)]
+        return [body.obj for body in list(self._bodies.values()) if isinstance(body.obj, PeerMemory)]
 
     def readable(self) -> Readable:
         """Return the values, with own updates, without a copy where that is possible.

@@ -13,7 +13,7 @@ from paceline.node.outgoing import PushBuffer, PushOutcome
 from paceline.node.table import Asked, Table
 from paceline.tensors.table import Hyper
 from paceline.training.flat import Flat
-from paceline.training.gradients import Gradients
+from paceline.training.gradients import Found, Gradients
 from paceline.training.state import StateOf
 from paceline.training.weights import Weights
 
@@ -56,28 +56,48 @@ class Bucket:
         Raises:
             UsageError: gradients, samples or hyperparameters are not those that were sent.
         """
-        if self._sent is None:
-            self.send(samples, hyper, expected)
-        sent, self._sent = self._sent, None
-        assert sent is not None, "made above"
-        sent.require_unchanged(self.table.name, samples, hyper, self.flat)
+        sent = self._sent
+        if sent is None:
+            sent = self._send(samples, hyper, expected)
+        else:
+            self._require_unchanged(sent, samples, hyper)
+        self._sent = None
         return sent.future
 
     def send(self, samples: float, hyper: tuple[Hyper, ...], expected: float = 0.0) -> None:
-        """Send the gradients as they are now."""
+        """Send the gradients as they are now, before their step; they may not change until then."""
         if self._sent is not None:
             raise UsageError(
                 f"backward ran again after the gradients of '{self.table.name}' had been sent: run all but the last "
                 "backward of a step inside `with optimizer.accumulate():`, or leave out overlap=True."
             )
+        self._sent = self._send(samples, hyper, expected)
+
+    def _send(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> _Sent:
         self.arrive()  # for a module that did not run; others have waited in their forward
         absent = self.gradients.collect()
-        assert self._reserved is not None, "reserved when the table was opened, and whenever values arrive"
-        future = self.table.push_reserved(
-            self._reserved, samples=samples, absent=absent, hyper=hyper, expected=expected
-        )
-        self._reserved = None
-        self._sent = _Sent(future, samples, hyper, _versions(self.flat))
+        buffer, self._reserved = self._reserved, None
+        assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
+        future = self.table.push_reserved(buffer, samples=samples, absent=absent, hyper=hyper, expected=expected)
+        return _Sent(future, samples, hyper, self.gradients.found())
+
+    def _require_unchanged(self, sent: _Sent, samples: float, hyper: tuple[Hyper, ...]) -> None:
+        """Raise UsageError if the push would be another one now."""
+        name = self.gradients.changed(sent.found)
+        changed = [
+            what
+            for what, is_changed in (
+                (f"the gradient of '{name}' has", bool(name)),
+                ("the number of samples has", sent.samples != samples),
+                ("hyperparameters have", sent.hyper != hyper),
+            )
+            if is_changed
+        ]
+        if changed:
+            raise UsageError(
+                f"{' and '.join(changed)} changed since the gradients of '{self.table.name}' were sent, while backward "
+                "ran: change them before backward (clip in a hook, say), or leave out overlap=True."
+            )
 
     def ask(self, *, refresh: bool) -> None:
         """Ask for the values of the next step; `arrive` waits for them."""
@@ -104,34 +124,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A push, and what it was made from; `versions` count the changes of each gradient."""
+    """A push, and what it was made from."""
 
     future: Future[PushOutcome]
     samples: float
     hyper: tuple[Hyper, ...]
-    versions: tuple[int, ...]
-
-    def require_unchanged(self, table: str, samples: float, hyper: tuple[Hyper, ...], flat: Flat) -> None:
-        """Raise UsageError if the push would be another one now."""
-        changed = [
-            what
-            for what, sent, now in (
-                ("the gradients have", self.versions, _versions(flat)),
-                ("the number of samples has", self.samples, samples),
-                ("hyperparameters have", self.hyper, hyper),
-            )
-            if sent != now
-        ]
-        if changed:
-            raise UsageError(
-                f"{' and '.join(changed)} changed since the gradients of '{table}' were sent, while backward ran: "
-                "change them before backward (clip in a hook, say), or leave out overlap=True."
-            )
-
-
-def _versions(flat: Flat) -> tuple[int, ...]:
-    gradients = (tensor.grad for tensor in flat.named.values())
-    return tuple(-1 if gradient is None else gradient._version for gradient in gradients)
+    found: tuple[Found, ...]
 
 
 def runs_of(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:

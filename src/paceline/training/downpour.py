@@ -145,7 +145,7 @@ class DownpourOptimizer(Distributed):
         weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
         self._num_samples = self._job.num_samples
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
-        gradients = gradients_of(self._flat, self._settings.nonfinite, where)
+        gradients = None if self.overflowed else gradients_of(self._flat, self._settings.nonfinite, where)
         if gradients is None:
             self._refuse()
             gradients = {}

@@ -14,6 +14,22 @@ from paceline.errors import UsageError
 from paceline.training.courier import Courier
 from paceline.training.flat import Flat
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element: as bits, NaN equals itself
+_STRETCH = 4096  # elements
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A gradient, and how often torch has seen it change."""
+
+    gradient: Tensor | None
+    version: int
+
+    @staticmethod
+    def of(gradient: Tensor | None) -> Found:
+        """Return a gradient as it is now."""
+        return Found(gradient, -1 if gradient is None else gradient._version)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
@@ -54,6 +70,7 @@ class Gradients:
     _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
     # Copies from devices that have been begun, by the index of their tensor.
     _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
+    _turn: int = 0  # which stretch of each gradient is looked at next
 
     def __post_init__(self) -> None:
         """Have autograd call around each gradient, for as long as this lives."""
@@ -96,6 +113,25 @@ class Gradients:
         while self._coming:
             self._coming.popitem()[1].done.synchronize()
         return tuple(absent)
+
+    def found(self) -> tuple[Found, ...]:
+        """Return the gradients as they are now, for `changed`."""
+        return tuple(Found.of(tensor.grad) for tensor in self.flat.named.values())
+
+    def changed(self, found: tuple[Found, ...]) -> str:
+        """Name a tensor whose gradient is not what `collect` has found and copied; empty where all are.
+
+        What torch does not count as a change (through `.data`, say) is looked for in a stretch of each gradient,
+        another one every time.
+        """
+        self._turn += 1
+        for (name, tensor), before, part in zip(self.flat.named.items(), found, self._parts, strict=True):
+            now = Found.of(tensor.grad)
+            if now.gradient is not before.gradient or now.version != before.version:
+                return name
+            if now.gradient is not None and not _is_copied(now.gradient, part, self._turn):
+                return name
+        return ""
 
     def fetch(self, index: int) -> None:
         """Begin to copy a gradient from its device, if that does not block.
@@ -155,6 +191,17 @@ class Gradients:
         given = self._given.pop(index, _nobody)()
         if given is not None:
             given.data = given.data.clone()
+
+
+def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
+    """Say whether a stretch of a gradient has the bits of its copy; one that has another layout is not looked at."""
+    if not gradient.is_contiguous() or gradient.dtype != part.dtype or gradient.device != part.device:
+        return True
+    start = turn * _STRETCH % max(part.numel(), 1)
+    ours, theirs = (
+        tensor.detach().view(-1)[start : start + _STRETCH].view(_BITS[part.itemsize]) for tensor in (gradient, part)
+    )
+    return torch.equal(ours, theirs)
 
 
 def _nobody() -> None:

@@ -161,6 +161,12 @@ class GroupedOptimizer(Distributed):
         # before they finish their clock, for which the values of the other parts wait.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
         self.no_slices = next((part.optimizer.no_slices for part in self._parts if part.optimizer.no_slices), "")
+        self.no_scaling = next((part.optimizer.no_scaling for part in self._parts if part.optimizer.no_scaling), "")
+        if any(isinstance(part.optimizer, ReplicatedOptimizer) for part in self._parts):
+            self.no_scaling = (
+                "groups of which one is under all-reduce, whose gradients need the same scale on all workers: train in "
+                "bfloat16."
+            )
         self._note_turn()
 
     def __repr__(self) -> str:
@@ -197,12 +203,13 @@ class GroupedOptimizer(Distributed):
             UsageError: gradients that a part cannot use; see `send` of its strategy.
         """
         self._hand_on_numbers()
+        weight = samples
         for part in self._parts:
             part.optimizer.expected = self.expected
-        first, *others = self._parts
-        weight = first.optimizer.send(samples)
-        for part in others:
+            part.optimizer.overflowed = self.overflowed
             weight = part.optimizer.send(weight)
+            part.optimizer.overflowed = False
+        assert weight is not None, "there are parts"
         self._note_turn()
         return weight
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.node.mirror import Mirror
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Asked, Table
@@ -93,6 +95,50 @@ class Fragment:
         """Set the servers' values to the tensors as they are here, and the state of their rule to this one; blocks."""
         loaded: StateOf = dict(state)
         send_state(self.table, loaded, self.flat)
+
+    def unsent(self) -> dict[str, Any] | None:
+        """Return what this worker has that the servers' values lack; None if that is nothing. Blocks for these values.
+
+        "common" are the values, "own" what the tensors hold where they are the start, both (elements of all,).
+        """
+        newest, own = self.flat.empty(), self.flat.empty()
+
+        def take(mirror: Mirror) -> None:
+            newest.copy_(mirror.readable().slice(0, self.flat.numel))
+
+        self.table.read(take, exact=self.table.consistency.bound is not None)
+        self.flat.pack_values(own)
+        is_coming = self._asked is not None and not self._is_owing
+        if not is_coming:
+            own += newest - self._anchor  # what others have done meanwhile
+        if not is_coming and not self.num_samples and torch.equal(own, newest):
+            return None
+        return {"common": newest, "own": own, "num_samples": self.num_samples, "is_coming": is_coming}
+
+    def require_fitting(self, unsent: Mapping[str, Any] | None) -> None:
+        """Raise UsageError unless this may have come from `unsent` of the same fragment of the same model."""
+        shapes = [] if unsent is None else [tuple(unsent[name].shape) for name in ("common", "own")]
+        if any(shape != (self.flat.numel,) for shape in shapes):
+            raise UsageError(
+                f"what is unsent of table '{self.table.name}' has shape {shapes[0]}, expected ({self.flat.numel},): it "
+                "is of another model, or of other fragments."
+            )
+
+    def go_back(self, unsent: Mapping[str, Any]) -> None:
+        """Set the tensors to the servers' values, if they hold what they held when these were unsent."""
+        now = self.flat.empty()
+        self.flat.pack_values(now)
+        if torch.equal(now, unsent["own"]):
+            self.flat.unpack(unsent["common"])
+
+    def resume(self, unsent: Mapping[str, Any]) -> None:
+        """Go on from what was unsent, after `start`, if the servers have the values that belong to it."""
+        if not torch.equal(self._anchor, unsent["common"]):
+            return
+        self.flat.unpack(unsent["own"])
+        self.num_samples = unsent["num_samples"]
+        if unsent["is_coming"]:
+            self.ask(is_owing=False)
 
     def _note(self, mirror: Mirror) -> None:
         self._anchor.copy_(mirror.readable().slice(0, self.flat.numel))

@@ -24,6 +24,7 @@ from paceline.training.state import StateOf, check_state, fetch_state
 from paceline.training.strategy import Distributed
 
 OUTER = "outer"  # what of a state_dict is of the servers
+ROUND = "round"  # what of it says how far this worker is in a round
 
 
 class LocalOptimizer(Distributed):
@@ -118,32 +119,65 @@ class LocalOptimizer(Distributed):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer on this worker, and under "outer" that of the servers, by table.
 
-        Blocks; take it at a barrier, where no pushes are under way. Pushes that wait for a quorum are merged by it.
-        The values that belong to it are those in a `snapshot`.
+        Under "round" is how far this worker is in a round, and what of its steps the servers do not have yet, with the
+        servers' values. Blocks; take it at a barrier, where no pushes are under way. Pushes that wait for a quorum are
+        merged by it. The values that belong to it are those in a `snapshot`, or this worker's own.
         """
         outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
-        return {**self._optimizer.state_dict(), OUTER: outer}
+        unsent = [fragment.unsent() for fragment in self._fragments]
+        return {
+            **self._optimizer.state_dict(),
+            OUTER: outer,
+            ROUND: {"num_steps": self._num_steps, "unsent": unsent},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state here and on the servers, and parameters and buffers everywhere to what they are on worker 0.
 
         Every worker must call it, each with a state of its own or all with the same; "outer" counts on worker 0, and
-        where it is left out the outer optimizer starts anew. Blocks until all have called.
+        where it is left out the outer optimizer starts anew. Where worker 0 has the values that belong to its state,
+        each worker then goes on from its own, in the same step of the round, for which it finishes clocks without a
+        step; else, and without "round", all go on from those of worker 0. Blocks until all have called.
 
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed on the servers then.
         """
         outer = self._outer_of(state_dict)
+        unsent = self._unsent_of(state_dict)
         self.arrive()
-        self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != OUTER})
+        inner = {key: value for key, value in state_dict.items() if key not in (OUTER, ROUND)}
+        self._optimizer.load_state_dict(inner)
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
         self._job.barrier()
         if self._job.rank == 0:
-            for fragment in self._fragments:
+            for fragment, own in zip(self._fragments, unsent, strict=True):
+                if own is not None:
+                    fragment.go_back(own)
                 fragment.load(outer.get(fragment.table.name, {}))
         self._job.barrier()
-        for fragment in self._fragments:
+        self._go_to_step(state_dict.get(ROUND, {}).get("num_steps", self._num_steps))
+        for fragment, own in zip(self._fragments, unsent, strict=True):
             fragment.start()
+            if own is not None:
+                fragment.resume(own)
+
+    def _go_to_step(self, step: int) -> None:
+        """Finish clocks until it is the same step of a round: who joins late counts rounds by the clock."""
+        while (self._num_steps - step) % self._rounds.steps:
+            self._job.clock(samples=None)
+            self._num_steps += 1
+
+    def _unsent_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any] | None]:
+        """Return what each fragment had unsent, once it is known to fit."""
+        unsent: list[dict[str, Any] | None] = state_dict.get(ROUND, {}).get("unsent", [None] * len(self._fragments))
+        if len(unsent) != len(self._fragments):
+            raise UsageError(
+                f"the state is of {len(unsent)} tables, and '{self._settings.name}' has {len(self._fragments)}: it is "
+                "of another model, or of other fragments."
+            )
+        for fragment, own in zip(self._fragments, unsent, strict=True):
+            fragment.require_fitting(own)
+        return unsent
 
     def _outer_of(self, state_dict: dict[str, Any]) -> dict[str, StateOf]:
         """Return the servers' part of a state, once it is known to fit."""
@@ -196,6 +230,9 @@ class LocalOptimizer(Distributed):
 
     def _may_step(self) -> bool:
         """Say whether the gradients can be stepped with, after what the settings have done to those that cannot."""
+        if self.overflowed:
+            self.num_refused += 1
+            return False
         if self._settings.nonfinite == "ignore":
             return True
         found = [parameter.grad for group in self.param_groups for parameter in cast("list[Tensor]", group["params"])]

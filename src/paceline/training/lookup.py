@@ -121,10 +121,11 @@ class Lookup:
         """Send what was collected, as one push that stands for so many samples; None if nobody says of how many.
 
         `expected` are those of all workers together in this clock, 0 where that is not known.
-        Where an update is a mean over the workers, one that has trained without finding any gradient counts as well.
+        Where an update is a mean over the workers, one that has trained without finding any gradient counts as well,
+        unless it has trained on 0 samples.
         """
         collected, self._collected = self._collected, []
-        if not collected and (samples is None or not self.table.opened.counts_everyone):
+        if not collected and (not samples or not self.table.opened.counts_everyone):
             return
         ids = torch.cat([ids for ids, _ in collected] or [torch.empty(0, dtype=torch.int64)])
         rows = torch.cat([rows for _, rows in collected] or [torch.empty((0, self.table.width))])
@@ -135,6 +136,15 @@ class Lookup:
     def zero_grad(self) -> None:
         """Drop what was collected, and keep what was banked."""
         self._collected.clear()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Say whether something was collected since the clock began."""
+        return bool(self._collected)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what was collected."""
+        self._collected = [(ids, rows * factor) for ids, rows in self._collected]
 
     def bank(self, weight: float) -> None:
         """Put aside what was collected, times a weight; a clock has several such slices."""
@@ -220,6 +230,16 @@ class Lookups:
         """Drop what each has collected."""
         for lookup in self._all:
             lookup.zero_grad()
+
+    @property
+    def have_gradients(self) -> bool:
+        """Say whether one has collected something since the clock began."""
+        return any(lookup.has_gradients for lookup in self._all)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply what each has collected."""
+        for lookup in self._all:
+            lookup.multiply(factor)
 
     def bank(self, weight: float) -> None:
         """Put aside what each has collected for a slice of a clock, times its weight."""

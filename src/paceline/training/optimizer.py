@@ -151,6 +151,8 @@ class DistributedOptimizer(Distributed):
         super().__init__(optimizer, settings.name, str(settings.consistency), job)
         self._settings = settings
         self.no_slices = settings.no_slices
+        if settings.overlap:
+            self.no_scaling = "overlap=True, which sends gradients before it unscales them: leave one of the two out."
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
@@ -161,6 +163,7 @@ class DistributedOptimizer(Distributed):
         self._buffers = self._open_buffers(model)
         self._overlap = Overlap(self._buckets, model, self._send) if settings.overlap else None
         self._fetch(refresh=True)
+        self.arrive()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,9 @@ class DistributedOptimizer(Distributed):
             self._num_samples = self._job.num_samples
             hyper = self._hyper()
             expected = self.expected if self._settings.consistency.lockstep else 0.0
-            for bucket in reversed(self._buckets):  # backward came to the last first, so devices have that first
+            self.num_refused += self.overflowed
+            buckets = [] if self.overflowed else self._buckets
+            for bucket in reversed(buckets):  # backward came to the last first, so devices have that first
                 bucket.push(weight, hyper, expected).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
@@ -270,6 +275,7 @@ class DistributedOptimizer(Distributed):
                 send_state(self._buffers.table, {}, self._buffers.flat)
         self._job.barrier()
         self._fetch(refresh=True)
+        self.arrive()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
@@ -295,8 +301,8 @@ class DistributedOptimizer(Distributed):
         lockstep = self._settings.consistency.lockstep
         views = lockstep if self._settings.views is None else self._settings.views
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
-        # While backward runs the servers read nothing from a worker that waits for every push to be applied.
-        gradients = Gradients(flat, lockstep, courier)
+        # While backward runs the servers read nothing from a worker whose `step` waits for every push to be applied.
+        gradients = Gradients(flat, lockstep and not self._settings.overlap, courier)
         # Devices cannot view the servers' memory, and copy best from memory that is locked, as that must not be.
         table = self._open(spec, flat, live=views and not gradients.are_away)
         weights = Weights(flat, table, courier)
@@ -323,10 +329,8 @@ class DistributedOptimizer(Distributed):
             bucket.ask(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
-        if self._overlap is None:
+        if self._overlap is None or not self._overlap.can_wait:
             self.arrive()
-        else:
-            self._overlap.arrive()
 
     def _hyper(self) -> tuple[Hyper, ...]:
         """Return the numbers of each group; what schedulers and users keep there beside them stays here."""

@@ -49,11 +49,14 @@ class Overlap:
         for come in self._come:
             come.clear()
 
-    def arrive(self) -> None:
-        """Wait for the values of those parameters that no module of the model waits for."""
-        for bucket in self.buckets:
-            if bucket.first not in self._awaited:
-                bucket.arrive()
+    @property
+    def can_wait(self) -> bool:
+        """Say whether all values may arrive while the next forward runs.
+
+        Until then the parameters are to be those of one clock. Views of the servers' memory already change, and who
+        reads a parameter that no module waits for is not noticed.
+        """
+        return len(self._awaited) == len(self.buckets) and not any(bucket.weights.are_views for bucket in self.buckets)
 
     @contextmanager
     def accumulate(self) -> Generator[None]:

@@ -146,4 +146,5 @@ def distribute_part(
     settings = replace(settings, name=f"{settings.name}{part.name_end}")
     made = strategy.distribute(optimizer, model, settings, PartJob(job, part))
     made.no_slices = "a model that several workers hold, who all need the same slices: leave them out."
+    made.no_scaling = "a model that several workers hold, who do not see the same gradients: train in bfloat16."
     return made

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.bank import Bank, Slices
+from paceline.training.scaling import Scaling
 
 if TYPE_CHECKING:
     from paceline.training.optimizer import Job, Settings
@@ -23,6 +24,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     Attributes:
         num_refused: steps or pushes of this worker that were not applied, as they were not finite or came too late.
         turn_s: when it was used last, where its workers have to take turns together.
+        overflowed: a `torch.amp.GradScaler` has found gradients of this worker in this clock that are not finite.
     """
 
     num_refused: int = 0
@@ -30,6 +32,10 @@ class Distributed(torch.optim.Optimizer, ABC):
     # Samples that this step of all workers together is to stand for; 0 where that is not known.
     expected: float = 0.0
     no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
+    no_scaling: str = ""  # why a GradScaler cannot be used; empty where it can
+    overflowed: bool = False
+    # A GradScaler then calls `step` whatever it has found, so that no worker leaves out a clock of the others.
+    _step_supports_amp_scaling = True
     _bank: Bank | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
 
@@ -99,18 +105,39 @@ class Distributed(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self.expected = 0.0 if self._bank is None or samples is not None else self._bank.slices.num_expected
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._heed_scaler(parameters)
         if self._bank is not None:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             with self._job.communicating():
                 if self._bank.keep(parameters, samples):
                     return loss
             samples = self._bank.pay(parameters, samples)
         weight = self.send(samples)
+        if self.overflowed:
+            weight, self.overflowed = 0.0, False
+            self._job.lookups.zero_grad()
         self._job.lookups.expected = self.expected
         self._job.clock(samples=weight)
         self.receive()
         self._job.heed()
         return loss
+
+    def _heed_scaler(self, parameters: Iterable[Tensor]) -> None:
+        """Do what a GradScaler asks for: unscale the gradients, or leave them out of the clock.
+
+        Raises:
+            UsageError: this strategy does not go with a scaler.
+        """
+        scaling = Scaling.of(self)
+        if scaling is None:
+            return
+        where = f"worker {self._job.rank}, step of '{self._name}'"
+        if self.no_scaling:
+            raise UsageError(f"{where}: a GradScaler does not go with {self.no_scaling}")
+        if scaling.overflowed:
+            self.overflowed = True
+        else:
+            scaling.undo(parameters, self._job.lookups, where)
 
     @abstractmethod
     def send(self, samples: float | None) -> float:

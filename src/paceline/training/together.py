@@ -10,6 +10,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.observe import trace as records
 from paceline.training.optimizer import Job, Settings
+from paceline.training.scaling import OVERFLOW
 from paceline.training.strategy import Distributed
 
 NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
@@ -45,16 +46,19 @@ class SteppedTogether(Distributed):
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
 
     def _step_unless(self, problem: str) -> None:
-        """Step, unless there is a problem: all workers have heard of the same, so all do the same."""
+        """Step, unless there is a problem: all workers have heard of the same, so all do the same.
+
+        A GradScaler has found the same on all of them, in gradients that are combined.
+        """
         self.turn_s = time.monotonic()
         rank, name, meter = self._job.exchange.company.rank, self._settings.name, self._job.meter
-        if not problem:
+        if not problem and not self.overflowed:
             self._optimizer.step()
-        elif self._settings.nonfinite == "halt":
+        elif self._settings.nonfinite == "halt" and not self.overflowed:
             raise UsageError(f"worker {rank}, step of '{name}': {problem}")
         else:
             self.num_refused += 1
-            meter.trace.record(records.Refusal(meter.now(), -1, rank, name, problem))
+            meter.trace.record(records.Refusal(meter.now(), -1, rank, name, problem or OVERFLOW))
 
 
 def weight_said(samples: float) -> float:

@@ -24,7 +24,8 @@ class Weights:
 
     Where the worker's copy of the table is live, a tensor becomes a view of it, if it lies in one piece there and well
     aligned, and was alone in its memory before. Then a fetch copies nothing. What a script writes to a tensor is gone
-    with the next fetch, view or not. When nobody uses this any more the tensors keep what they hold.
+    with the next fetch, view or not. When nobody uses this any more the tensors keep what they hold, and so does what
+    a script has made to share memory with them.
     """
 
     flat: Flat
@@ -35,12 +36,18 @@ class Weights:
     _places: tuple[int, ...] = ()
     # How often each view has changed, as torch counts, after the last fetch.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
+    _viewed: Mirror | None = None  # the copy whose memory tensors show, or have shown
     # Whether a script has written to views since the last fetch, where `look` has seen to that.
     _written: bool | None = None
 
     def __del__(self) -> None:
         """Let tensors that are used longer than this no longer change."""
         self.detach()
+
+    @property
+    def are_views(self) -> bool:
+        """Say whether some of the tensors show the servers' own memory."""
+        return bool(self._viewing)
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the tensors to the values of the table; blocks until these are fresh enough."""
@@ -90,10 +97,10 @@ class Weights:
                 tensors[index].data.copy_(data)
 
     def detach(self) -> None:
-        """Give every view memory of its own: nobody else changes the tensors from now on."""
-        tensors = self.flat.tensors
-        for index in self._views():
-            tensors[index].data = tensors[index].data.clone()
+        """Let what views show be this process's own memory: nobody else changes the tensors from now on."""
+        viewed, self._viewed = self._viewed, None
+        if viewed is not None:  # without the lock of the node: this may be called wherever garbage is collected
+            viewed.keep()
         self._viewing.clear()
         self._places = ()
 
@@ -119,6 +126,8 @@ class Weights:
                 if index not in self._viewing:
                     live = mirror.live and values.lie_together(start, stop)
                     self._fill(index, tensor, values.slice(start, stop), live=live)
+        if self._viewing:
+            self._viewed = mirror
         self._tell_autograd()
         for reading in self.courier.queued():
             mirror.note_reading(reading)

@@ -1,5 +1,7 @@
 """A peer's memory, mapped here: it shows what the peer writes, and what is written here stays here."""
 
+from __future__ import annotations
+
 import ctypes
 import mmap
 import os
@@ -14,6 +16,19 @@ _HERE: Final = 0x80 | 0x40
 _FROM_FILE: Final = 0x20
 _NOT_OWN: Final = bytes(flags for flags in range(256) if not flags & _HERE or flags & _FROM_FILE)
 
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_OWN: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Linux's numbers, which Python does not name.
+_MAP_FIXED: Final = 0x10
+_MREMAP_MAYMOVE: Final = 1
+_MREMAP_FIXED: Final = 2
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
 
 @final
 class PeerMemory(mmap.mmap):
@@ -21,13 +36,33 @@ class PeerMemory(mmap.mmap):
 
     _turn = 0  # which stretch is looked at next
 
+    @staticmethod
+    def of(descriptor: int, size_bytes: int) -> PeerMemory:
+        """Map the file behind a descriptor, which is not needed any more then; raises OSError."""
+        # Python maps files only while it keeps a descriptor of its own: the peer's memory would live as long.
+        made = PeerMemory(-1, size_bytes, flags=_OWN, prot=_READ_WRITE)
+        _succeeded(_libc.mmap(made._address, size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0))
+        return made
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+    def keep(self) -> None:
+        """Make what is shown here this process's own, in its place: it is no longer the peer's; raises OSError."""
+        size_bytes = len(self)
+        copy = _succeeded(_libc.mmap(None, size_bytes, _READ_WRITE, _OWN, -1, 0))
+        ctypes.memmove(copy, self._address, size_bytes)
+        # Moved there at once: who reads meanwhile sees the same bytes before and after.
+        _succeeded(_libc.mremap(copy, size_bytes, size_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, self._address))
+
     def was_written(self, at: Iterable[int] = ()) -> bool:
         """Say whether this process has written here since it last forgot that; where nobody can tell, it may have.
 
         Looking takes 1 ms for each 100 MB. So of large memory it looks at the pages of these addresses, and at one
         stretch of all pages, the next one each time: what is written elsewhere is noticed some looks later.
         """
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self)) // mmap.PAGESIZE
+        start = self._address // mmap.PAGESIZE
         stop = start + -(-len(self) // mmap.PAGESIZE)
         first = start + self._turn * _STRETCH_PAGES
         self._turn = 0 if first + _STRETCH_PAGES >= stop else self._turn + 1
@@ -41,6 +76,14 @@ class PeerMemory(mmap.mmap):
     def reread(self) -> None:
         """Forget what was written here: every page shows the peer's memory again."""
         self.madvise(mmap.MADV_DONTNEED)
+
+
+def _succeeded(address: int | None) -> int:
+    """Return the address that a call has given; raises OSError if it has failed."""
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return address
 
 
 def _any_own(stretches: Iterable[tuple[int, int]]) -> bool:

@@ -102,6 +102,6 @@ def map_segment(descriptor: int, size_bytes: int, peer: str) -> PeerMemory:
     if found_bytes != size_bytes or size_bytes == 0:
         raise PeerError(f"{peer} passed a segment of {found_bytes} bytes and announced {size_bytes}")
     try:
-        return PeerMemory(descriptor, size_bytes, access=mmap.ACCESS_COPY)
+        return PeerMemory.of(descriptor, size_bytes)
     except OSError as error:
         raise PeerError(f"memory passed by {peer} cannot be mapped here: {error.strerror}") from error
