@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.tensors.summing import num_nonfinite
+from paceline.training.agreed_numbers import COMPARED_EVERY, digest_of_values, numbers_of_first
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
@@ -35,6 +36,7 @@ class CombinedOptimizer(SteppedTogether):
         super().__init__(optimizer, "all-reduce", settings, job)
         self._part = job
         self._num_samples = job.num_samples  # as of the last step
+        self._num_steps = 0
         self._flat = Flat.over(named)
         self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
         self._copy_from_first()
@@ -83,12 +85,22 @@ class CombinedOptimizer(SteppedTogether):
                 for tensor in self._flat.tensors:
                     if tensor.grad is not None:
                         tensor.grad.nan_to_num_(0.0, 0.0, 0.0)
+            told = None
             if self._part.size > 1:
+                told = self._numbers_of_first(weight)
                 self._combine(weight)
             problem = self._problem()
-        self._step_unless(problem)
+        with self._numbers.held(told):
+            self._step_unless(problem)
         with self._job.communicating():
             self._average_buffers(weight)
+
+    def _numbers_of_first(self, weight: float) -> bytes | None:
+        """Agree on the hyperparameters of a step, now and then also that all replicas are equal to the bit."""
+        compared = self._num_steps % COMPARED_EVERY == 0
+        self._num_steps += 1
+        values = digest_of_values(self._flat.tensors) if compared else 0
+        return numbers_of_first(self._part.mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
 
     def _combine(self, weight: float) -> None:
         """Replace each gradient by the weighted mean over the replicas; one that none of them has stays away."""

@@ -16,6 +16,7 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.parallel.whole import whole
+from paceline.training.agreed_numbers import numbers_of_first
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.sharded_passes import Passes
 from paceline.training.together import SteppedTogether, weight_said
@@ -123,7 +124,9 @@ class ShardedOptimizer(SteppedTogether):
         """Step, unless gradients are not finite."""
         with self._job.communicating():
             problem = self._passes.objection()
-        self._step_unless(problem)
+            told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
+        with self._numbers.held(told):
+            self._step_unless(problem)
         with self._job.communicating():
             self._passes.average_buffers()
 

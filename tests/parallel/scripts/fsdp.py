@@ -39,7 +39,10 @@ def whole_values(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Ten
 
 
 def learning_is_that_of_one_process() -> None:
-    """Three batches for two workers, one of them short: samples weigh the same wherever they are."""
+    """Three batches for two workers, one of them short: samples weigh the same wherever they are.
+
+    The schedule takes a step a batch: that of worker 0 counts, which has one in every step.
+    """
     samples = TensorDataset(torch.randn(11, 3), torch.randn(11, 2))
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     alone = copy.deepcopy(model)
@@ -51,13 +54,16 @@ def learning_is_that_of_one_process() -> None:
     assert slices <= 0.6 * sum(map(Tensor.numel, model.parameters()))
     seen: list[tuple[Tensor, Tensor]] = []
     loader = paceline.shard(DataLoader(samples, batch_size=4))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     for _ in range(2):
         for inputs, targets in loader:
             seen.append((inputs, targets))
             optimizer.zero_grad()
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
+            schedule.step()
     plain = torch.optim.Adam(alone.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.7)
     for step in range(4):
         has = step < len(seen) if SIZE == 1 or RANK == 0 else step in (0, 2)
         at = step if RANK == 0 else step // 2
@@ -69,6 +75,7 @@ def learning_is_that_of_one_process() -> None:
         plain.zero_grad()
         mse_loss(alone(rows[:, :3]), rows[:, 3:]).backward()
         plain.step()
+        schedule.step()
     found = whole_values(optimizer, model)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9)
