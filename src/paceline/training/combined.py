@@ -16,6 +16,7 @@ from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
 from paceline.training.part_job import PartJob
+from paceline.training.state import checked_by_all
 from paceline.training.together import NOT_FINITE, SteppedTogether
 
 
@@ -73,7 +74,8 @@ class CombinedOptimizer(SteppedTogether):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, and parameters and buffers to what they are in replica 0; all workers must call it."""
-        self._set_state(state_dict)
+        with checked_by_all(self._job):
+            self._set_state(state_dict)
         self._copy_from_first()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------

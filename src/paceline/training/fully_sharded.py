@@ -19,6 +19,7 @@ from paceline.parallel.whole import whole
 from paceline.training.agreed_numbers import numbers_of_first
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.sharded_passes import Passes
+from paceline.training.state import checked_by_all
 from paceline.training.together import SteppedTogether, weight_said
 
 
@@ -112,13 +113,15 @@ class ShardedOptimizer(SteppedTogether):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, of which each worker takes its slices. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {
-            index: {
-                key: sliced_like(parameters[index], one) if isinstance(one, Tensor) else one for key, one in of.items()
+        with checked_by_all(self._job):
+            state = {
+                index: {
+                    key: sliced_like(parameters[index], one) if isinstance(one, Tensor) else one
+                    for key, one in of.items()
+                }
+                for index, of in state_dict["state"].items()
             }
-            for index, of in state_dict["state"].items()
-        }
-        self._set_state({**state_dict, "state": state})
+            self._set_state({**state_dict, "state": state})
 
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""

@@ -20,7 +20,7 @@ from paceline.training.flat import Flat, segments_of
 from paceline.training.local_sgd_fragment import Fragment
 from paceline.training.local_sgd_rounds import Rounds
 from paceline.training.optimizer import Job, Settings
-from paceline.training.state import StateOf, check_state, fetch_state
+from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first
 from paceline.training.strategy import Distributed
 
 OUTER = "outer"  # what of a state_dict is of the servers
@@ -132,16 +132,17 @@ class LocalOptimizer(Distributed):
 
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed on the servers then.
+            Refused: the same on another worker, or worker 0 could not send it, or is gone.
         """
-        outer = self._outer_of(state_dict)
-        self.arrive()
-        self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != OUTER})
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
-        self._job.barrier()
-        if self._job.rank == 0:
-            for fragment in self._fragments:
-                fragment.load(outer.get(fragment.table.name, {}))
-        self._job.barrier()
+        with checked_by_all(self._job):
+            outer = self._outer_of(state_dict)
+            self.arrive()
+            self._optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != OUTER})
+            self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        with loaded_by_first(self._job):
+            if self._job.rank == 0:
+                for fragment in self._fragments:
+                    fragment.load(outer.get(fragment.table.name, {}))
         for fragment in self._fragments:
             fragment.start()
 

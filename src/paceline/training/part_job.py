@@ -25,7 +25,11 @@ from paceline.training.weights import Weights
 
 
 class WholeJob(Job, Protocol):
-    """A job in which another worker than the first may give a table its first values."""
+    """A job in which another worker than the first may give a table its values."""
+
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+        """Wait for all workers to come to the same place."""
+        ...
 
     def open_table(
         self,
@@ -118,9 +122,9 @@ class PartJob:
         """Leave and end this process if it was told to."""
         self.whole.heed()
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
-        self.whole.barrier()
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False) -> None:
+        """Wait for all workers, those of other parts too, to come to the same place."""
+        self.whole.meet(place, problem, needs_first=needs_first, first=self.part.first)
 
 
 def distribute_part(
