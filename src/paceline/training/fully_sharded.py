@@ -115,10 +115,7 @@ class ShardedOptimizer(SteppedTogether):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with checked_by_all(self._job):
             state = {
-                index: {
-                    key: sliced_like(parameters[index], one) if isinstance(one, Tensor) else one
-                    for key, one in of.items()
-                }
+                index: {key: _sliced(parameters[index], one) for key, one in of.items()}
                 for index, of in state_dict["state"].items()
             }
             self._set_state({**state_dict, "state": state})
@@ -154,8 +151,17 @@ def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: 
     with mesh.explained(f"sharding the model of '{name}'"):
         shard_fully(root, mesh.axis("data"), partial(mesh.explained, f"forward and backward of '{name}'"))
     for group in optimizer.param_groups:
-        group["params"] = [root.get_parameter(names[parameter]) for parameter in group["params"]]
+        whole_ones, group["params"] = group["params"], [root.get_parameter(names[one]) for one in group["params"]]
+        for parameter, sliced in zip(whole_ones, group["params"], strict=True):
+            state = optimizer.state.pop(parameter, {})  # some classes (Adagrad) have state before the first step
+            if state:
+                optimizer.state[sliced] = {key: _sliced(sliced, value) for key, value in state.items()}
     if root is not model:
         for own, parameter in root.named_parameters(recurse=False):
             model.register_parameter(own, parameter)
     return root
+
+
+def _sliced(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - whatever a state has
+    """Return of a state what belongs to this worker's slice of its parameter."""
+    return sliced_like(parameter, value) if isinstance(value, Tensor) else value

@@ -19,7 +19,7 @@ from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.local_sgd_fragment import Fragment
 from paceline.training.local_sgd_rounds import Rounds
-from paceline.training.optimizer import Job, Settings
+from paceline.training.optimizer import Job, Settings, require_plain_step
 from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first
 from paceline.training.strategy import Distributed
 
@@ -41,6 +41,7 @@ class LocalOptimizer(Distributed):
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, rounds: Rounds, job: Job
     ) -> None:
+        require_plain_step(optimizer)
         named, _ = segments_of(optimizer, model)
         _require_fit(named, settings, rounds)
         super().__init__(optimizer, settings.name, f"exchanged every {rounds.steps} steps", job)

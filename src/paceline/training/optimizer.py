@@ -342,8 +342,18 @@ class DistributedOptimizer(Distributed):
             self.num_refused += not pushed.result().applied
 
 
+def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model in its step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "torch.optim.LBFGS evaluates the model several times a step, each time with gradients of this worker "
+            "alone. Choose another, Adam for example."
+        )
+
+
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps: its state would be lost without a word."""
+    """Refuse an optimizer that has taken steps, as its state would be lost without a word; and one with a closure."""
+    require_plain_step(optimizer)
     for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
         steps = cast("Tensor | float", state.get("step", 0))
         if float(steps) > 0 or ("step" not in state and any(value is not None for value in state.values())):

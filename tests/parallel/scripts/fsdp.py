@@ -140,6 +140,40 @@ def mistakes_are_told() -> None:
         optimizer.step(samples=7)
 
 
+class Shared(torch.optim.Optimizer):
+    """Steps as far as the norm of the whole tensor says, as classes may that torch does not have."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})  # pyright: ignore[reportArgumentType]
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-group["lr"])
+
+
+def optimizers_that_look_at_whole_tensors_are_refused() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    for made in (torch.optim.Adafactor, torch.optim.Rprop, Shared):
+        with pytest.raises(UsageError, match=f"{made.__name__} .*each worker has a slice of every parameter"):
+            paceline.distributed(made(model.parameters(), lr=0.1), model=model, name=made.__name__)
+
+
+def state_that_is_there_before_the_first_step_is_cut() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.Adagrad(one.parameters(), initial_accumulator_value=0.5) for one in (model, alone)]
+    optimizer = paceline.distributed(optimizers[0], model=model, name="early")
+    assert optimizer.state_dict()["state"][0]["sum"].shape == (2, 4)
+    optimizer.load_state_dict(optimizers[1].state_dict())
+    for one, stepping in ((model, optimizer), (alone, optimizers[1])):
+        one(torch.ones(1, 4)).square().sum().backward()
+        stepping.step()
+    torch.testing.assert_close(whole_values(optimizer, model)["weight"], alone.weight.detach(), rtol=1e-9, atol=1e-9)  # pyright: ignore[reportArgumentType]
+
+
 class Scaled(nn.Module):
     """A parameter of its own, and layers that are gathered one by one."""
 
@@ -195,6 +229,8 @@ for check in (
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
     mistakes_are_told,
+    optimizers_that_look_at_whole_tensors_are_refused,
+    state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)
