@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from paceline.parallel.mesh import Mesh
 
 Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name
 
+Together: TypeAlias = Literal["forward", "step", "snapshot", "state_dict"]  # what all do at the same time
+
+_MOST_NUMBERS: Final = 4
 COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
 
 
@@ -91,11 +94,8 @@ def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0
         UsageError: it is not.
     """
     group, rank = mesh.group("data"), mesh.company.rank
-    words = torch.tensor([digest_of(own), values, len(own), has_batch])
-    found = [torch.empty_like(words) for _ in range(group.size())]
+    told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch))
     with mesh.explained("hyperparameters of a step"):
-        dist.all_gather(found, words, group=group)
-        told = [one.tolist() for one in found]
         require_equal_values(rank, [dist.get_global_rank(group, i) for i, one in enumerate(told) if one[1] != values])
         if len({one[0] for one in told}) == 1:
             return None
@@ -105,6 +105,30 @@ def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0
             content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         dist.broadcast(content, src=dist.get_global_rank(group, first), group=group)
     return None if first == group.rank() else bytes(content.tolist())
+
+
+def agree_on(mesh: Mesh, what: Together, *numbers: int) -> list[list[int]]:
+    """Tell all who hold the same part what comes next, with up to four numbers, and return theirs, by replica.
+
+    Blocks until all have come to it.
+
+    Raises:
+        UsageError: something else comes next on another worker; nothing has been sent then.
+    """
+    group, kinds = mesh.group("data"), get_args(Together)
+    words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
+    found = [torch.empty_like(words) for _ in range(group.size())]
+    with mesh.explained(what):
+        dist.all_gather(found, words, group=group)
+    told = [one.tolist() for one in found]
+    for index, (kind, *_) in enumerate(told):
+        if kinds[kind] != what:
+            raise UsageError(
+                f"worker {mesh.company.rank}: expected a {what} of every worker, got a {kinds[kind]} from worker "
+                f"{dist.get_global_rank(group, index)}. All run the model equally often in each step: where batches do "
+                "not divide by the workers, one without a batch runs it once."
+            )
+    return [numbers for _, *numbers in told]
 
 
 def require_equal_values(rank: int, others: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.parallel.whole import whole
-from paceline.training.agreed_numbers import numbers_of_first
+from paceline.training.agreed_numbers import agree_on, numbers_of_first
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.sharded_passes import Passes
 from paceline.training.state import checked_by_all
@@ -96,12 +96,14 @@ class ShardedOptimizer(SteppedTogether):
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
             held.enter_context(self._job.lookups.exactly())
+            agree_on(self._mesh, "snapshot")
             with self._mesh.explained(f"snapshot of '{self._settings.name}'"):
                 held.enter_context(gathered(self._model))
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, which a plain one can load; blocks until all workers call it."""
+        agree_on(self._mesh, "state_dict")
         sliced = self._optimizer.state_dict()
         with self._mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
             state = {
@@ -123,8 +125,8 @@ class ShardedOptimizer(SteppedTogether):
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""
         with self._job.communicating():
-            problem = self._passes.objection()
             told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
+            problem = self._passes.objection()
         with self._numbers.held(told):
             self._step_unless(problem)
         with self._job.communicating():

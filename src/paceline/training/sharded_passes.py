@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.errors import UsageError
 from paceline.parallel.mesh import Mesh
 from paceline.tensors.summing import num_nonfinite
+from paceline.training.agreed_numbers import agree_on
 from paceline.training.buffers import floating_buffers
 from paceline.training.optimizer import Job, Settings
 from paceline.training.together import NOT_FINITE, require_weighed
@@ -46,7 +47,9 @@ class Passes:
         self._last: tuple[Any, Any] | None = None  # what the model was last called with
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
-            model.register_forward_pre_hook(lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True),
+            model.register_forward_pre_hook(  # before torch gathers the model, which all do together
+                lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True, prepend=True
+            ),
             model.register_forward_hook(lambda _, args, outputs: _call(after, outputs)),
         ]
 
@@ -115,6 +118,8 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
+            with self._job.communicating():
+                agree_on(self._mesh, "forward")
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
     def _after(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the module returns
