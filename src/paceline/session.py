@@ -262,6 +262,25 @@ class Session:
             self.node.calls.ask(0, lambda number: Meet(number, "barrier"), "the other workers to come to the barrier")
         self.meter.begin()
 
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+        """Block until every worker that still takes part has come to the same place, and all its pushes are settled.
+
+        Args:
+            place: what all meet for.
+            problem: what has failed on this worker.
+            needs_first: whether the meeting is of no use without one worker.
+            first: which one that is.
+
+        Raises:
+            Refused: something has failed on one of the workers, or the first is gone; all of them are told.
+        """
+        needs = first if needs_first else -1
+        with self.communicating():
+            self.node.settle()
+            self.node.calls.ask(
+                0, lambda number: Meet(number, place, problem, needs), f"the other workers to come to '{place}'"
+            )
+
     def close(self, *, politely: bool = True) -> None:
         """Leave the job and free everything. Politely: wait until all pushes are settled. May be repeated."""
         if self.closed:

@@ -48,6 +48,31 @@ def test_a_meeting_is_complete_when_all_are_there_however_often_they_say_so(tmp_
             assert again.hear(Done)[0].number == 5
 
 
+def test_what_one_of_a_meeting_has_to_tell_is_told_to_all_however_often_they_ask(tmp_path: Path) -> None:
+    with (
+        cluster("memory", tmp_path, num_workers=3, num_servers=1) as servers,
+        member(servers, 0) as one,
+        member(servers, 1) as other,
+        member(servers, 2) as third,
+    ):
+        one.say(Meet(5, "load", "x" * 5000))
+        third.say(Meet(5, "load", needs=0))
+        other.say(Meet(9, "load"))
+        told = "worker 0: " + "x" * (2000 - len("worker 0: "))
+        assert [worker.hear(Failed)[0].reason for worker in (one, other, third)] == [told] * 3
+        other.say(Meet(9, "load"))
+        assert other.hear(Failed)[0].reason == told  # the answer was lost on the way
+
+        servers.servers[0].report_death(0, 0, "it never came back")
+        other.say(Meet(10, "load", needs=0))
+        third.say(Meet(10, "load"))
+        assert "worker 0 takes part no more" in other.hear(Failed)[0].reason
+        other.say(Meet(11, "load"))
+        assert "worker 0 takes part no more" in third.hear(Failed)[0].reason
+        third.say(Meet(11, "load"))
+        assert (other.hear(Done)[0].number, third.hear(Done)[0].number) == (11, 11)
+
+
 def test_a_meeting_goes_on_without_those_who_are_gone(tmp_path: Path) -> None:
     with (
         cluster("memory", tmp_path, num_workers=3, num_servers=1) as servers,

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.jobs import run_job
+from tests.jobs import job, run_job
 from tests.training.recipes import Recipe, accumulate, adam, mlp, one_batch, parameters, sgd
 from tests.training.test_buffers import normalised
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import paceline
-from paceline.errors import UsageError
+from paceline.errors import Refused, UsageError
 from paceline.session import Session
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -189,6 +189,96 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(
             return torch.equal(parameters(model), parameters(mlp()))
 
     assert run_job(tmp_path, work, workers=2, servers=2) == [True, True]
+
+
+def transposed() -> nn.Module:
+    """A model whose parameters lie in memory in another order than that of their shapes."""
+    model = mlp()
+    images = model[0].weight.detach().view(17, 3, 3, 1).to(memory_format=torch.channels_last)
+    model[0].weight = nn.Parameter(images)
+    model[0].forward = lambda batch: nn.functional.linear(batch, model[0].weight.reshape(17, 9), model[0].bias)
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    assert not any(layer.weight.is_contiguous() for layer in (model[0], model[2]))
+    return model
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_parameters_may_lie_in_memory_as_they_like(tmp_path: Path, make: MakeOptimizer, servers: int) -> None:
+    plain = transposed()
+    optimizer = make(plain)
+    run_alone(plain, optimizer, range(3))
+    model_state, optimizer_state = saved(plain.state_dict()), saved(optimizer.state_dict())
+    run_alone(plain, optimizer, range(3, 6))
+
+    def work(worker: Session) -> Tensor:
+        model = transposed()
+        distributed = paceline.distributed(make(model))
+        model.load_state_dict(model_state)
+        distributed.load_state_dict(optimizer_state)
+        run_steps(model, distributed, worker.rank, range(3, 6))
+        again = make(transposed())
+        again.load_state_dict(distributed.state_dict())
+        return parameters(model)
+
+    for found in run_job(tmp_path, work, workers=NUM_WORKERS, servers=servers):
+        assert torch.equal(found, parameters(plain))
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "all-reduce", "local-sgd:2", "downpour:1"])
+def test_a_state_that_one_worker_cannot_load_is_loaded_by_none(tmp_path: Path, strategy: Any) -> None:
+    def work(worker: Session) -> bool:
+        model = mlp()
+        optimizer = paceline.distributed(adam(model), strategy=strategy, model=model)
+        state = other_groups(mlp()).state_dict() if worker.rank == 1 else adam(mlp()).state_dict()
+        state["param_groups"][0]["lr"] = 7.0
+        with pytest.raises((UsageError, ValueError, Refused)) as error:
+            optimizer.load_state_dict(state)
+        told.append(f"{worker.rank}: {error.value}")
+        if strategy == "bsp":
+            assert optimizer.param_groups[0]["lr"] != 7.0
+        with optimizer.snapshot():
+            return torch.equal(parameters(model), parameters(mlp()))
+
+    told: list[str] = []
+    assert run_job(tmp_path, work, workers=3) == [True] * 3
+    assert len([one for one in told if "worker 1:" in one and "Error" in one]) == 2, told
+
+
+def test_what_worker_0_cannot_send_is_told_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the state")
+
+    def work(worker: Session) -> str:
+        model = mlp()
+        optimizer = paceline.distributed(adam(model))
+        state = optimizer.state_dict()
+        worker.barrier()
+        monkeypatch.setattr("paceline.training.optimizer.send_state", fail)
+        with pytest.raises(MemoryError if worker.rank == 0 else Refused) as error:
+            optimizer.load_state_dict(state)
+        return str(error.value)
+
+    first, *others = run_job(tmp_path, work, workers=3)
+    assert first == "no room for the state"
+    assert others == ["server 0 refused: worker 0: MemoryError: no room for the state"] * 2
+
+
+def test_a_load_whose_first_worker_dies_is_told_to_the_others(tmp_path: Path) -> None:
+    def work(worker: Session) -> str:
+        model = mlp()
+        optimizer = paceline.distributed(adam(model))
+        state = optimizer.state_dict()
+        worker.barrier()
+        if worker.rank == 0:
+            started.kill(worker)
+            return ""
+        with pytest.raises(Refused, match="worker 0 takes part no more") as error:
+            optimizer.load_state_dict(state)
+        return str(error.value)
+
+    with job(tmp_path, workers=3) as started:
+        assert started.run(work)[0] == ""
 
 
 def saved(state: dict[str, Any]) -> dict[str, Any]:

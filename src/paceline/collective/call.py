@@ -12,11 +12,11 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers", "step", "forward"]
+Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"]
 Op = Literal["", "sum", "mean", "min", "max", "product"]
 
 _PATTERNS: Final[tuple[Pattern, ...]] = (
-    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "buffers", "step", "forward"),
+    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"),
 )
 OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
 _DTYPES: Final = (
@@ -24,7 +24,7 @@ _DTYPES: Final = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _MAX_DIMS: Final = 12
-NUM_WORDS: Final = 9 + _MAX_DIMS
+NUM_WORDS: Final = 10 + _MAX_DIMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class Call:
         number: counts the calls of this worker on this group.
         root: the one worker that gives or gets, -1 where none is special.
         sparse_dim: of a sparse tensor; 0 for a dense one.
-        num_values: of a sparse tensor. May differ between workers, as may `weight`, which is theirs to tell.
+        num_values: of a sparse tensor, or of what is told with the call. May differ between workers, as may `weight`,
+            which is theirs to tell.
+        digest: of what workers should have in common; `act` of the call compares it.
     """
 
     number: int
@@ -47,6 +49,7 @@ class Call:
     sparse_dim: int = 0
     num_values: int = 0
     weight: float = 0.0
+    digest: int = 0
 
     @staticmethod
     def over(tensor: Tensor, pattern: Pattern, op: Op = "", root: int = -1) -> Call:
@@ -71,25 +74,27 @@ class Call:
         (weight,) = struct.unpack("q", struct.pack("d", self.weight))
         words = (
             *(self.number, _PATTERNS.index(self.pattern), OPS.index(self.op), self.root, _DTYPES.index(self.dtype)),
-            *(self.sparse_dim, self.num_values, weight, len(self.shape), *dims),
+            *(self.sparse_dim, self.num_values, weight, self.digest, len(self.shape), *dims),
         )
         return torch.tensor(words, dtype=torch.int64)
 
     @staticmethod
     def read(words: Tensor) -> Call:
         """Return the call that these words tell."""
-        number, pattern, op, root, dtype, sparse_dim, num_values, bits, num_dims, *dims = words.tolist()
+        number, pattern, op, root, dtype, sparse_dim, num_values, bits, digest, num_dims, *dims = words.tolist()
         (weight,) = struct.unpack("d", struct.pack("q", bits))
-        shape = tuple(dims[:num_dims])
-        return Call(number, _PATTERNS[pattern], OPS[op], root, _DTYPES[dtype], shape, sparse_dim, num_values, weight)
+        what = (number, _PATTERNS[pattern], OPS[op], root, _DTYPES[dtype], tuple(dims[:num_dims]))
+        return Call(*what, sparse_dim, num_values, weight, digest)
 
     def __str__(self) -> str:
         """Say what is called: "all_reduce (sum) of float32 (3, 4)"."""
         op = f" ({self.op})" if self.op else ""
         if self.pattern == "backward":
             return "backward of an all-reduced model"
-        if self.pattern == "buffers":
-            return "step of an all-reduced model with buffers"
+        if self.pattern == "update":
+            return f"step of an all-reduced model with {self.shape[0]} numbers in buffers"
+        if self.pattern == "trained":
+            return "forward of an all-reduced model after requires_grad has changed"
         if self.pattern == "step":
             return f"step of {self.root} micro-batches of {name_of(self.dtype)} {self.shape}"
         sparse = f" with {self.sparse_dim} sparse dimensions" if self.sparse_dim else ""
@@ -104,14 +109,19 @@ class Call:
 
 def require_same(own: Call, calls: Sequence[Call], rank: int) -> None:
     """Raise UsageError where another worker means another call than this one; nothing has been sent then."""
-    told = replace(own, num_values=0, weight=0.0)
+    told = _comparable(own)
     for other, call in enumerate(calls):
-        if replace(call, num_values=0, weight=0.0) != told:
+        if _comparable(call) != told:
             number = f" as its call {call.number}" if call.number != own.number else ""
             raise UsageError(
                 f"worker {rank}, call {own.number}: expected {own} of every worker, got {call} from worker "
                 f"{other}{number}. All workers must make the same calls in the same order."
             )
+
+
+def _comparable(call: Call) -> Call:
+    """Return a call without what may differ between workers."""
+    return replace(call, num_values=0, weight=0.0, digest=0)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -47,13 +47,13 @@ def broadcast(turn: Turn, tensor: Tensor) -> Tensor:
     """Return the root's tensor."""
     root, own = turn.call.root, turn.group.company.rank
     if not turn.call.sparse_dim:
-        return _broadcast(turn, tensor.clone() if own == root else torch.empty_like(tensor))
+        return _broadcast(turn, tensor.clone() if own == root else torch.empty_like(tensor), root)
     num_values = turn.calls[root].num_values
     indices, values = tensor.indices(), tensor.values()
     if own != root:
         indices = indices.new_empty((indices.shape[0], num_values))
         values = values.new_empty((num_values, *values.shape[1:]))
-    return _sparse(_broadcast(turn, indices), _broadcast(turn, values), turn.call.shape)
+    return _sparse(_broadcast(turn, indices, root), _broadcast(turn, values, root), turn.call.shape)
 
 
 def all_gather(turn: Turn, tensor: Tensor) -> list[Tensor]:
@@ -108,11 +108,19 @@ def reduce_in_place(turn: Turn, tensor: Tensor) -> None:
     turn.send(begin)
 
 
-def _broadcast(turn: Turn, tensor: Tensor) -> Tensor:
+def broadcast_bytes(turn: Turn, own: bytes, root: int) -> bytes:
+    """Return the bytes of one worker, each of whom has said with the call how many they are (`num_values`)."""
+    if turn.group.company.rank == root:
+        _broadcast(turn, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
+        return own
+    return bytes(_broadcast(turn, torch.zeros(turn.calls[root].num_values, dtype=torch.uint8), root).tolist())
+
+
+def _broadcast(turn: Turn, tensor: Tensor, root: int) -> Tensor:
     """Overwrite a tensor by the root's and return it."""
     host = tensor.cpu().contiguous()
     options = BroadcastOptions()
-    options.rootRank = turn.call.root
+    options.rootRank = root
 
     def begin(group: ProcessGroup, left: timedelta) -> Work | None:
         options.timeout = left

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import msgspec
 from safetensors.torch import load, save
@@ -34,9 +35,11 @@ from paceline.node.shelf import Shelf
 from paceline.transport.base import EMPTY
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
+T = TypeVar("T")
 
 # A worker waits for its answers, so one with more requests of a kind that wait for others is a misbehaving peer.
 MAX_WAITING = 1024
+_MAX_TOLD = 2000  # characters of what a worker tells the others of a meeting
 
 
 @dataclass(slots=True)
@@ -54,10 +57,10 @@ class Desk:
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Table -> who waits for its declaration, and the number of their request. Invariant: no entry is empty.
     _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
-    # Meeting point -> who has come, and the number of their request. Invariant: no entry is empty.
-    _meetings: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
-    # The last meeting that each life was released from: a copy of its request is not another meeting.
-    _met: dict[Life, int] = field(default_factory=dict[Life, int])
+    # Meeting point -> who has come, and their request. Invariant: no entry is empty.
+    _meetings: dict[str, dict[Life, Meet]] = field(default_factory=dict[str, dict[Life, Meet]])
+    # How the last meeting ended that each life was released from: a copy of its request is not another meeting.
+    _met: dict[Life, Done | Failed] = field(default_factory=dict[Life, Done | Failed])
 
     def __post_init__(self) -> None:
         """Deal out work over the same lines."""
@@ -74,9 +77,11 @@ class Desk:
     def release(self, members: Sequence[int]) -> None:
         """Answer those who have waited for what is there now, given the ranks that take part."""
         for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
-            for life, number in self._meetings.pop(place).items():
-                self._met[life] = number
-                self._answer(life, Done(number))
+            present = self._meetings.pop(place)
+            reason = _failure(present)
+            for life, request in present.items():
+                self._met[life] = Failed(request.number, reason) if reason else Done(request.number)
+                self._answer(life, self._met[life])
         for table in [table for table in self._awaiting if self._has_values(table)]:
             for life, number in self._awaiting.pop(table).items():
                 self._answer(life, Done(number))
@@ -118,11 +123,13 @@ class Desk:
                 self._answer(life, Done(request.number))
                 return Declared(request.spec.name, consistency, keyed=True)
             case Meet():
-                if request.number <= self._met.get(life, 0):
-                    self._answer(life, Done(request.number))
+                met = self._met.get(life, Done(0))
+                if request.number <= met.number:
+                    self._answer(life, met if request.number == met.number else Done(request.number))
                 else:
                     require_short("a meeting point", request.place)
-                    self._wait(self._meetings, request.place, life, request.number)
+                    told = replace(request, problem=request.problem[:_MAX_TOLD])
+                    self._wait(self._meetings, request.place, life, told)
             case TakePiece():
                 self.dealer.take(life, request)
             case AwaitValues():
@@ -145,11 +152,11 @@ class Desk:
                 self._answer(life, Done(request.number))
         return None
 
-    def _wait(self, waiting: dict[str, dict[Life, int]], key: str, life: Life, number: int) -> None:
+    def _wait(self, waiting: dict[str, dict[Life, T]], key: str, life: Life, entry: T) -> None:
         """Note that a life waits for what this book is of."""
-        if life not in waiting.get(key, {}) and sum(life in entry for entry in waiting.values()) >= MAX_WAITING:
+        if life not in waiting.get(key, {}) and sum(life in present for present in waiting.values()) >= MAX_WAITING:
             raise PacelineError(f"worker {life[0]} waits for {MAX_WAITING} others of this kind already")
-        waiting.setdefault(key, {})[life] = number
+        waiting.setdefault(key, {})[life] = entry
 
     def _answer(self, life: Life, answer: Done | Failed) -> None:
         self.send(*life, answer, EMPTY)
@@ -174,12 +181,21 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _is_complete(present: dict[Life, int], members: Sequence[int]) -> bool:
+def _is_complete(present: dict[Life, Meet], members: Sequence[int]) -> bool:
     ranks = {rank for rank, _ in present}
     return ranks.issuperset(members)
 
 
-def _without(waiting: dict[str, dict[Life, int]], life: Life) -> dict[str, dict[Life, int]]:
+def _failure(present: dict[Life, Meet]) -> str:
+    """Return why those who have come to a meeting cannot go on, or nothing."""
+    told = sorted((rank, request.problem) for (rank, _), request in present.items() if request.problem)
+    gone = {request.needs for request in present.values()} - {-1} - {rank for rank, _ in present}
+    if told:
+        return "; ".join(f"worker {rank}: {problem}" for rank, problem in told)[:_MAX_TOLD]
+    return f"worker {min(gone)} takes part no more, and what it had to give is not there" if gone else ""
+
+
+def _without(waiting: dict[str, dict[Life, T]], life: Life) -> dict[str, dict[Life, T]]:
     """Return what is left when this life no longer waits."""
-    rest = {key: {other: n for other, n in entry.items() if other != life} for key, entry in waiting.items()}
-    return {key: entry for key, entry in rest.items() if entry}
+    rest = {key: {other: one for other, one in present.items() if other != life} for key, present in waiting.items()}
+    return {key: present for key, present in rest.items() if present}

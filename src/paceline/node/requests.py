@@ -74,10 +74,16 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Tell me when all workers that take part have come to this meeting point."""
+    """Tell me when all workers that take part have come to this meeting point.
+
+    `problem`: what has failed here; then none of them is to go on as if it had not. `needs`: the rank of a worker
+    without which the meeting is of no use; -1 where any will do.
+    """
 
     number: int
     place: str
+    problem: str = ""
+    needs: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
     share = Share.of(mesh)
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
+            tensor.data = tensor.data.contiguous()  # torch cuts nothing that lies in another order
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)

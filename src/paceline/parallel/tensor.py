@@ -121,6 +121,11 @@ def clip_gradients(module: nn.Module, mesh: DeviceMesh, max_norm: float) -> floa
     return norm
 
 
+def cut_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of which this rank has a part, by full name."""
+    return {name: module.get_parameter(name) for name, _ in _cuts(module)}
+
+
 def _cuts(module: nn.Module) -> Iterator[tuple[str, Cut]]:
     """Yield the parameters of which this rank has a part, by full name, those that layers share under each name."""
     for path, layer in module.named_modules():

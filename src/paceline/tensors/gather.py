@@ -164,7 +164,7 @@ def _cut_state(spec: TableSpec, piece: Piece, name: str, value: object) -> Tenso
     if not isinstance(value, Tensor):
         raise UsageError(f"{where} is a {type(value).__name__}, expected a tensor. Save it with a newer torch.")
     if piece.whole or not value.dim():
-        return value.detach().cpu()
+        return value.detach().cpu().contiguous()  # in the order of the shape, whatever that in memory was
     if tuple(value.shape) != segment.shape:
         raise UsageError(f"{where} has shape {tuple(value.shape)}, expected {segment.shape}, which can be cut.")
     return _cut_out(value.detach(), piece).cpu()

@@ -145,6 +145,54 @@ def _number(key: str, value: object, owner: str) -> Number:
     )
 
 
+def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
+    """Return "element" when the step of an element looks at that element alone, else "tensor".
+
+    The classes of torch are known; another is tried out on a small tensor, once whole and once cut in two. One that
+    cannot be tried out, as its constructor takes more than parameters and its defaults, counts as "tensor".
+
+    Example:
+        >>> granularity_of(torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))]))
+        'tensor'
+    """
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return "element" if cls.__name__ in _ELEMENTWISE else "tensor"
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 4, 6, generator=generator, dtype=torch.float64)
+    try:
+        for group in optimizer.param_groups:
+            for dim in (0, 1):
+                cut = [_stepped(optimizer, group, *part) for part in _halves(values, gradients, dim)]
+                if not torch.allclose(torch.cat(cut, dim), _stepped(optimizer, group, values, gradients), rtol=1e-9):
+                    return "tensor"
+    except Exception:  # noqa: BLE001 - whatever a class of somebody else raises
+        return "tensor"
+    return "element"
+
+
+def _halves(values: Tensor, gradients: Sequence[Tensor], dim: int) -> list[tuple[Tensor, list[Tensor]]]:
+    return [
+        (half, [gradient.chunk(2, dim)[index] for gradient in gradients])
+        for index, half in enumerate(values.chunk(2, dim))
+    ]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], values: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    """Return what an optimizer of the same class, with the numbers of this group, makes of values."""
+    parameter = nn.Parameter(values.clone())
+    numbers = {key: value for key, value in group.items() if key not in _NOT_HYPER}
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    made = _construct(type(optimizer), [{**numbers, "params": [parameter]}], cast("Hyper", defaults))
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        made.step()
+    return parameter.detach()
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the class named "torch.optim.<class>".
 

@@ -17,6 +17,7 @@ from paceline.training.flat import segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.replica import Replica, ReplicaSettings
+from paceline.training.state import checked_by_all
 from paceline.training.strategy import Distributed
 from paceline.training.together import SteppedTogether, weight_said
 
@@ -126,10 +127,12 @@ class ReplicatedOptimizer(SteppedTogether):
 
         Every worker must call it, with the same state; blocks until all have.
         """
-        self._set_state(state_dict)
+        with checked_by_all(self._job):
+            self._set_state(state_dict)
         self._replica.copy_from_first()
 
     def _apply(self) -> None:
         """Step, unless the combined gradients are not finite."""
-        self._step_unless(self._replica.problem)
-        self._replica.average_buffers()
+        told = self._replica.settle(self._numbers.encoded())
+        with self._numbers.held(told):
+            self._step_unless(self._replica.problem)

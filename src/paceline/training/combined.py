@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.parallel.parallel import Parallel
 from paceline.tensors.summing import num_nonfinite
+from paceline.training.agreed_numbers import COMPARED_EVERY, digest_of_values, numbers_of_first
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Settings, require_fresh
 from paceline.training.part_job import PartJob
+from paceline.training.state import checked_by_all
 from paceline.training.together import NOT_FINITE, SteppedTogether, require_weighed, weight_said
 
 
@@ -112,7 +114,8 @@ class CombinedOptimizer(SteppedTogether):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, and parameters and buffers to what they are in replica 0; all workers must call it."""
-        self._set_state(state_dict)
+        with checked_by_all(self._job):
+            self._set_state(state_dict)
         self._copy_from_first()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
@@ -138,11 +141,18 @@ class CombinedOptimizer(SteppedTogether):
         """Step with combined gradients, and average buffers."""
         with self._job.communicating():
             self._hand_on()
+            told = self._numbers_of_first(weight) if self._part.size > 1 else None
             problem = self._problem()
-        self._step_unless(problem)
+        with self._numbers.held(told):
+            self._step_unless(problem)
         self._done, self._num_combined, self._num_steps = None, 0, self._num_steps + 1
         with self._job.communicating():
             self._average_buffers(weight)
+
+    def _numbers_of_first(self, weight: float) -> bytes | None:
+        """Agree on the hyperparameters of a step, now and then also that all replicas are equal to the bit."""
+        values = digest_of_values(self._flat.tensors) if self._num_steps % COMPARED_EVERY == 0 else 0
+        return numbers_of_first(self._part.mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
 
     def _agree(self, what: str, weight: float) -> list[float]:
         """Return what the gradients of each replica weigh; blocks until all replicas have come to the same call.

@@ -26,7 +26,7 @@ from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.part_job import PartJob
-from paceline.training.state import check_state, fetch_state, send_state
+from paceline.training.state import check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
 
@@ -211,18 +211,19 @@ class DownpourOptimizer(Distributed):
 
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed then.
+            Refused: the same on another worker, or worker 0 could not send it, or is gone.
         """
-        check_state(self._spec, state_dict)
+        with checked_by_all(self._job):
+            check_state(self._spec, state_dict)
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
         self.arrive()
         self._accrual.clear()
-        self._job.barrier()
-        if self._job.rank == 0:
-            send_state(self._table, state_dict["state"], self._flat)
-            if self._buffers is not None:
-                send_state(self._buffers.table, {}, self._buffers.flat)
-        self._job.barrier()
+        with loaded_by_first(self._job):
+            if self._job.rank == 0:
+                send_state(self._table, state_dict["state"], self._flat)
+                if self._buffers is not None:
+                    send_state(self._buffers.table, {}, self._buffers.flat)
         self._ask()
         self.arrive()
 

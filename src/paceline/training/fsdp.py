@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.tensors.torch_rule import granularity_of
 from paceline.training.optimizer import Job, Settings
 from paceline.training.part_job import PartJob
 
@@ -33,6 +34,9 @@ def fsdp() -> FullySharded:
     return FullySharded()
 
 
+_NOT_ON_SLICES: Final = ("Rprop",)  # it writes to elements by a mask
+
+
 @dataclass(frozen=True, slots=True)
 class FullySharded:
     """Each worker keeps a slice of the model; see `paceline.fsdp`."""
@@ -49,6 +53,14 @@ class FullySharded:
         if any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
                 f"strategy fsdp of '{settings.name}': fused optimizers cannot step slices: leave out fused=True."
+            )
+        slow = [name for name in _NOT_ON_SLICES if type(optimizer) is getattr(torch.optim, name, None)]
+        if slow or granularity_of(optimizer) != "element":
+            why = "does what torch cannot do with slices" if slow else "looks at whole tensors"
+            raise UsageError(
+                f"strategy fsdp of '{settings.name}': {type(optimizer).__name__} {why}, and each worker has a slice of "
+                "every parameter. Take an optimizer that steps each element by itself (AdamW, SGD, ...), or all-reduce "
+                "in place of fsdp."
             )
         if isinstance(job, PartJob) and job.part.grid.pipeline > 1:
             raise UsageError(

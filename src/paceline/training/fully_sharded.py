@@ -16,8 +16,10 @@ from paceline.parallel.mesh import Mesh
 from paceline.parallel.parallel import Parallel
 from paceline.parallel.sharded import gathered, shard_fully, sliced_like
 from paceline.parallel.whole import whole
+from paceline.training.agreed_numbers import agree_on, numbers_of_first
 from paceline.training.optimizer import Job, Settings, require_fresh
 from paceline.training.sharded_passes import Passes
+from paceline.training.state import checked_by_all
 from paceline.training.together import SteppedTogether, weight_said
 
 
@@ -94,12 +96,14 @@ class ShardedOptimizer(SteppedTogether):
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
             held.enter_context(self._job.lookups.exactly())
+            agree_on(self._mesh, "snapshot")
             with self._mesh.explained(f"snapshot of '{self._settings.name}'"):
                 held.enter_context(gathered(self._model))
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole optimizer, which a plain one can load; blocks until all workers call it."""
+        agree_on(self._mesh, "state_dict")
         sliced = self._optimizer.state_dict()
         with self._mesh.explained(f"state of '{self._settings.name}'"), torch.no_grad():
             state = {
@@ -111,19 +115,20 @@ class ShardedOptimizer(SteppedTogether):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state, of which each worker takes its slices. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {
-            index: {
-                key: sliced_like(parameters[index], one) if isinstance(one, Tensor) else one for key, one in of.items()
+        with checked_by_all(self._job):
+            state = {
+                index: {key: _sliced(parameters[index], one) for key, one in of.items()}
+                for index, of in state_dict["state"].items()
             }
-            for index, of in state_dict["state"].items()
-        }
-        self._set_state({**state_dict, "state": state})
+            self._set_state({**state_dict, "state": state})
 
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""
         with self._job.communicating():
+            told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
             problem = self._passes.objection()
-        self._step_unless(problem)
+        with self._numbers.held(told):
+            self._step_unless(problem)
         with self._job.communicating():
             self._passes.average_buffers()
 
@@ -148,8 +153,17 @@ def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: 
     with mesh.explained(f"sharding the model of '{name}'"):
         shard_fully(root, mesh.axis("data"), partial(mesh.explained, f"forward and backward of '{name}'"))
     for group in optimizer.param_groups:
-        group["params"] = [root.get_parameter(names[parameter]) for parameter in group["params"]]
+        whole_ones, group["params"] = group["params"], [root.get_parameter(names[one]) for one in group["params"]]
+        for parameter, sliced in zip(whole_ones, group["params"], strict=True):
+            state = optimizer.state.pop(parameter, {})  # some classes (Adagrad) have state before the first step
+            if state:
+                optimizer.state[sliced] = {key: _sliced(sliced, value) for key, value in state.items()}
     if root is not model:
         for own, parameter in root.named_parameters(recurse=False):
             model.register_parameter(own, parameter)
     return root
+
+
+def _sliced(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - whatever a state has
+    """Return of a state what belongs to this worker's slice of its parameter."""
+    return sliced_like(parameter, value) if isinstance(value, Tensor) else value

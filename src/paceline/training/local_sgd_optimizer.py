@@ -19,8 +19,8 @@ from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.local_sgd_fragment import Fragment
 from paceline.training.local_sgd_rounds import Rounds
-from paceline.training.optimizer import Job, Settings
-from paceline.training.state import StateOf, check_state, fetch_state
+from paceline.training.optimizer import Job, Settings, require_plain_step
+from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first
 from paceline.training.strategy import Distributed
 
 OUTER = "outer"  # what of a state_dict is of the servers
@@ -42,6 +42,7 @@ class LocalOptimizer(Distributed):
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, rounds: Rounds, job: Job
     ) -> None:
+        require_plain_step(optimizer)
         named, _ = segments_of(optimizer, model)
         _require_fit(named, settings, rounds)
         super().__init__(optimizer, settings.name, f"exchanged every {rounds.steps} steps", job)
@@ -141,20 +142,21 @@ class LocalOptimizer(Distributed):
 
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed on the servers then.
+            Refused: the same on another worker, or worker 0 could not send it, or is gone.
         """
-        outer = self._outer_of(state_dict)
-        unsent = self._unsent_of(state_dict)
-        self.arrive()
-        inner = {key: value for key, value in state_dict.items() if key not in (OUTER, ROUND)}
-        self._optimizer.load_state_dict(inner)
-        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
-        self._job.barrier()
-        if self._job.rank == 0:
-            for fragment, own in zip(self._fragments, unsent, strict=True):
-                if own is not None:
-                    fragment.go_back(own)
-                fragment.load(outer.get(fragment.table.name, {}))
-        self._job.barrier()
+        with checked_by_all(self._job):
+            outer = self._outer_of(state_dict)
+            unsent = self._unsent_of(state_dict)
+            self.arrive()
+            inner = {key: value for key, value in state_dict.items() if key not in (OUTER, ROUND)}
+            self._optimizer.load_state_dict(inner)
+            self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        with loaded_by_first(self._job):
+            if self._job.rank == 0:
+                for fragment, own in zip(self._fragments, unsent, strict=True):
+                    if own is not None:
+                        fragment.go_back(own)
+                    fragment.load(outer.get(fragment.table.name, {}))
         self._go_to_step(state_dict.get(ROUND, {}).get("num_steps", self._num_steps))
         for fragment, own in zip(self._fragments, unsent, strict=True):
             fragment.start()

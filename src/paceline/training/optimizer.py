@@ -27,7 +27,7 @@ from paceline.training.flat import Flat, segments_of
 from paceline.training.gradients import Gradients
 from paceline.training.lookup import Lookups
 from paceline.training.overlap import Overlap
-from paceline.training.state import StateOf, check_state, fetch_state, send_state
+from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
 
@@ -130,8 +130,8 @@ class Job(Protocol):
         """Leave and end this process if it was told to: a step is over."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False) -> None:
+        """Wait for all workers to come to the same place; raise Refused on all of them if one has a problem."""
         ...
 
 
@@ -261,19 +261,20 @@ class DistributedOptimizer(Distributed):
 
         Raises:
             UsageError: the state is of another optimizer or model; nothing is changed then.
+            Refused: the same on another worker, or worker 0 could not send it, or is gone.
         """
-        check_state(self._spec, state_dict)
+        with checked_by_all(self._job):
+            check_state(self._spec, state_dict)
         groups = cast("list[dict[str, Any]]", state_dict["param_groups"])
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
-        self._job.barrier()
-        if self._job.rank == 0:
-            for bucket in self._buckets:
-                bucket.arrive()
-                send_state(bucket.table, bucket.own(state_dict["state"]), bucket.flat)
-            if self._buffers is not None:
-                send_state(self._buffers.table, {}, self._buffers.flat)
-        self._job.barrier()
+        with loaded_by_first(self._job):
+            if self._job.rank == 0:
+                for bucket in self._buckets:
+                    bucket.arrive()
+                    send_state(bucket.table, bucket.own(state_dict["state"]), bucket.flat)
+                if self._buffers is not None:
+                    send_state(self._buffers.table, {}, self._buffers.flat)
         self._fetch(refresh=True)
         self.arrive()
 
@@ -346,8 +347,18 @@ class DistributedOptimizer(Distributed):
             self.num_refused += not pushed.result().applied
 
 
+def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model in its step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "torch.optim.LBFGS evaluates the model several times a step, each time with gradients of this worker "
+            "alone. Choose another, Adam for example."
+        )
+
+
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps: its state would be lost without a word."""
+    """Refuse an optimizer that has taken steps, as its state would be lost without a word; and one with a closure."""
+    require_plain_step(optimizer)
     for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
         steps = cast("Tensor | float", state.get("step", 0))
         if float(steps) > 0 or ("step" not in state and any(value is not None for value in state.values())):

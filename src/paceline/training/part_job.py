@@ -18,6 +18,7 @@ from paceline.parallel.arrangement import Arrangement
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.part import Part
 from paceline.tensors.table import TableSpec
+from paceline.tensors.torch_rule import granularity_of
 from paceline.training.lookup import Lookups
 from paceline.training.optimizer import Job, Settings
 from paceline.training.strategy import Distributed, Strategy
@@ -25,7 +26,11 @@ from paceline.training.weights import Weights
 
 
 class WholeJob(Job, Protocol):
-    """A job in which another worker than the first may give a table its first values."""
+    """A job in which another worker than the first may give a table its values."""
+
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+        """Wait for all workers to come to the same place."""
+        ...
 
     def open_table(
         self,
@@ -118,9 +123,9 @@ class PartJob:
         """Leave and end this process if it was told to."""
         self.whole.heed()
 
-    def barrier(self) -> None:
-        """Wait for all workers."""
-        self.whole.barrier()
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False) -> None:
+        """Wait for all workers, those of other parts too, to come to the same place."""
+        self.whole.meet(place, problem, needs_first=needs_first, first=self.part.first)
 
 
 def distribute_part(
@@ -134,7 +139,8 @@ def distribute_part(
     """Distribute the optimizer of a part of a model among those who hold the same; without a part among all workers.
 
     Raises:
-        UsageError: gradients cannot be sent while backward runs, as that of each micro-batch adds to them.
+        UsageError: gradients cannot be sent while backward runs, as that of each micro-batch adds to them; or an
+            optimizer that looks at whole tensors, for layers that are split.
     """
     if part is None:
         return strategy.distribute(optimizer, model, settings, job)
@@ -143,8 +149,24 @@ def distribute_part(
             f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
             "forward_backward is over: leave it out."
         )
+    if part.grid.tensor > 1 and model is not None:
+        _require_elements(optimizer, model, settings.name)
     settings = replace(settings, name=f"{settings.name}{part.name_end}")
     made = strategy.distribute(optimizer, model, settings, PartJob(job, part))
     made.no_slices = "a model that several workers hold, who all need the same slices: leave them out."
     made.no_scaling = "a model that several workers hold, who do not see the same gradients: train in bfloat16."
     return made
+
+
+def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """Refuse an optimizer that looks at whole tensors for parameters of which each rank has a part."""
+    from paceline.parallel.tensor import cut_parameters  # it takes half a second, and is here already if layers are cut
+
+    cut = {id(parameter): own for own, parameter in cut_parameters(model).items()}
+    found = [cut[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in cut]
+    if found and granularity_of(optimizer) != "element":
+        raise UsageError(
+            f"'{name}': {type(optimizer).__name__} looks at whole tensors, and of '{found[0]}' each tensor rank has a "
+            "part: every rank would step by what its part says. Take an optimizer that steps each element by itself "
+            "(AdamW, SGD, ...) for parameters of split layers, or pipeline:K or all-reduce in place of tensor:T."
+        )

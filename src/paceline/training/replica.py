@@ -5,11 +5,12 @@ Torch makes the buckets and says when each is ready; a lane of ours combines the
 """
 
 # Annotations are evaluated here: torch looks at those of the hook.
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -17,17 +18,21 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.collective.call import Call
 from paceline.collective.lane import Turn
-from paceline.collective.patterns import reduce_in_place
+from paceline.collective.patterns import broadcast_bytes, reduce_in_place
 from paceline.errors import PeerError, UsageError
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import NonFinite, Scale
+from paceline.training.agreed_numbers import COMPARED_EVERY, digest_of, digest_of_values, require_equal_values
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat
 from paceline.training.optimizer import Job
 from paceline.training.together import NOT_FINITE, require_weighed
+
+T = TypeVar("T")
 
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's name for what it is to leave alone
 
@@ -75,16 +80,22 @@ class Replica:
         self._job = job
         self._model = model
         self._named = named
-        self._num_samples = job.num_samples
+        self._num_samples = job.num_samples  # as of the last backward that was combined
         self._flat_buffers = _flat_buffers(model) if settings.average_buffers else None
+        self._num_rounds = 0
         self._round: Round | None = None  # of the backward under way
-        self._done: float | None = None  # what the last backward weighed, until its step
-        self._weights: list[float] = []  # of all workers in that step
+        self._done: float | None = None  # what the backwards since the last step weighed
+        self._weights: list[float] = []  # of all workers in the last backward
+        self._accumulates = False
+        self._combines = False  # the next backward: a forward has been called outside of `accumulate`
+        self._alone: set[int] = set()  # parameters to whose gradients a backward has added that combined nothing
+        self._watched: list[RemovableHandle] = []
         _require_combinable(model, named, settings.name)
         self._lane = job.exchange.open_lane(settings.name)
         self._group = job.exchange.meet(f"{settings.name}, its model")
-        self._ddp = self._attached(model)
-        self._ddp.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
+        self._trained = _trained(named)
+        self._ddp = self._attached(first=True)
+        self._copy_buffers()
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
             model.register_forward_pre_hook(lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True),
@@ -108,8 +119,16 @@ class Replica:
                 "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
                 "some parameters do not take part in every forward."
             )
+        named = enumerate(self._named.items())
+        alone = [name for index, (name, tensor) in named if index in self._alone and tensor.grad is not None]
+        if alone:
+            raise UsageError(
+                f"{where}: a backward that combined nothing has added to the gradient of {_some(alone)}: workers "
+                "would step differently. Run one backward for each forward of the model itself, and the last one of a "
+                "step outside of `accumulate`."
+            )
         weight = require_weighed(where, self._settings.scale, samples, done)
-        self.weight, self._num_samples = None, self._job.num_samples
+        self.weight = None
         return weight
 
     def backward_of_nothing(self) -> None:
@@ -125,45 +144,61 @@ class Replica:
     @contextmanager
     def accumulate(self) -> Generator[None]:
         """Combine nothing in the passes inside."""
-        with self._ddp.no_sync():
+        before, self._accumulates = self._accumulates, True
+        try:
             yield
+        finally:
+            self._accumulates = before
 
-    def average_buffers(self) -> None:
-        """Set floating-point buffers to the mean over the workers that had a batch."""
-        if self._flat_buffers is None:
-            return
-        flat, own = self._flat_buffers.empty(), self._weights[self._job.rank] > 0
-        self._flat_buffers.pack_values(flat)
-        flat.mul_(float(own))
+    def settle(self, numbers: bytes) -> bytes | None:
+        """Agree on a step: its hyperparameters are those of the first worker that had a batch.
 
-        def act(turn: Turn) -> None:
+        Sets floating-point buffers to the mean over the workers that had one. Blocks until all have come.
+
+        Args:
+            numbers: the hyperparameters of this worker.
+
+        Returns:
+            Those of the first worker where they are others, else None.
+        """
+        flat = self._flat_buffers.empty() if self._flat_buffers is not None else torch.zeros(0)
+        had_batch = [weight > 0 for weight in self._weights]
+        if self._flat_buffers is not None:
+            self._flat_buffers.pack_values(flat)
+            flat.mul_(float(had_batch[self._job.rank]))
+
+        def act(turn: Turn) -> bytes | None:
+            differ = len({call.digest for call in turn.calls}) > 1
+            told = broadcast_bytes(turn, numbers, had_batch.index(True) if any(had_batch) else 0) if differ else None
             reduce_in_place(turn, flat)
+            return None if told == numbers else told
 
-        with self._job.communicating():
-            call = Call(0, "buffers", "sum", shape=(flat.numel(),), dtype=flat.dtype)
-            self._lane.wait(self._lane.ask(call, act), f"the buffers of '{self._settings.name}'")
-        self._flat_buffers.unpack(flat.div_(max(1, sum(weight > 0 for weight in self._weights))))
+        shape, digest = (flat.numel(),), digest_of(numbers)
+        call = Call(0, "update", "sum", dtype=flat.dtype, shape=shape, num_values=len(numbers), digest=digest)
+        told = self._call(call, act, "step")
+        if self._flat_buffers is not None:
+            self._flat_buffers.unpack(flat.div_(max(1, sum(had_batch))))
+        return told
 
     def copy_from_first(self) -> None:
         """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
-        exchange = self._job.exchange
-        for tensor in (*self._named.values(), *self._model.buffers()):
-            future = exchange.broadcast(tensor, 0, None)
-            with torch.no_grad():
-                tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
+        for tensor in self._named.values():
+            self._copy(tensor)
+        self._copy_buffers()
 
     def close(self, _politely: bool) -> None:
         """Detach from the others; the model stays as it is, and can be used as any other."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in (*self._handles, *self._watched):
+            handle.remove()
+        self._handles, self._watched = [], []
         self._round = self._done = None
         del self._ddp
 
     # -- around forward and backward ---------------------------------------------------------------------------------
 
-    def _attached(self, model: nn.Module) -> DistributedDataParallel:
-        """Give the model the values of worker 0, and have torch watch its backward."""
-        ours = set(map(id, self._named.values()))
+    def _attached(self, *, first: bool) -> DistributedDataParallel:
+        """Have torch watch the backward of the model; the first time it gets the values of worker 0."""
+        model, ours = self._model, set(map(id, self._named.values()))
         ignored = [name for name, _ in model.named_buffers()]
         ignored += [name for name, tensor in model.named_parameters() if id(tensor) not in ours]
         setattr(model, _IGNORED, [*ignored, *(f".{name}" for name in ignored)])
@@ -174,20 +209,88 @@ class Replica:
                 bucket_cap_mb=self._settings.bucket_mb,
                 gradient_as_bucket_view=True,  # else each gradient is there twice
                 find_unused_parameters=self._settings.unused,
+                init_sync=first,
             )
         except RuntimeError as error:
             raise self._lost(f"model of '{self._settings.name}'", error) from error
         finally:
             delattr(model, _IGNORED)
-        for buffer in model.buffers():
-            with torch.no_grad():
-                future = self._job.exchange.broadcast(buffer, 0, None)
-                buffer.copy_(self._job.exchange.finish(future, "the buffers of worker 0", None))
+        made.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
+        self._watch()
         return made
+
+    def _watch(self) -> None:
+        """Have autograd tell of gradients that it adds to."""
+        look, note = WeakMethod(self._look), WeakMethod(self._note)
+        for index, tensor in enumerate(self._named.values()):
+            if tensor.requires_grad:
+                self._watched.append(tensor.register_post_accumulate_grad_hook(partial(_call, note, index)))
+                if self._settings.scale == "sum":
+                    self._watched.append(tensor.register_hook(unserializable_hook(partial(_call, look, index))))
+
+    def _look(self, index: int, _: Tensor) -> None:
+        """Refuse a gradient that would be added to a sum over all workers, to be added up again with it."""
+        name, tensor = list(self._named.items())[index]
+        if self._done is not None and self._combines and tensor.grad is not None:
+            raise UsageError(
+                f"worker {self._job.rank}, backward of '{self._settings.name}': the gradient of '{name}' is the sum "
+                "over all workers already, which would be added up again: run all but the last backward of a step "
+                "inside `with optimizer.accumulate():`."
+            )
+
+    def _note(self, index: int, _: Tensor) -> None:
+        """Note which gradients a backward has added to that combines nothing."""
+        if not self._combines:
+            self._alone.add(index)
+
+    def _heed_requires_grad(self) -> None:
+        """Combine the gradients of parameters that are trained now, and no more of those that are not.
+
+        Raises:
+            UsageError: other workers train others.
+        """
+        trained = _trained(self._named)
+        if trained == self._trained:
+            return
+        what = f"forward of '{self._settings.name}'"
+        if not any(trained):
+            raise UsageError(f"worker {self._job.rank}, {what}: none of the parameters requires a gradient any more.")
+        rank = self._job.rank
+
+        def act(turn: Turn) -> None:
+            if any(call.digest != turn.call.digest for call in turn.calls):
+                raise UsageError(
+                    f"worker {rank}, {what}: workers train other parameters than each other: call requires_grad_ for "
+                    "the same ones on all workers before the same forward."
+                )
+
+        self._call(Call(0, "trained", digest=digest_of(bytes(trained))), act, "forward")
+        while self._watched:
+            self._watched.pop().remove()
+        self._ddp.reducer._remove_autograd_hooks()
+        self._trained, self._ddp = trained, self._attached(first=False)
+
+    def _copy_buffers(self) -> None:
+        for buffer in self._model.buffers():
+            self._copy(buffer)
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Set a tensor to what it is on worker 0."""
+        exchange = self._job.exchange
+        future = exchange.broadcast(tensor, 0, None)
+        with torch.no_grad():
+            tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
+
+    def _call(self, call: Call, act: Callable[[Turn], T], what: str) -> T:
+        """Make a call with all workers; blocks until it is over."""
+        with self._job.communicating():
+            return self._lane.wait(self._lane.ask(call, act), f"{what} of '{self._settings.name}'")
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.is_grad_enabled():
             return None
+        self._heed_requires_grad()
+        self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
             return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
         except RuntimeError as error:
@@ -226,13 +329,29 @@ class Replica:
         return buffer
 
     def _begun(self) -> Round:
-        """Begin to agree on a backward with the others."""
-        weight = self.weight
-        if weight is None:
-            handed_out = self._job.num_samples - self._num_samples or 1
-            weight = float(handed_out) if self._settings.scale == "samples" else 1.0
-        call = Call(0, "backward", "sum", weight=weight)
-        return Round(weight, self._lane.ask(call, lambda turn: turn))
+        """Begin to agree on a backward with the others, now and then also that all replicas are equal to the bit."""
+        compared = self._num_rounds % COMPARED_EVERY == 0
+        self._num_rounds += 1
+        rank = self._job.rank
+
+        def act(turn: Turn) -> Turn:
+            require_equal_values(
+                rank, [other for other, call in enumerate(turn.calls) if call.digest != turn.call.digest]
+            )
+            return turn
+
+        weight, digest = self._own_weight(), digest_of_values(list(self._named.values())) if compared else 0
+        call = Call(0, "backward", "sum", weight=weight, digest=digest)
+        return Round(weight, self._lane.ask(call, act))
+
+    def _own_weight(self) -> float:
+        """Return what the gradients of a backward weigh: as the script says, or the new samples, or as those before."""
+        if self.weight is not None:
+            return self.weight
+        if self._settings.scale != "samples":
+            return 1.0
+        again = self._weights[self._job.rank] if self._done is not None else 1.0
+        return float(self._job.num_samples - self._num_samples or again)
 
     def _finish(self) -> None:
         """Wait until all buckets are combined, before torch gives them to the parameters."""
@@ -255,7 +374,13 @@ class Replica:
         for buffer in round_.buckets:
             buffer.div_(total)
         self.problem = self._objection(round_.buckets)
-        self._done = round_.weight
+        if self._done is None or self._settings.scale != "samples":
+            self._done = round_.weight
+        elif self.weight is None and self._num_samples < self._job.num_samples:
+            self._done += round_.weight
+        self._num_samples = self._job.num_samples
+        self._combines = False
+        self._alone.clear()
 
     def _lost(self, where: str, error: RuntimeError) -> PeerError:
         """Say which worker is gone, after torch has failed in a collective of its own."""
@@ -269,7 +394,7 @@ class Replica:
     def _without_gradient(self) -> str:
         """Name parameters that have no gradient, for a message."""
         absent = [name for name, tensor in self._named.items() if tensor.requires_grad and tensor.grad is None]
-        return f"no gradient came to {', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}. " if absent else ""
+        return f"no gradient came to {_some(absent)}. " if absent else ""
 
 
 def _hand_over(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -285,6 +410,16 @@ def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - what
     """Call a method unless its owner is gone."""
     act = method()
     return None if act is None else act(*args)
+
+
+def _trained(named: dict[str, Tensor]) -> tuple[bool, ...]:
+    """Return which of the parameters get gradients."""
+    return tuple(tensor.requires_grad for tensor in named.values())
+
+
+def _some(found: list[str]) -> str:
+    """Name some parameters, for a message."""
+    return f"{', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
 
 
 def _flat_buffers(model: nn.Module) -> Flat | None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.errors import UsageError
 from paceline.parallel.mesh import Mesh
 from paceline.tensors.summing import num_nonfinite
+from paceline.training.agreed_numbers import agree_on
 from paceline.training.buffers import floating_buffers
 from paceline.training.optimizer import Job, Settings
 from paceline.training.together import NOT_FINITE, require_weighed
@@ -29,6 +30,7 @@ class Passes:
 
     Attributes:
         weight: of the gradients of the next backward, where the script has said it.
+        has_batch: whether this worker had one in the last backward.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, job: Job, mesh: Mesh) -> None:
@@ -40,11 +42,14 @@ class Passes:
         self._num_samples = job.num_samples  # as of the last backward
         self._scale: float | None = None  # of the backward under way
         self._done: float | None = None  # what backwards since the last step weighed
-        self._has_batch, self._num_with_batch = True, 1  # this worker in the last backward, and how many did
+        self._weight_before = 1.0  # of the backward before
+        self.has_batch, self._num_with_batch = True, 1  # this worker in the last backward, and how many did
         self._last: tuple[Any, Any] | None = None  # what the model was last called with
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
-            model.register_forward_pre_hook(lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True),
+            model.register_forward_pre_hook(  # before torch gathers the model, which all do together
+                lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True, prepend=True
+            ),
             model.register_forward_hook(lambda _, args, outputs: _call(after, outputs)),
         ]
 
@@ -95,7 +100,7 @@ class Passes:
     def average_buffers(self) -> None:
         """Set floating-point buffers to the mean over the workers that had a batch."""
         buffers = list(floating_buffers(self._model).values()) if self._settings.average_buffers else []
-        own, count = float(self._has_batch), max(1, self._num_with_batch)
+        own, count = float(self.has_batch), max(1, self._num_with_batch)
         with self._mesh.explained(f"the buffers of '{self._settings.name}'"), torch.no_grad():
             for buffer in buffers:
                 total = buffer * own
@@ -113,6 +118,8 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
+            with self._job.communicating():
+                agree_on(self._mesh, "forward")
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
     def _after(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the module returns
@@ -133,13 +140,16 @@ class Passes:
         """Tell all workers what this backward weighs, and return what makes torch's plain mean the one that is due."""
         weight, self.weight = self.weight, None
         if weight is None:
-            weight = float(self._job.num_samples - self._num_samples or 1)
+            again = self._weight_before if self._done is not None else 1.0
+            weight = float(self._job.num_samples - self._num_samples or again)
+        is_new = self._done is None or self._num_samples < self._job.num_samples
         self._num_samples = self._job.num_samples
-        self._has_batch = weight > 0
-        own = weight if self._settings.scale == "samples" else float(self._has_batch)
-        total, count = self._summed([own, float(self._has_batch)], self._mesh.group("data"))
+        self.has_batch = weight > 0
+        own = weight if self._settings.scale == "samples" else float(self.has_batch)
+        total, count = self._summed([own, float(self.has_batch)], self._mesh.group("data"))
         self._num_with_batch = int(count)
-        self._done = (self._done or 0.0) + weight
+        self._weight_before = weight
+        self._done = (self._done or 0.0) + (weight if is_new else 0.0)
         size = self._mesh.grid.replicas
         return own * size if self._settings.scale == "sum" else own * size / (total or 1.0)
 

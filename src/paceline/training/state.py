@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.core.partition import Range
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.node.answers import read_answer_of
 from paceline.node.layout import spans
 from paceline.node.requests import LoadState, SaveState
@@ -18,6 +20,9 @@ from paceline.tensors.gather import OptimizerState, gather_optimizer, split_opti
 from paceline.tensors.table import TableSpec
 from paceline.tensors.update import granularity
 from paceline.training.flat import Flat
+
+if TYPE_CHECKING:
+    from paceline.training.optimizer import Job
 
 StateOf = dict[int, dict[str, Tensor]]
 
@@ -71,3 +76,36 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
                 f"the state '{key.partition('.')[2]}' of parameter '{segment.name}' has shape {tuple(value.shape)}, "
                 f"expected {segment.shape}: it is of another model."
             )
+
+
+@contextmanager
+def checked_by_all(job: Job) -> Generator[None]:
+    """Go on from the `with` block only if it has ended well on all workers; blocks until all have come to its end.
+
+    Raises:
+        Refused: it has not on another worker.
+    """
+    with _together(job, "check of a state", needs_first=False):
+        yield
+
+
+@contextmanager
+def loaded_by_first(job: Job) -> Generator[None]:
+    """Have the first worker load in the `with` block, and all go on from it only if that has ended well.
+
+    Raises:
+        Refused: it has not on the first worker, or that is gone.
+    """
+    with _together(job, "load of a state", needs_first=True):
+        yield
+
+
+@contextmanager
+def _together(job: Job, place: str, *, needs_first: bool) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        with suppress(PacelineError):  # what the others hear; this worker has the error itself
+            job.meet(place, f"{type(error).__name__}: {error}")
+        raise
+    job.meet(place, needs_first=needs_first)

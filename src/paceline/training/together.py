@@ -9,6 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.observe import trace as records
+from paceline.training.agreed_numbers import Numbers
 from paceline.training.optimizer import Job, Settings
 from paceline.training.scaling import OVERFLOW
 from paceline.training.strategy import Distributed
@@ -28,6 +29,7 @@ class SteppedTogether(Distributed):
         self.turn_s = time.monotonic()
         self.state = optimizer.state
         self._optimizer = optimizer
+        self._numbers = Numbers(optimizer)
         self._settings = settings
 
     def receive(self) -> None:

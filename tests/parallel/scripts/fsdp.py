@@ -39,7 +39,10 @@ def whole_values(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Ten
 
 
 def learning_is_that_of_one_process() -> None:
-    """Three batches for two workers, one of them short: samples weigh the same wherever they are."""
+    """Three batches for two workers, one of them short: samples weigh the same wherever they are.
+
+    The schedule takes a step a batch: that of worker 0 counts, which has one in every step.
+    """
     samples = TensorDataset(torch.randn(11, 3), torch.randn(11, 2))
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     alone = copy.deepcopy(model)
@@ -51,13 +54,16 @@ def learning_is_that_of_one_process() -> None:
     assert slices <= 0.6 * sum(map(Tensor.numel, model.parameters()))
     seen: list[tuple[Tensor, Tensor]] = []
     loader = paceline.shard(DataLoader(samples, batch_size=4))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
     for _ in range(2):
         for inputs, targets in loader:
             seen.append((inputs, targets))
             optimizer.zero_grad()
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
+            schedule.step()
     plain = torch.optim.Adam(alone.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.7)
     for step in range(4):
         has = step < len(seen) if SIZE == 1 or RANK == 0 else step in (0, 2)
         at = step if RANK == 0 else step // 2
@@ -69,6 +75,7 @@ def learning_is_that_of_one_process() -> None:
         plain.zero_grad()
         mse_loss(alone(rows[:, :3]), rows[:, 3:]).backward()
         plain.step()
+        schedule.step()
     found = whole_values(optimizer, model)
     for name, parameter in alone.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9)
@@ -133,6 +140,40 @@ def mistakes_are_told() -> None:
         optimizer.step(samples=7)
 
 
+class Shared(torch.optim.Optimizer):
+    """Steps as far as the norm of the whole tensor says, as classes may that torch does not have."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})  # pyright: ignore[reportArgumentType]
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad / parameter.grad.norm(), alpha=-group["lr"])
+
+
+def optimizers_that_look_at_whole_tensors_are_refused() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    for made in (torch.optim.Adafactor, torch.optim.Rprop, Shared):
+        with pytest.raises(UsageError, match=f"{made.__name__} .*each worker has a slice of every parameter"):
+            paceline.distributed(made(model.parameters(), lr=0.1), model=model, name=made.__name__)
+
+
+def state_that_is_there_before_the_first_step_is_cut() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.Adagrad(one.parameters(), initial_accumulator_value=0.5) for one in (model, alone)]
+    optimizer = paceline.distributed(optimizers[0], model=model, name="early")
+    assert optimizer.state_dict()["state"][0]["sum"].shape == (2, 4)
+    optimizer.load_state_dict(optimizers[1].state_dict())
+    for one, stepping in ((model, optimizer), (alone, optimizers[1])):
+        one(torch.ones(1, 4)).square().sum().backward()
+        stepping.step()
+    torch.testing.assert_close(whole_values(optimizer, model)["weight"], alone.weight.detach(), rtol=1e-9, atol=1e-9)  # pyright: ignore[reportArgumentType]
+
+
 class Scaled(nn.Module):
     """A parameter of its own, and layers that are gathered one by one."""
 
@@ -188,6 +229,8 @@ for check in (
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
     mistakes_are_told,
+    optimizers_that_look_at_whole_tensors_are_refused,
+    state_that_is_there_before_the_first_step_is_cut,
     a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)

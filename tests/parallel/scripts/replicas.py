@@ -22,12 +22,14 @@ inputs, targets = batch(40, 4)
 
 def learn(model: nn.Module, batches: list[list[int]]) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
     found = []
     for indices in batches * NUM_EPOCHS:
         optimizer.zero_grad()
         one = loss(model(inputs[indices]), targets[indices])
         one.backward()
         optimizer.step()
+        schedule.step()
         found.append(float(one.detach()))
     return found
 
@@ -39,7 +41,8 @@ def distributed_over(strategy: str, model: nn.Module, momentum: float = 0.0) -> 
     return model, paceline.distributed(optimizer, model=model, name=name)
 
 
-# Five batches of 8 for two replicas: the third step of an epoch has a batch for the first one only.
+# Five batches of 8 for two replicas: the third step of an epoch has a batch for the first one only, whose schedule, of
+# which each step is a batch, counts for both.
 whole = mlp()
 expected = learn(whole, [list(range(start, min(start + 16, 40))) for start in range(0, 40, 16)])
 start = mlp()
@@ -50,11 +53,13 @@ if rank in (1, 3):  # what replica 0 has is what counts
 for strategy in ("bsp", "all-reduce"):
     model, optimizer = distributed_over(strategy, start, momentum=0.9)
     found = []
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
     loader = paceline.shard(DataLoader(TensorDataset(inputs, targets), batch_size=8))
     for batch_inputs, batch_targets in chain.from_iterable(loader for _ in range(NUM_EPOCHS)):
         optimizer.zero_grad()
         found.append(model.forward_backward(batch_inputs, batch_targets))
         optimizer.step()
+        schedule.step()
     assert len(found) == (6 if rank in (0, 2) else 4)
     padded = torch.tensor([*found, *(0.0 for _ in range(6 - len(found)))], dtype=torch.float64)
     first, second, third, fourth = (one.tolist() for one in paceline.all_gather(padded))
