@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -68,6 +68,29 @@ def test_workers_learn_what_one_process_learns(
     for other in found[1:]:
         assert torch.equal(found[0], other)
     torch.testing.assert_close(found[0], expected, **TOLERANCES[dtype])
+
+
+def test_a_worker_without_a_batch_takes_the_step_that_the_others_have_clipped(tmp_path: Path) -> None:
+    data = samples(3 * BATCH_SIZE)  # the second round has a batch for the first worker only
+
+    def train(batches: Iterable[Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+        return parameters(model)
+
+    def work(_: Session) -> Tensor:
+        model = mlp().double()
+        loader = paceline.shard(DataLoader(TensorDataset(data), batch_size=BATCH_SIZE))
+        return train((batch for (batch,) in loader), model, attach(model, sgd(model)))
+
+    reference = mlp().double()
+    expected = train(data.split(2 * BATCH_SIZE), reference, sgd(reference))
+    first, second = run_job(tmp_path, work, workers=2)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, **TOLERANCES[torch.float64])
 
 
 def test_the_face_is_that_of_every_optimizer(tmp_path: Path) -> None:

@@ -180,6 +180,25 @@ class Replica:
             self._flat_buffers.unpack(flat.div_(max(1, sum(had_batch))))
         return told
 
+    def hand_on(self) -> None:
+        """Give workers that had no batch what scripts have made of the combined gradients: clipped ones, for example.
+
+        Blocks until all have come, where one had no batch.
+        """
+        had_batch = [weight > 0 for weight in self._weights]
+        if all(had_batch) or not any(had_batch):
+            return
+        first, parameters = had_batch.index(True), [one for one in self._named.values() if one.requires_grad]
+        present = torch.tensor([float(one.grad is not None) for one in parameters])
+        self._copy(present, first)
+        for parameter, has_gradient in zip(parameters, present.tolist(), strict=True):
+            if not has_gradient:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._copy(parameter.grad, first)
+
     def copy_from_first(self) -> None:
         """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
         for tensor in self._named.values():
@@ -274,10 +293,10 @@ class Replica:
         for buffer in self._model.buffers():
             self._copy(buffer)
 
-    def _copy(self, tensor: Tensor) -> None:
-        """Set a tensor to what it is on worker 0."""
+    def _copy(self, tensor: Tensor, source: int = 0) -> None:
+        """Set a tensor to what it is on one worker."""
         exchange = self._job.exchange
-        future = exchange.broadcast(tensor, 0, None)
+        future = exchange.broadcast(tensor, source, None)
         with torch.no_grad():
             tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
 
