@@ -55,6 +55,8 @@ from paceline.tensors.rows.ops import row_ops
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.buffers import fresh_buffer
 
+_CLOSING_TIMEOUT_S = 10.0  # for an import that is under way
+
 
 @dataclass(slots=True)
 class ServerNode:
@@ -150,6 +152,7 @@ class ServerNode:
     def _close(self) -> None:
         self._peers.close()
         self._inbox.close()
+        self._warming.close(_CLOSING_TIMEOUT_S)
         for content in (self._loans, self._shelf, self._rows, self._landing):
             content.clear()
         self.trace.close()
