@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,17 @@ from safetensors.torch import save
 from tests.attacks.malformed import EXTREMES
 from tests.attacks.rogue import MOST, Rogue, bytes_of, dense, row_table
 from tests.attacks.sessions import Said, Talker
+from tests.feeding.feeders import MISSING, ODD, ODD_SKIPPED, RECIPE
+from tests.feeding.speaking import Caller, body_of
 from tests.node.client import Client, as_body
 from tests.node.cluster import table
 
 from paceline.core import messages
 from paceline.core.messages import Applied, Clock, Fetched, Join, Joined, Pull, Push, PushId, Sender, Ticked
 from paceline.errors import PeerError
+from paceline.feeding.recipe import encode_recipe
+from paceline.feeding.wire import Message, Open, Opened, Parcel, Read
+from paceline.feeding.wire import decode as decode_fed
 from paceline.node import requests
 from paceline.node.requests import Declare, DeclareRows, Done, Initialise
 from paceline.node.wire import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame
@@ -238,3 +244,43 @@ def _talk(rogue: Rogue, talker: Conversation) -> int:
         if talker.leaves():
             rogue.say(messages.Leave(talker.me))
     return num_said
+
+
+class Asker:
+    """Asks a data server for sources and batches, returns what it was lent, and says what it may not now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._loans: list[int] = []
+
+    def talk(self, peer: Caller) -> int:
+        """Say some things, take in the answers of most, and return how many were said before the line was cut."""
+        self._loans, opened, num_said = [], set[int](), 0
+        for number in range(self._random.randrange(1, 40)):
+            with suppress(PeerError):
+                message, body = self._say(number, opened)
+                peer.say(message, body)
+                num_said += 1
+                if self._random.random() < 0.95:
+                    self._hear(peer, opened)
+        return num_said
+
+    def _say(self, number: int, opened: set[int]) -> tuple[Message, memoryview]:
+        pick = self._random.choice
+        if not opened or self._random.random() < 0.1:
+            recipe = encode_recipe(pick((RECIPE, ODD, ODD_SKIPPED, MISSING)))
+            return Open(number, pick((recipe,) * 9 + (recipe[:-3],))), EMPTY
+        indices = [pick((0, 1, 7, 9999) * 5 + (-1, 10_000, 2**62)) for _ in range(pick((0, 1, 3, 200)))]
+        source = pick((*opened, *opened, *opened, *opened, 99))
+        returned = tuple(self._loans[: pick((0, 1, 9))]) + pick(((),) * 30 + ((12345,),))
+        del self._loans[: len(returned)]
+        num = pick((len(indices),) * 30 + (2**62,))
+        read = Read(number, source, pick((0, 1, 2**62, -1)), num, pick((True, False)), returned)
+        return read, body_of(indices)
+
+    def _hear(self, peer: Caller, opened: set[int]) -> None:
+        answer = decode_fed(peer.connection.receive(timeout_s=5.0).header)
+        if isinstance(answer, Opened):
+            opened.add(answer.number)
+        elif isinstance(answer, Parcel) and answer.loan >= 0:
+            self._loans.append(answer.loan)

@@ -169,7 +169,7 @@ def test_a_client_is_told_at_the_reception_in_few_words() -> None:
 
 
 def test_a_large_pull_and_a_file_travel_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MAX_READ_BYTES", 5 * 2 * 4)  # five rows
+    monkeypatch.setattr(bounds, "MAX_READ_NUMBERS", 5 * 2)  # five rows
     monkeypatch.setattr(export, "_CHUNK_BYTES", 1)
     monkeypatch.setattr(export, "_LEAST_ROWS", 7)
     monkeypatch.setattr("paceline.node.rows.table.MAX_PUSH_BYTES", 200 * 16)
@@ -182,8 +182,8 @@ def test_a_large_pull_and_a_file_travel_in_parts(tmp_path: Path, monkeypatch: py
         assert torch.equal(users.pull(ids), rows)
         assert torch.equal(users.pull(ids.view(10, 20)), rows.view(10, 20, 2))
         assert torch.equal(users.pull_later(ids[:33]).result(), rows[:33])
-        with pytest.raises(UsageError, match="200 rows are asked for at once, expected at most 160"):
-            users.pull_later(ids)
+        with pytest.raises(UsageError, match="400 rows are asked for at once, expected at most 320"):
+            users.pull_later(range(400))
         with pytest.raises(UsageError, match="a push has 201 rows, expected at most 200"):
             users.push(range(201), torch.zeros(201, 2))
         users.export(tmp_path / "users.safetensors")

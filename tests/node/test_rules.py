@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.feeding.feeders import until
 from tests.node.client import NUMEL, ONES, SENDER, WORKER, Client, as_body, client, member, push, serve_table
 from tests.node.cluster import Cluster, cluster, open_table, read_values, table
 
@@ -220,7 +221,7 @@ def test_values_under_way_are_not_overwritten_by_what_is_sent_again(tmp_path: Pa
         assert torch.frombuffer(first, dtype=torch.float32)[0] == 2.0, "the third answer uses the memory of the first"
 
 
-def test_a_reader_that_does_not_read_is_dropped_and_holds_up_others_for_its_limit_only(
+def test_a_reader_that_does_not_read_is_dropped_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.node.post._TIMEOUT_S", 0.3)
@@ -242,6 +243,8 @@ def test_a_reader_that_does_not_read_is_dropped_and_holds_up_others_for_its_limi
             node.leave()
 
         assert time.monotonic() - waited < 5.0
+        peers = servers.servers[0]._peers
+        until(lambda: peers.connection_of(1, 0) is None)
         assert slow.is_cut_off()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.core.events import Arrived, Connected
 from paceline.core.messages import Fetched, Ticked
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import Refused
+from paceline.errors import PeerError, Refused
 from paceline.node.calls import Calls
 from paceline.node.mirror import Mirror
 from paceline.node.mishaps import MISHAPS, story
@@ -20,9 +20,16 @@ from paceline.node.wire import KeysWanted, decode
 from paceline.transport.base import EMPTY, Frame
 
 
+def _refuse(reason: str) -> None:
+    raise PeerError(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Takes in the frames of one server, under the lock of the worker whose parts these are."""
+    """Takes in the frames of one server, under the lock of the worker whose parts these are.
+
+    `fail` is told why the worker cannot go on, where a frame makes no sense; without it that is raised.
+    """
 
     server: int
     waiting: Waiting
@@ -32,7 +39,7 @@ class Arrivals:
     rows: RowClient
     mirrors: dict[str, Mirror]
     handle: Callable[[WorkerEvent, memoryview], None]
-    fail: Callable[[str], None]
+    fail: Callable[[str], None] = _refuse
 
     def on_frame(self, frame: Frame) -> None:
         """Take in a frame; whoever waits is told."""

@@ -11,19 +11,19 @@ from paceline.errors import UsageError
 from paceline.tensors.table import MAX_NAME
 
 MAX_IDS: Final = 1 << 20  # of one read of rows, and of one list of rows that a worker keeps no longer
-MAX_READ_BYTES: Final = 1 << 24  # of rows in the answer to one read
+MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read: first values are computed, a tenth of a second a million
 MAX_WAITING_READ_BYTES: Final = 1 << 30  # of the answers that one worker waits for, of one table
 MAX_PUSH_BYTES: Final = 1 << 30  # of rows in one push
 MAX_HEARD_BYTES: Final = 1 << 29  # of answers that are kept for one worker, and of what waits to be done for it
 
 
-def most_rows(row_bytes: int) -> int:
-    """Return how many rows one read may ask for, where a row and its echo have so many bytes.
+def most_rows(width: int) -> int:
+    """Return how many rows one read may ask for, where a row and its echo have so many numbers.
 
-    >>> most_rows(64), most_rows(1 << 24)
-    (262144, 1)
+    >>> most_rows(16), most_rows(1 << 21)
+    (131072, 1)
     """
-    return max(1, min(MAX_IDS, MAX_READ_BYTES // row_bytes))
+    return max(1, min(MAX_IDS, MAX_READ_NUMBERS // width))
 
 
 def require_short(what: str, name: str) -> None:

@@ -67,6 +67,7 @@ from paceline.transport.buffers import fresh_buffer
 
 # A wait that ends so long after its time shows that this process has not run: it was stopped, or its machine was.
 _OVERSLEPT_S = 1.0
+_CLOSING_TIMEOUT_S = 10.0  # for an import that is under way
 
 
 @dataclass(slots=True)
@@ -196,6 +197,7 @@ class ServerNode:
     def _close(self) -> None:
         self._peers.close()
         self._inbox.close()
+        self._warming.close(_CLOSING_TIMEOUT_S)
         for content in (self._loans, self._shelf, self._rows, self._landing):
             content.clear()
         self.trace.close()

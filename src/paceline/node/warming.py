@@ -43,6 +43,11 @@ class Warming:
             self._thread.start()
         return True
 
+    def close(self, timeout_s: float) -> None:
+        """Wait for an import that is under way."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def _import(self) -> None:
         try:
             importlib.import_module(MODULE)

@@ -292,7 +292,7 @@ class RowShelf:
 
 def _require_bounded(served: ServedRows, worker: int, num: int, num_waiting: int) -> None:
     """Refuse a read whose answer would take too much memory, or too much beside those that are waited for."""
-    row_bytes, most = served.read_bytes, most_rows(served.read_bytes)
+    row_bytes, most = served.read_bytes, most_rows(served.down.full_width)
     if num > most:
         raise UsageError(
             f"worker {worker} asks for {num} rows of table '{served.spec.name}' at once, {row_bytes} bytes each: "

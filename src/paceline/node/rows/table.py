@@ -36,7 +36,7 @@ from paceline.tensors.table import Hyper
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
-_MOST_READS = 32  # that one pull is cut into
+_MOST_READS = 64  # that one pull is cut into
 
 
 @dataclass(slots=True)
@@ -351,7 +351,7 @@ class RowTable:
 
     @property
     def _most_a_read(self) -> int:
-        return most_rows(self.opened.down.full_width * self.opened.down.dtype.itemsize)
+        return most_rows(self.opened.down.full_width)
 
     @property
     def _most_together(self) -> int:
