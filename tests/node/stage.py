@@ -129,7 +129,7 @@ class Stage:
         return able
 
     def _play(self) -> None:
-        while alive := [actor for actor in self.actors if not actor.is_over]:
+        while not self.errors and (alive := [actor for actor in self.actors if not actor.is_over]):
             able = self._able(alive)
             assert able, f"nobody can go on: {[(actor.name, actor.where) for actor in alive]}; {self.errors}"
             self.num_steps += 1
