@@ -43,6 +43,7 @@ def run(choice: Choice, directory: Path, seed: int = 0) -> None:
         num_servers=cell.num_servers,
         plan=FAULTS.get(fault),
         seed=seed,
+        retry_s=cell.retry_s,
     ) as servers:
         for server, trace in zip(servers.servers, counting, strict=True):
             server.trace = trace
