@@ -32,12 +32,9 @@ NUM_CLOCKS = 5
 NUM_MARKS = NUM_WORKERS * NUM_CLOCKS
 KINDS = ("dense", "views", "rows", "kept rows", "listed rows")
 CARRIERS = ("memory", "shm", "tcp", "tls")
+NAMED = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1")
 POLICIES = (
-    "bsp",
-    "ssp:2",
-    "essp:2",
-    "asynchronous",
-    "backup:1",
+    *NAMED,
     "bound=2,visible=on_clock",
     "bound=1,visible=on_clock,deliver=on_clock",
     "bound=none,deliver=on_clock",

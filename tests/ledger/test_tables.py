@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.ledger.pairs import Choice, all_of, name_of, pairwise
-from tests.ledger.tables import CARRIERS, KINDS, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
+from tests.ledger.tables import CARRIERS, KINDS, NAMED, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
 from tests.node.cluster import cluster, counts_of
 
 from paceline.transport import FaultPlan
@@ -57,7 +57,7 @@ def test_every_acknowledged_push_counts_once(choice: Choice, tmp_path: Path) -> 
     run(choice, tmp_path)
 
 
-@pytest.mark.parametrize("choice", pairwise(WITH_FAULTS), ids=name_of)
+@pytest.mark.parametrize("choice", pairwise(WITH_FAULTS | {"policy": NAMED}), ids=name_of)
 def test_every_acknowledged_push_counts_once_whatever_happens_to_frames(choice: Choice, tmp_path: Path) -> None:
     run(choice, tmp_path)
 
