@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-from tests.node.cluster import Cluster
+from tests.node.cluster import RETRY_S, Cluster
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
@@ -32,12 +32,9 @@ NUM_CLOCKS = 5
 NUM_MARKS = NUM_WORKERS * NUM_CLOCKS
 KINDS = ("dense", "views", "rows", "kept rows", "listed rows")
 CARRIERS = ("memory", "shm", "tcp", "tls")
+NAMED = ("bsp", "ssp:2", "essp:2", "asynchronous", "backup:1")
 POLICIES = (
-    "bsp",
-    "ssp:2",
-    "essp:2",
-    "asynchronous",
-    "backup:1",
+    *NAMED,
     "bound=2,visible=on_clock",
     "bound=1,visible=on_clock,deliver=on_clock",
     "bound=none,deliver=on_clock",
@@ -63,6 +60,11 @@ class Cell:
     def num_clocks(self) -> int:
         """How many pushes each worker makes to each table: fewer of large ones, for the time they take."""
         return NUM_CLOCKS if self.size_bytes < 1 << 20 else 2
+
+    @property
+    def retry_s(self) -> float:
+        """After how long a worker repeats what was not answered: not while a large push is on its way."""
+        return RETRY_S if self.size_bytes < 1 << 20 else 5.0
 
 
 class Counting(Trace):

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from tests.ledger.tables import KINDS, NUM_WORKERS, Cell, Counting, Ledger
 from tests.node.cluster import Cluster
-from tests.node.stage import Stage, StagedTransport, staged
+from tests.node.stage import PATIENCE_S, Stage, StagedTransport, staged
 
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
@@ -19,7 +19,6 @@ from paceline.transport.base import Frame
 from paceline.transport.pool import Buffer, BufferPool
 
 NEVER_S = 1e6
-RETRY_S = 1e-4  # of servers, when nobody else can go on: a lead forgets who follows a table that it does not have yet
 POLICIES = ("asynchronous", "ssp:1", "essp:1", "bsp", "bound=1,visible=on_clock,deliver=on_clock")
 
 
@@ -29,7 +28,7 @@ def play(stage: Stage, cell: Cell) -> None:
     counting = [Counting() for _ in addresses]
     servers = [
         ServerNode(
-            ServerSettings(rank, cell.num_servers, workers=tuple(range(NUM_WORKERS)), retry_s=RETRY_S),
+            ServerSettings(rank, cell.num_servers, workers=tuple(range(NUM_WORKERS)), retry_s=PATIENCE_S),
             transport.listen(address),
             transport,
             lambda: addresses,

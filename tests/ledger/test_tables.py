@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.ledger.pairs import Choice, all_of, name_of, pairwise
-from tests.ledger.tables import CARRIERS, KINDS, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
+from tests.ledger.tables import CARRIERS, KINDS, NAMED, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
 from tests.node.cluster import cluster, counts_of
 
 from paceline.transport import FaultPlan
@@ -21,6 +21,7 @@ AXES: dict[str, Any] = {
     "num_tables": (1, 2),
 }
 QUICK_SIZES = (1 << 10, (16 << 10) + 4, (64 << 10) + 4, (256 << 10) - 4, 256 << 10, (2 << 20) + 4)
+LARGEST = {"size_bytes": SIZES[-2:], "num_servers": (1,), "num_tables": (1,)}  # seconds each
 # By the name under which they are counted: what befalls one frame in seven.
 FAULTS = {
     "dropped": FaultPlan(drop=0.15),
@@ -43,6 +44,7 @@ def run(choice: Choice, directory: Path, seed: int = 0) -> None:
         num_servers=cell.num_servers,
         plan=FAULTS.get(fault),
         seed=seed,
+        retry_s=cell.retry_s,
     ) as servers:
         for server, trace in zip(servers.servers, counting, strict=True):
             server.trace = trace
@@ -56,7 +58,7 @@ def test_every_acknowledged_push_counts_once(choice: Choice, tmp_path: Path) -> 
     run(choice, tmp_path)
 
 
-@pytest.mark.parametrize("choice", pairwise(WITH_FAULTS), ids=name_of)
+@pytest.mark.parametrize("choice", pairwise(WITH_FAULTS | {"policy": NAMED}), ids=name_of)
 def test_every_acknowledged_push_counts_once_whatever_happens_to_frames(choice: Choice, tmp_path: Path) -> None:
     run(choice, tmp_path)
 
@@ -65,7 +67,8 @@ def test_every_acknowledged_push_counts_once_whatever_happens_to_frames(choice: 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_every_combination(carrier: str, policy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    for choice in all_of(AXES | {"carrier": (carrier,), "policy": (policy,)}):
+    here = AXES | {"carrier": (carrier,), "policy": (policy,)}
+    for choice in all_of(here | {"size_bytes": SIZES[:-2]}) + all_of(here | LARGEST):
         run(choice, tmp_path_factory.mktemp("cell"))
 
 
@@ -73,6 +76,5 @@ def test_every_combination(carrier: str, policy: str, tmp_path_factory: pytest.T
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_every_combination_with_faults(carrier: str, policy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    for choice in all_of(WITH_FAULTS | {"carrier": (carrier,), "policy": (policy,)}):
-        for seed in range(2):
-            run(choice, tmp_path_factory.mktemp("cell"), seed)
+    for choice in all_of(WITH_FAULTS | {"carrier": (carrier,), "policy": (policy,), "num_tables": (2,)}):
+        run(choice, tmp_path_factory.mktemp("cell"), seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.jobs import job
 from tests.ledger.pairs import Choice, all_of, name_of, pairwise
-from tests.ledger.tables import CARRIERS, POLICIES, Counting, assert_counts
+from tests.ledger.tables import CARRIERS, NAMED, POLICIES, Counting, assert_counts
 from torch import Tensor, nn
 
 import paceline
@@ -31,7 +31,7 @@ AXES: dict[str, Any] = {
     "size_bytes": (1000, 300 << 10, (4 << 20) + 40),  # of a layer: below and above memory that is mapped; a bucket
     "num_servers": (1, 3),
 }
-SEVERAL_BUCKETS = AXES | {"size_bytes": (1000, 300 << 10)}
+SEVERAL_BUCKETS = AXES | {"policy": NAMED, "size_bytes": (1000, 300 << 10)}
 
 
 class Marked(nn.Module):

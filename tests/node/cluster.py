@@ -52,11 +52,12 @@ class Cluster:
     addresses: tuple[str, ...]
     lease_s: float
     shares: tuple[float, ...] = ()
+    retry_s: float = RETRY_S
     errors: list[BaseException] = field(default_factory=list)
 
     def worker(self, rank: int, incarnation: int = 0, wait_timeout_s: float = 30.0) -> WorkerNode:
         settings = WorkerSettings(
-            Sender(1, rank, incarnation), len(self.addresses), retry_s=RETRY_S, shares=self.shares
+            Sender(1, rank, incarnation), len(self.addresses), retry_s=self.retry_s, shares=self.shares
         )
         return WorkerNode(settings, self.transport, self.addresses, WorkerOptions(wait_timeout_s, checks_memory=True))
 
@@ -113,6 +114,7 @@ def cluster(
     seed: int = 0,
     lease_s: float = 5.0,
     shares: tuple[float, ...] = (),
+    retry_s: float = RETRY_S,
 ) -> Iterator[Cluster]:
     """Run servers that expect these workers; everything has ended afterwards."""
     transport = make_transport(kind, directory)
@@ -127,7 +129,7 @@ def cluster(
                 num_servers,
                 workers=tuple(range(num_workers)),
                 lease_s=lease_s,
-                retry_s=RETRY_S,
+                retry_s=retry_s,
                 shares=shares,
             ),
             listener,
@@ -142,7 +144,7 @@ def cluster(
     for thread in threads:
         thread.start()
     try:
-        yield Cluster(transport, servers, addresses, lease_s, shares=shares)
+        yield Cluster(transport, servers, addresses, lease_s, shares=shares, retry_s=retry_s)
     finally:
         for server in servers:
             server.stop()

@@ -29,6 +29,7 @@ from paceline.transport.pool import BufferPool
 
 HANG_S = 20.0
 NUM_STEPS = 20_000
+PATIENCE_S = 0.5  # of a server that repeats what was not answered
 
 
 class Torn(BaseException):
@@ -85,7 +86,8 @@ class Stage:
     errors: list[BaseException] = field(default_factory=list)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     num_steps: int = 0
-    is_idle: bool = False  # nobody can go on but those that wait for a time
+    now_s: float = 0.0  # for servers, which wait for a time; it passes when nobody else can go on
+    is_idle: bool = False
     is_torn: bool = False
 
     def __post_init__(self) -> None:
@@ -122,14 +124,15 @@ class Stage:
             raise self.errors[0]
 
     def _able(self, alive: list[Actor]) -> list[Actor]:
-        for self.is_idle in (False, True):
+        self.is_idle = False
+        able = [actor for actor in alive if actor.ready()]
+        if not able:
+            self.is_idle, self.now_s = True, self.now_s + PATIENCE_S
             able = [actor for actor in alive if actor.ready()]
-            if able:
-                break
         return able
 
     def _play(self) -> None:
-        while alive := [actor for actor in self.actors if not actor.is_over]:
+        while not self.errors and (alive := [actor for actor in self.actors if not actor.is_over]):
             able = self._able(alive)
             assert able, f"nobody can go on: {[(actor.name, actor.where) for actor in alive]}; {self.errors}"
             self.num_steps += 1
@@ -311,6 +314,7 @@ def staged(seed: int) -> Iterator[Stage]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("post", "links", "inbox"):
             patch.setattr(f"paceline.node.{module}.threading", threads)
+        patch.setattr("paceline.node.server.time", SimpleNamespace(monotonic=lambda: stage.now_s))
         patch.setattr("paceline.node.worker.Timekeeper", NoTimekeeper)
         patch.setattr("paceline.node.landing.MIN_MAPPED_BYTES", 1)
         patch.setattr(Inbox, "get", get)
