@@ -147,9 +147,11 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         "if key[0] != life}",
         "if key[0] != ()}",
         "node/rows/test_row_lives",
-        "kept_for",
+        "within_bounds",
     ),
-    _of("reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "node/rows/test_row_lives", "pulls"),
+    _of(
+        "reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "node/rows/test_row_lives", "within_bounds"
+    ),
     _of(
         "pushes that wait for the own clock count as under way",
         CLIENT,
