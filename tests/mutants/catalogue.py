@@ -231,6 +231,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "",
     ),
     Mutant(
+        "a follower is not told what is withdrawn",
+        SERVER,
+        "decision.contributors, decision.withdrawn)",
+        "decision.contributors)",
+    ),
+    Mutant(
+        "a refused part takes all pushes of its worker and clock with it",
+        CLOSING,
+        "(*life, push_id.seq) in gone",
+        "life in {entry[:2] for entry in gone}",
+    ),
+    Mutant(
+        "a question about a table that is yet to be declared is forgotten",
+        SERVER,
+        "self._early.append(event)",
+        "pass",
+    ),
+    Mutant(
+        "a push of one table settles those of all",
+        WORKER,
+        "return next(iter(self._tables[table].unsettled), self.next_seq)",
+        "return self.next_seq",
+    ),
+    Mutant(
+        "a lease ends before its time",
+        SERVER,
+        "life.joined_at is not None:\n            life.lease_until = now + self.settings.lease_s",
+        "life.joined_at is not None:\n            life.lease_until = now + self.settings.lease_s / 8",
+    ),
+    Mutant(
+        "a worker pushes although servers keep no more answers",
+        WORKER,
+        "entry.num_made) < WINDOW",
+        "entry.num_made) <= WINDOW",
+    ),
+    Mutant(
+        "a read gives up while others are slow",
+        OUTBOX,
+        "return self.bare or isinstance(self.message, Pull)",
+        "return self.bare",
+    ),
+    Mutant(
         "a follower drops what the lead may have counted",
         SERVER,
         "            if not self._follows:\n                effects += [Discard",

@@ -20,6 +20,7 @@ from paceline.core.events import (
     WantPush,
     WantRead,
 )
+from paceline.core.ledger import WINDOW
 from paceline.core.messages import Clock, Closed, Delivered, Fetched, Held, Join, Joined, PushRefused, Taken, Ticked
 
 
@@ -144,6 +145,20 @@ def joiners() -> None:
     assert said(core.handle(Died(2, 0, "killed"), 0.0), Fetched)
 
 
+def windows() -> None:
+    core = make_worker(asynchronous())
+    for _ in range(WINDOW):
+        assert core.may_push("w")
+        core.handle(WantPush("w"), 0.0)
+    assert not core.may_push("w")
+
+
+def patience() -> None:
+    core = make_worker(ssp(0), max_attempts=3)
+    core.handle(WantRead("w"), 0.0)
+    assert not of([e for _ in range(9) for e in core.handle(Timeout(), core.next_deadline() or 0.0)], Fail)
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     generations,
     attempts,
@@ -161,4 +176,6 @@ CHECKS: tuple[Callable[[], None], ...] = (
     jumps,
     withdrawals,
     joiners,
+    windows,
+    patience,
 )

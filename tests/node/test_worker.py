@@ -132,6 +132,17 @@ def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(
                 assert [server._shelf.shards[name].values.sum() for server in servers.servers] == [64, 0, 64]
 
 
+def test_an_own_push_that_was_refused_is_no_longer_shown(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        values = torch.empty(4)
+        read_values(node, "w", values)
+        servers.servers[0]._shelf.broken["w"] = "it is broken"
+        assert not node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+        read_values(node, "w", values, refresh=False)
+        assert not values.any()
+
+
 def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "bsp"))

@@ -32,6 +32,8 @@ def draw(seed: int, points: tuple[Consistency, ...] = POINTS, num_clocks: tuple[
     network = _draw_network(rng)
     return Scenario(
         consistency=points[seed % len(points)],
+        others=tuple(rng.choice(points) for _ in range(rng.choice((0, 0, 1, 2)))),
+        num_pushes=rng.choice((1, 1, 3)),
         num_workers=rng.choice((1, 2, 2, 3, 3, 4, 5)),
         num_servers=rng.choice((1, 1, 2, 3)),
         num_clocks=rng.randint(*num_clocks),
@@ -69,6 +71,8 @@ def _draw_fate(rng: Random) -> Fate:
     return Fate(
         deaths=rng.randint(0, 2),
         pauses=rng.randint(0, 1),
+        stops=rng.randint(0, 1),
+        stalls=rng.choice((0, 0, 1, 2)),
         restart=rng.random() < 0.5,
         joins=rng.choice((0, 0, 1, 2)),
         early=rng.choice((0.0, 0.0, 0.3)),

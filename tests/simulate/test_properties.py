@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.simulate.swarm import draw
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.simulate.history import History
@@ -28,6 +29,8 @@ POINTS = st.one_of(
     ),
 )
 CLEAN = st.just(Network())
+ALONE: st.SearchStrategy[tuple[Consistency, ...]] = st.just(())  # one table
+ONE = st.just(1)
 ROUGH = st.builds(
     Network,
     latency_s=st.sampled_from([(0.0001, 0.0005), (0.0001, 0.02)]),
@@ -41,6 +44,8 @@ FATES = st.builds(
     Fate,
     deaths=st.integers(0, 3),
     pauses=st.integers(0, 2),
+    stops=st.integers(0, 1),
+    stalls=st.integers(0, 2),
     restart=st.booleans(),
     joins=st.integers(0, 2),
     early=st.sampled_from([0.0, 0.3]),
@@ -62,6 +67,8 @@ def scenarios(
     points: st.SearchStrategy[Consistency] = POINTS,
     networks: st.SearchStrategy[Network] = CLEAN | ROUGH,
     fates: st.SearchStrategy[Fate] = FATES,
+    others: st.SearchStrategy[tuple[Consistency, ...]] = ALONE,
+    num_pushes: st.SearchStrategy[int] = ONE,
 ) -> st.SearchStrategy[Scenario]:
     return st.builds(
         Scenario,
@@ -75,14 +82,28 @@ def scenarios(
         network=networks,
         fate=fates,
         refresh=st.sampled_from([0.0, 0.5, 1.0]),
+        others=others,
+        num_pushes=num_pushes,
         seed=st.integers(0, 2**32),
     ).map(patient)
 
 
 @FEW
-@given(scenarios())
+@given(scenarios(others=st.lists(POINTS, max_size=2).map(tuple), num_pushes=st.sampled_from([1, 3])))
 def test_whatever_happens_no_rule_is_broken_and_everybody_finishes(scenario: Scenario) -> None:
     World(scenario).run()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_where_servers_keep_few_answers_workers_wait_and_none_is_refused(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("paceline.core.ledger.WINDOW", "paceline.core.worker.WINDOW"):
+        monkeypatch.setattr(place, window)
+    for seed in range(60):
+        world = World(replace(draw(seed), num_pushes=3))
+        world.run()
+        assert sum(len(pushes) for history in world.histories.values() for pushes in history.made.values()) > 0
 
 
 @FEW

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.effects import Advanced, Discard, Membership, ReadDone, Reply, Send, Serve, Tell
+from paceline.core.effects import Advanced, Apply, Discard, Membership, ReadDone, Reply, Send, Serve, Tell
 from paceline.core.events import Arrived, Died, Timeout
 from paceline.core.messages import (
     Clock,
@@ -19,7 +19,7 @@ from paceline.core.messages import (
     PushRefused,
     WorkerRefused,
 )
-from paceline.simulate.world import World
+from paceline.simulate.world import TABLE, World
 
 MUST_HAPPEN = (
     "a copy of a push answered from the ledger",
@@ -44,7 +44,13 @@ MUST_HAPPEN = (
     "a follower asked the lead again",
     "a late worker jumped to the clock it read",
     "a connection cut",
-    "a worker kept out of a clock because one part of its push was refused",
+    "a part refused by one server withdrawn from the others",
+    "a sound push applied beside one of its worker and clock that is withdrawn",
+    "several pushes of a worker summed in one clock",
+    "a push of a table that was declared late",
+    "a question about a table that the lead had yet to hear of",
+    "a server did nothing for longer than a lease",
+    "a process stopped for longer than its lease, and its connections stayed",
 )
 
 
@@ -73,7 +79,10 @@ class WatchedWorld(World):
         if isinstance(event, Push):
             self._watch_push(who, event, effects)
         if isinstance(event, Clock) and event.withdrawn:
-            self.marks["a worker kept out of a clock because one part of its push was refused"] += 1
+            self.marks["a part refused by one server withdrawn from the others"] += 1
+        if isinstance(event, Follow) and who == "server 0" and event.table not in self._servers[0].core.tables:
+            self.marks["a question about a table that the lead had yet to hear of"] += 1
+        self._watch_sums(effects)
         if isinstance(event, Pull) and not effects:
             self.marks["an overtaken pull ignored or a repeated one kept waiting"] += 1
         jumped = False
@@ -84,7 +93,7 @@ class WatchedWorld(World):
                 case Discard() if isinstance(event, Died | Timeout):
                     self.marks["held pushes of a dead worker discarded"] += 1
                 case Reply(message=WorkerRefused(sender=sender)) if (sender.worker, sender.incarnation) in (
-                    self.history.disturbed
+                    self.lives.disturbed
                 ):
                     self.marks["a zombie refused"] += 1
                 case Reply(message=PushRefused(reason=reason)) if "was completed without" in reason:
@@ -100,6 +109,28 @@ class WatchedWorld(World):
                     self.marks["a follower asked the lead again"] += 1
                 case _:
                     pass
+
+    def _watch_sums(self, effects: list[Any]) -> None:
+        applied = [push_id.worker for effect in effects if isinstance(effect, Apply) for push_id in effect.ids]
+        self.marks["several pushes of a worker summed in one clock"] += len(set(applied)) < len(applied)
+        withdrawn = {
+            effect.message.id.worker
+            for effect in effects
+            if isinstance(effect, Reply) and "another server refused its part" in getattr(effect.message, "reason", "")
+        }
+        beside = bool(withdrawn & set(applied))
+        self.marks["a sound push applied beside one of its worker and clock that is withdrawn"] += beside
+
+    def _stall(self, server: int) -> None:
+        super(WatchedWorld, self)._stall(server)
+        long = self._servers[server].busy_until - self.now > self.scenario.lease_s
+        self.marks["a server did nothing for longer than a lease"] += long
+
+    def _stop(self, worker: int) -> None:
+        super(WatchedWorld, self)._stop(worker)
+        actor = self.actors.get(worker)
+        if actor is not None and actor.paused_until - self.now > self.scenario.lease_s:
+            self.marks["a process stopped for longer than its lease, and its connections stayed"] += 1
 
     def _watch_push(self, who: str, push: Push, effects: list[Any]) -> None:
         copies = self._copies[who, push.id] = self._copies.get((who, push.id), 0) + 1
@@ -128,7 +159,8 @@ class WatchedWorld(World):
                 pass
         for effect in effects:
             match effect:
-                case Send(message=Push(id=push_id), bare=bare):
+                case Send(message=Push(id=push_id, table=table), bare=bare):
+                    self.marks["a push of a table that was declared late"] += table != TABLE
                     self._own[who] = push_id.seq
                     self.marks["a repeated push sent without its tensor"] += bare
                 case ReadDone(source="delivery"):

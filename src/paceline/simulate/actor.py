@@ -23,12 +23,11 @@ from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
 from paceline.errors import ProtocolBug
-from paceline.simulate.history import Part, Read, Violation
+from paceline.simulate.history import Part, Read
+from paceline.simulate.lives import Violation
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
-
-_TABLE = "w"
 
 
 @dataclass(slots=True)
@@ -54,9 +53,10 @@ class Actor:
     asked_clock: int = 0
     # Of the values that came with the message at hand: how many updates they contain, and their clock.
     _arrived: tuple[int, int] = (0, 0)
-    _parts: dict[int, Part] = field(default_factory=dict[int, Part])
+    _parts: dict[str, dict[int, Part]] = field(default_factory=dict[str, dict[int, Part]])  # by open table, and server
+    _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
+    _reading: set[str] = field(default_factory=set[str])  # tables whose values have yet to come
     _alarm: float | None = None
-    _num_pushes: int = 0
 
     def __post_init__(self) -> None:
         """Make the core of this life."""
@@ -75,10 +75,16 @@ class Actor:
         return f"incarnation {self.incarnation} at clock {self.core.clock}, joined {self.joined}, alive {self.alive}"
 
     def begin(self) -> None:
-        """Open the table and ask to take part."""
-        servers = tuple(range(self.world.scenario.num_servers))
-        self._handle(Opened(_TABLE, self.world.scenario.consistency, servers))
+        """Open the tables that there are and ask to take part."""
+        self._open_tables()
         self._handle(WantJoin())
+
+    def _open_tables(self) -> None:
+        servers = tuple(range(self.world.scenario.num_servers))
+        for table in self.world.declared:
+            if table not in self._parts:
+                self._parts[table] = {}
+                self._handle(Opened(table, self.world.histories[table].consistency, servers))
 
     def receive(self, server: int, message: object, length: int) -> None:
         """Take in a server's message; a stopped process does so when it goes on."""
@@ -132,10 +138,10 @@ class Actor:
                 self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
             case Install():
                 own = frozenset(effect.includes) | frozenset(range(effect.settled))
-                self._parts[effect.server] = Part(*self._arrived, own)
+                self._parts[effect.table][effect.server] = Part(*self._arrived, own)
             case JoinDone():
                 self.joined = True
-                self.world.history.replaced[self.worker] = self.incarnation
+                self.world.lives.replaced[self.worker] = self.incarnation
                 self._read()
             case ReadDone():
                 self._on_values(effect)
@@ -152,22 +158,32 @@ class Actor:
         """End this process with an error; only a worker that was given up or replaced may have to."""
         self.failed = reason
         replaced = self.world.actors[self.worker] is not self
-        if not replaced and (self.worker, self.incarnation) not in self.world.history.gone:
+        if not replaced and (self.worker, self.incarnation) not in self.world.lives.gone:
             raise Violation(f"L1: worker {self.worker}.{self.incarnation} failed, but takes part: {reason}")
         self.world.hang_up(self)
 
     def _read(self) -> None:
-        refresh = self.world.rng.random() < self.world.scenario.refresh
+        """Read every open table, all at once and all at this clock."""
         self._asked_at, self.asked_clock = self.world.now, self.core.clock
-        self._handle(WantRead(_TABLE, refresh=refresh))
+        self._open_tables()
+        self._reading = set(self._parts)
+        for table in self._parts:
+            self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read took this worker along
+            refresh = self.world.rng.random() < self.world.scenario.refresh
+            self._handle(WantRead(table, refresh=refresh))
 
     def _on_values(self, done: ReadDone) -> None:
         waited = self.world.now - self._asked_at
-        self.waited_s += waited
-        clock = self.asked_clock
         life = (self.worker, self.incarnation)
-        read = Read(self.world.now, life, clock, done.clock, waited, done.source, dict(self._parts))
-        self.world.history.read(read, self.world.members())
+        parts = dict(self._parts[done.table])
+        read = Read(self.world.now, life, self._asked[done.table], done.clock, waited, done.source, parts)
+        self.world.histories[done.table].read(read, self.world.members())
+        self._reading.discard(done.table)
+        if not self._reading:
+            self.waited_s += waited
+            self._compute()
+
+    def _compute(self) -> None:
         scenario = self.world.scenario
         compute_s = self._pace.uniform(*scenario.compute_s) * scenario.stragglers.slowdown(self.worker, self._pace)
         self.world.at(compute_s, self._finish_clock)
@@ -176,14 +192,19 @@ class Actor:
         if self.paused_until > self.world.now:
             self.world.at(self.paused_until - self.world.now, self._finish_clock)
             return
-        push_id = PushId(1, self.worker, self.incarnation, self._num_pushes)
-        self._num_pushes += 1
-        self.world.history.pushed(push_id, self.core.clock)
         self.finished_at = self.world.now
-        self._handle(WantPush(_TABLE))
+        for table in self._parts:
+            for _ in range(self.world.num_pushes()):
+                self._push(table)
         self._handle(WantClock())
         if self.core.clock >= self.world.scenario.num_clocks:
             self.leaving = True
             self._handle(WantLeave())
         else:
             self._read()
+
+    def _push(self, table: str) -> None:
+        if self.alive and not self.failed and self.core.may_push(table):
+            push_id = PushId(1, self.worker, self.incarnation, self.core.next_seq)
+            self.world.pushed(table, push_id, self.core.clock)
+            self._handle(WantPush(table))

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import PushId
+from paceline.simulate.lives import Life, Lives, Violation
 
-Life = tuple[int, int]  # worker, incarnation
 _NEVER = 1 << 60
 _RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones were compared before
-
-
-class Violation(AssertionError):
-    """A promise was broken; the message says which, where and when."""
 
 
 @dataclass(slots=True)
@@ -26,7 +22,7 @@ class Shard:
     contributors: dict[int, tuple[PushId, ...]] = field(default_factory=dict[int, tuple[PushId, ...]])
     # Readers were told that every update of the clocks below is in; so none may come later.
     promised: int = 0
-    last_seq: dict[Life, int] = field(default_factory=dict[Life, int])
+    num_passed: dict[Life, int] = field(default_factory=dict[Life, int])  # pushes of a worker applied or refused so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class Read:
 
 @dataclass(slots=True)
 class History:
-    """The record of one run, checked as it grows.
+    """The record of one table in one run, checked as it grows.
 
     The names of the rules (E1, SSP2, ...) are those of the reliability page in the documentation.
     """
@@ -66,15 +62,13 @@ class History:
     consistency: Consistency
     num_servers: int
     keeps_order: bool
+    lives: Lives
     shards: list[Shard] = field(init=False)
     reads: list[Read] = field(default_factory=list[Read])
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
-    replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
-    gone: set[Life] = field(default_factory=set[Life])  # given up by some server
     spoiled: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with values that may not be applied
-    disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
@@ -100,25 +94,21 @@ class History:
         elif self.keeps_order:
             self._check_order(server, shard, ids)
 
-    def answered(self, server: int, push_id: PushId, *, refused: bool) -> None:
-        """Record the final answer to a push: what is acknowledged is applied (E2), what is refused had a reason."""
+    def answered(self, server: int, push_id: PushId, *, refused: bool, closed: int) -> None:
+        """Record the final answer to a push: what is acknowledged is applied (E2), what is refused had a reason (E4).
+
+        `closed`: every clock below is closed on this server.
+        """
         (self.refused if refused else self.acknowledged).add((server, push_id))
         applied = push_id in self.shards[server].position
         if not refused and not applied:
             raise Violation(f"E2: server {server} has acknowledged {push_id} and not applied it")
         if refused and applied:
             raise Violation(f"E4: server {server} has refused {push_id} after it was applied")
-        has_reason = self.consistency.backups or push_id in self.spoiled
-        if refused and not has_reason and (push_id.worker, push_id.incarnation) not in self.gone:
+        life = (push_id.worker, push_id.incarnation)
+        late = self.consistency.backups and self._clock_of(push_id) < closed
+        if refused and not late and push_id not in self.spoiled and life not in self.lives.gone:
             raise Violation(f"E4: server {server} has refused a sound {push_id} of a worker that takes part")
-
-    def given_up(self, server: int, life: Life) -> None:
-        """Record that a server ended a life; only one that something happened to, or that was replaced (L6)."""
-        if life not in self.disturbed and self.replaced.get(life[0], -1) <= life[1]:
-            raise Violation(
-                f"L6: server {server} has given up worker {life[0]}.{life[1]}, which nothing had happened to"
-            )
-        self.gone.add(life)
 
     def read(self, read: Read, members: dict[Life, int]) -> None:
         """Record a finished read and check its bound, its freshness and its monotony."""
@@ -126,7 +116,7 @@ class History:
         bound = self.consistency.bound
         # A quorum promises nothing about those who miss it: there the contributors are checked instead (BSP2).
         needs = 0 if bound is None or self.consistency.backups else max(0, read.clock - bound)
-        members = {life: clock for life, clock in members.items() if life not in self.gone}
+        members = {life: clock for life, clock in members.items() if life not in self.lives.gone}
         slowest = min([clock for life, clock in members.items() if life != read.life], default=_NEVER)
         if slowest < needs:
             raise Violation(f"SSP1: {_where(read)}, but the slowest worker stands at {slowest}, bound {bound}")
@@ -144,15 +134,18 @@ class History:
             if self._is_exact and length and shard.newest_clock[length - 1] >= read.clock:
                 raise Violation(f"BSP1: {_where(read)} contains an update of clock {shard.newest_clock[length - 1]}")
 
-    def finish(self, settled: list[Life]) -> None:
-        """Check at the end that all settled lives have their answers, and that no clock is torn (BSP2, BSP5)."""
+    def finish(self, settled: list[Life], clocks: list[int]) -> None:
+        """Check at the end that all settled lives have their answers, and that no clock is torn (BSP2, BSP5).
+
+        `clocks`: where the table stands on each server, once nothing is on its way between them.
+        """
         for life in settled:
             for push_id, _ in self.made.get(life, []):
                 for server in range(self.num_servers):
                     if (server, push_id) not in self.acknowledged and (server, push_id) not in self.refused:
                         raise Violation(f"E2: worker {life[0]} has left, and server {server} never answered {push_id}")
         if self.consistency.visible == "on_clock":
-            self._check_contributors()
+            self._check_contributors(clocks)
 
     # -- the rules ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +167,7 @@ class History:
                 f"SSP2: {push_id} of clock {clock} is applied on server {server} after a reader was told "
                 f"that all clocks below {shard.promised} are in"
             )
-        newest = self.replaced.get(push_id.worker, -1)
+        newest = self.lives.replaced.get(push_id.worker, -1)
         # With visible = on_clock the lead's decision is the commit; the others may carry it out later.
         committed = self.consistency.visible == "on_clock" and server > 0
         if push_id.incarnation < newest and not committed:
@@ -183,7 +176,8 @@ class History:
     def _check_batch(self, server: int, shard: Shard, ids: tuple[PushId, ...], clocks: list[int]) -> None:
         if list(ids) != sorted(ids):
             raise Violation(f"BSP4: server {server} sums {ids}, not in rank order")
-        if len({push_id.worker for push_id in ids}) != len(ids):
+        lives = {(push_id.worker, push_id.incarnation) for push_id in ids}
+        if len({worker for worker, _ in lives}) != len(lives):
             raise Violation(f"BSP2: server {server} sums {ids}, where a worker counts twice")
         clock = clocks[0]
         if len(set(clocks)) != 1 or clock in shard.contributors:
@@ -193,11 +187,12 @@ class History:
     def _check_order(self, server: int, shard: Shard, ids: tuple[PushId, ...]) -> None:
         for push_id in ids:
             life = (push_id.worker, push_id.incarnation)
-            if push_id.seq != shard.last_seq.get(life, -1) + 1:
-                raise Violation(
-                    f"E7: {push_id} follows {shard.last_seq.get(life, -1)} of its worker on server {server}"
-                )
-            shard.last_seq[life] = push_id.seq
+            made, at = self.made[life], shard.num_passed.get(life, 0)
+            while made[at][0] != push_id:
+                if (server, made[at][0]) not in self.refused:
+                    raise Violation(f"E7: {push_id} is applied on server {server} before {made[at][0]}")
+                at += 1
+            shard.num_passed[life] = at + 1
 
     def _check_members(self, server: int, length: int, needs: int, members: dict[Life, int], read: Read) -> None:
         """SSP2, seen from the makers: every push that a member made in a clock below `needs` is in the values."""
@@ -229,17 +224,22 @@ class History:
                     "values, the reader was told otherwise"
                 )
 
-    def _check_contributors(self) -> None:
-        for clock in set.intersection(*(set(shard.contributors) for shard in self.shards)):
+    def _check_contributors(self, clocks: list[int]) -> None:
+        everywhere = {clock for shard in self.shards for clock in shard.contributors}
+        for server, shard in enumerate(self.shards):
+            if everywhere - set(shard.contributors):
+                lacking = sorted(everywhere - set(shard.contributors))
+                raise Violation(f"BSP5: server {server} lacks the clocks {lacking}")
+        for clock in sorted(everywhere):
             sets = {shard.contributors[clock] for shard in self.shards}
             if len(sets) != 1:
                 raise Violation(f"BSP2: clock {clock} has different contributors on different servers: {sets}")
-        longest = max(max(shard.contributors, default=-1) for shard in self.shards)
-        for server, shard in enumerate(self.shards):
-            applied = {clock for clock in shard.contributors if clock < longest}
-            others = {c for other in self.shards for c in other.contributors if c < longest}
-            if applied != others:
-                raise Violation(f"BSP5: server {server} lacks the clocks {sorted(others - applied)}")
+        if len(set(clocks)) != 1:
+            raise Violation(f"BSP5: at the end the servers stand at the clocks {clocks}")
+
+    def _clock_of(self, push_id: PushId) -> int:
+        made = self.made[push_id.worker, push_id.incarnation]
+        return next(clock for own, clock in reversed(made) if own == push_id)
 
 
 def _where(read: Read) -> str:

@@ -82,8 +82,8 @@ class Network:
 
     @property
     def keeps_order(self) -> bool:
-        """Say whether all messages between two peers arrive, once each, in the order in which they were sent."""
-        return not any((self.reorder, self.duplicate, self.drop, self.cut, self.spoil))
+        """Return whether pushes arrive in the order in which they were made: a cut has all after it repeated, too."""
+        return not (self.reorder or self.drop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,8 @@ class Fate:
     Args:
         deaths: how many are killed at random times; the same one may be killed again after its restart.
         pauses: how many stop for a while and come back, as zombies when it was too long.
+        stops: how many stop for a while, of which nobody is told: their connections stay.
+        stalls: how many times a server does nothing for a while.
         restart: whether a killed worker comes back as its next incarnation.
         joins: how many more join at random times.
         early: probability that a worker is killed while it joins.
@@ -100,6 +102,8 @@ class Fate:
 
     deaths: int = 0
     pauses: int = 0
+    stops: int = 0
+    stalls: int = 0
     restart: bool = False
     joins: int = 0
     early: float = 0.0
@@ -107,9 +111,15 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One rehearsal, repeatable to the last event by its seed. Times are virtual seconds."""
+    """One rehearsal, repeatable to the last event by its seed. Times are virtual seconds.
+
+    `others`: policies of further tables; each is declared at a time of its own on every server, and opened by each
+    worker when it finds it. `num_pushes`: how many each worker makes of each table in a clock at most.
+    """
 
     consistency: Consistency = field(default_factory=bsp)
+    others: tuple[Consistency, ...] = ()
+    num_pushes: int = 1
     num_workers: int = 4
     num_servers: int = 2
     num_clocks: int = 50

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
 from paceline.core.messages import Applied, BetweenServers, FromWorker, Push, PushId, PushRefused
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.simulate.actor import Actor
-from paceline.simulate.history import History, Violation
+from paceline.simulate.history import History
+from paceline.simulate.lives import Lives, Violation
 from paceline.simulate.scenario import Scenario
 
 TABLE = "w"
+_JOIN_LEASES = 100  # so many leases a worker may take to join
 _LIMIT_AT_ONCE = 100_000  # events at one moment of virtual time
 
 
@@ -26,6 +30,8 @@ class _Server:
     busy_until: float = 0.0
     held: dict[PushId, int] = field(default_factory=dict[PushId, int])  # push -> its clock
     alarm: float | None = None
+    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # what has come while it was busy
+    wakes: bool = False  # it takes that in as soon as it is free
 
 
 @dataclass(slots=True)
@@ -40,7 +46,9 @@ class World:
     trace: list[str] | None = None
     now: float = 0.0
     num_events: int = 0
-    history: History = field(init=False)
+    lives: Lives = field(init=False)
+    histories: dict[str, History] = field(default_factory=dict[str, History])  # by table
+    declared: list[str] = field(default_factory=list[str])  # tables that every server has
     rng: Random = field(init=False)
     actors: dict[int, Actor] = field(default_factory=dict[int, Actor])  # the newest life of each worker
     _lives: dict[tuple[int, int], Actor] = field(default_factory=dict[tuple[int, int], Actor])
@@ -52,29 +60,45 @@ class World:
     _spared: int = 0
     _sent: int = 0
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    # Messages on a connection that was cut since are lost.
+    # Messages on a connection that was cut since are lost, and so is what is said before it is made again.
     _epoch: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
+    _down: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
+    _table_of: dict[PushId, str] = field(default_factory=dict[PushId, str])
+    _calm: bool = False  # nothing is lost any more
 
     def __post_init__(self) -> None:
         """Set up servers and workers, and draw their fates."""
         s = self.scenario
         self.rng = Random(s.seed)
         self._spared = self.rng.randrange(s.num_workers)
-        self.history = History(s.consistency, s.num_servers, s.network.keeps_order)
+        self.lives = Lives(s.lease_s, _JOIN_LEASES * s.lease_s)
+        for table, consistency in self._tables().items():
+            self.histories[table] = History(consistency, s.num_servers, s.network.keeps_order, self.lives)
         for server in range(s.num_servers):
             settings = ServerSettings(
                 server,
                 s.num_servers,
                 workers=tuple(range(s.num_workers)),
-                join_timeout_s=100 * s.lease_s,
+                join_timeout_s=_JOIN_LEASES * s.lease_s,
                 lease_s=s.lease_s,
                 retry_s=s.retry_s,
             )
             self._servers.append(_Server(ServerCore(settings, started=0.0)))
             self._to_server(server, Declared(TABLE, s.consistency))
+        self.declared.append(TABLE)
         for worker in range(s.num_workers):
             self.start(worker, 0)
         self._draw_fates()
+        self._draw_declarations()
+
+    @property
+    def history(self) -> History:
+        """The record of the table that is there from the start."""
+        return self.histories[TABLE]
+
+    def _tables(self) -> dict[str, Consistency]:
+        others = {f"{TABLE}{index}": other for index, other in enumerate(self.scenario.others, start=1)}
+        return {TABLE: self.scenario.consistency, **others}
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -92,13 +116,34 @@ class World:
         if not self._all_done():
             waiting = {w: a.describe() for w, a in self.actors.items() if not a.done}
             raise Violation(f"L1: at {self.now:g} s these workers have not finished: {waiting}")
-        self.history.finish([(worker, actor.incarnation) for worker, actor in self.actors.items() if actor.left])
+        self._let_servers_finish()
+        settled = [(worker, actor.incarnation) for worker, actor in self.actors.items() if actor.left]
+        for table in self.declared:
+            self.histories[table].finish(settled, [entry.core.clock_of(table) for entry in self._servers])
         return self.history
+
+    def _let_servers_finish(self) -> None:
+        """Let the servers close what the lead has closed: the last clock may be on its way."""
+        self._calm = True
+        until = self.now + 100 * self.scenario.lease_s
+        while self._heap and self._heap[0][0] <= until and not self._agree():
+            self.now, _, action = heapq.heappop(self._heap)
+            self.num_events += 1
+            action()
+
+    def _agree(self) -> bool:
+        """Return whether every table stands at the same clock on all servers, and the lead has none to close."""
+        cores = [entry.core for entry in self._servers]
+        agreed = all(len({core.clock_of(table) for core in cores}) == 1 for table in self.declared)
+        return agreed and cores[0].next_deadline() != 0.0
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do something later; what is due at the same time happens in the order it was asked for."""
+        self._at(self.now + delay_s, action)
+
+    def _at(self, due: float, action: Callable[[], None]) -> None:
         self._sent += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._sent, action))
+        heapq.heappush(self._heap, (due, self._sent, action))
 
     def record(self, who: str, event: object, effects: object) -> None:
         """Add a line to the trace, if one is kept."""
@@ -111,6 +156,15 @@ class World:
         self.at(0.0, actor.begin)
         if worker != self._spared and self.rng.random() < self.scenario.fate.early:
             self.at(self.rng.uniform(0, 4 * self.scenario.network.latency_s[1]), lambda: self._kill(worker))
+
+    def num_pushes(self) -> int:
+        """Draw how many pushes a worker makes of a table in one clock."""
+        return self.rng.randint(1, self.scenario.num_pushes) if self.scenario.num_pushes > 1 else 1
+
+    def pushed(self, table: str, push_id: PushId, clock: int) -> None:
+        """Note a push that a worker is about to make."""
+        self._table_of[push_id] = table
+        self.histories[table].pushed(push_id, clock)
 
     def members(self) -> dict[tuple[int, int], int]:
         """Return the clock of every worker that takes part, whatever the servers believe."""
@@ -129,10 +183,14 @@ class World:
         """Carry a worker's message to a server."""
         if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
             raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
+        if isinstance(message, Push) and message.id not in self._table_of:
+            raise Violation(f"E3: {message.id} is sent to server {server}, and nobody made it")
+        link = (actor.worker, actor.incarnation, server)
+        if link in self._down:
+            return
         if self.rng.random() < self.scenario.network.cut:
             self.cut(actor, server)
             return
-        link = (actor.worker, actor.incarnation, server)
         epoch = self._epoch.get(link, 0)
 
         def arrive() -> None:
@@ -144,7 +202,7 @@ class World:
     def _maybe_spoiled(self, message: FromWorker) -> FromWorker | Spoiled:
         if not isinstance(message, Push) or self.rng.random() >= self.scenario.network.spoil:
             return message
-        self.history.spoiled.add(message.id)
+        self.histories[message.table].spoiled.add(message.id)
         return Spoiled(message, "spoiled by the scenario")
 
     def hang_up(self, actor: Actor) -> None:
@@ -155,9 +213,18 @@ class World:
     def cut(self, actor: Actor, server: int) -> None:
         """Cut one connection: what is on its way is lost; it is made again a little later."""
         worker, incarnation = actor.worker, actor.incarnation
-        self.history.disturbed.add((worker, incarnation))
+        self.lives.disturbed.add((worker, incarnation))
         self._lose(worker, incarnation, server, Disconnected(worker, incarnation))
-        self.at(self.scenario.lease_s / 10, lambda: actor.reconnected(server))
+        self._down.add((worker, incarnation, server))
+        self.at(self.scenario.lease_s / 10, lambda: self._reconnect(actor, server))
+
+    def _reconnect(self, actor: Actor, server: int) -> None:
+        """Make a connection again; a process that is stopped does so when it goes on."""
+        if actor.paused_until > self.now:
+            self.at(actor.paused_until - self.now, lambda: self._reconnect(actor, server))
+            return
+        self._down.discard((actor.worker, actor.incarnation, server))
+        actor.reconnected(server)
 
     def _lose(self, worker: int, incarnation: int, server: int, event: Disconnected | Died) -> None:
         """End a connection; a server that only sees it end has taken in all that arrived before."""
@@ -168,7 +235,7 @@ class World:
 
     def _carry(self, source: str, target: str, arrive: Callable[[], None]) -> None:
         network, rng = self.scenario.network, self.rng
-        if rng.random() < network.drop:
+        if not self._calm and rng.random() < network.drop:
             return
         due = self.now + rng.uniform(*network.latency_s)
         if rng.random() >= network.reorder:
@@ -180,11 +247,26 @@ class World:
 
     def _to_server(self, server: int, event: ServerEvent) -> None:
         entry = self._servers[server]
-        if entry.busy_until > self.now:
-            self.at(entry.busy_until - self.now, lambda: self._to_server(server, event))
-            return
+        entry.inbox.append(event)
+        self._work(server, entry)
+
+    def _work(self, server: int, entry: _Server) -> None:
+        """Take in what has come to a server, in this order, unless it is busy; then once it is free."""
+        while entry.inbox and entry.busy_until <= self.now:
+            self._take_in(server, entry, entry.inbox.popleft())
+        if entry.inbox and not entry.wakes:
+            entry.wakes = True
+
+            def wake() -> None:
+                entry.wakes = False
+                self._work(server, entry)
+
+            self._at(entry.busy_until, wake)
+
+    def _take_in(self, server: int, entry: _Server, event: ServerEvent) -> None:
         if isinstance(event, Push):
             entry.held[event.id] = event.clock
+        self.lives.told(server, event, self.now)
         effects = entry.core.handle(event, self.now)
         self.record(f"server {server}", event, effects)
         for effect in effects:
@@ -217,15 +299,17 @@ class World:
         match effect:
             case Apply():
                 clocks = [entry.held[push_id] for push_id in effect.ids]
-                self.history.applied(server, effect.ids, clocks)
+                self.histories[effect.table].applied(server, effect.ids, clocks)
                 entry.busy_until = self.now + self.scenario.apply_s
             case Reply():
                 if isinstance(effect.message, Applied | PushRefused):
                     refused = isinstance(effect.message, PushRefused)
-                    self.history.answered(server, effect.message.id, refused=refused)
+                    table = self._table_of[effect.message.id]
+                    closed = entry.core.clock_of(table)
+                    self.histories[table].answered(server, effect.message.id, refused=refused, closed=closed)
                 self._to_worker(server, effect.worker, effect.incarnation, effect.message, 0)
             case Serve():
-                length = len(self.history.shards[server].order)
+                length = len(self.histories[effect.message.table].shards[server].order)
                 self._to_worker(server, effect.worker, effect.incarnation, effect.message, length)
             case Tell():
                 self._between(server, effect.server, effect.message)
@@ -237,13 +321,15 @@ class World:
     def _on_membership(self, server: int, effect: Membership) -> None:
         life = (effect.worker, effect.incarnation)
         if effect.change == "died":
-            self.history.given_up(server, life)
+            self.lives.given_up(server, life, self.now)
         elif effect.change == "left":
-            self.history.gone.add(life)
+            self.lives.gone.add(life)
 
     def _to_worker(self, server: int, worker: int, incarnation: int, message: object, length: int) -> None:
         link = (worker, incarnation, server)
         epoch = self._epoch.get(link, 0)
+        if link in self._down:
+            return
 
         def arrive() -> None:
             if self._epoch.get(link, 0) == epoch:
@@ -260,10 +346,13 @@ class World:
         s = self.scenario
         span = s.num_clocks * s.compute_s[1]
         victims = [worker for worker in range(s.num_workers + s.fate.joins) if worker != self._spared]
-        for index in range(s.fate.deaths + s.fate.pauses if victims else 0):
+        actions = [self._kill] * s.fate.deaths + [self._pause] * s.fate.pauses + [self._stop] * s.fate.stops
+        for action in actions if victims else ():
             worker = self.rng.choice(victims)
-            action = self._kill if index < s.fate.deaths else self._pause
             self.at(self.rng.uniform(0, span), lambda worker=worker, action=action: action(worker))
+        for _ in range(s.fate.stalls):
+            server = self.rng.randrange(s.num_servers)
+            self.at(self.rng.uniform(0, span), lambda server=server: self._stall(server))
         for index in range(s.fate.joins):
             worker = s.num_workers + index
             self.at(self.rng.uniform(0, span), lambda worker=worker: self.start(worker, 0))
@@ -273,7 +362,7 @@ class World:
         actor = self.actors.get(worker)
         if actor is None or not actor.alive or actor.done:
             return None
-        self.history.disturbed.add((worker, actor.incarnation))
+        self.lives.disturbed.add((worker, actor.incarnation))
         return actor
 
     def _kill(self, worker: int) -> None:
@@ -305,5 +394,28 @@ class World:
             # Taken for dead and replaced: when it goes on, two lives of one worker speak at once.
             self.at(self.rng.uniform(0, pause_s), lambda: self._replace(actor))
         for server in range(self.scenario.num_servers):
-            self._to_server(server, Disconnected(worker, actor.incarnation))
-            self.at(actor.paused_until - self.now, lambda server=server: actor.reconnected(server))
+            self._lose(worker, actor.incarnation, server, Disconnected(worker, actor.incarnation))
+            self._down.add((worker, actor.incarnation, server))
+            self._reconnect(actor, server)
+
+    def _stop(self, worker: int) -> None:
+        """Stop a process for a while, maybe longer than its lease; its connections stay, so nobody is told."""
+        actor = self.actors.get(worker)
+        if actor is not None and actor.alive and not actor.done:
+            pause_s = self.rng.uniform(0.1, 4) * self.scenario.lease_s
+            actor.paused_until = max(actor.paused_until, self.now + pause_s)
+
+    def _stall(self, server: int) -> None:
+        """Have a server do nothing for a while, maybe longer than the leases of those that come back meanwhile."""
+        entry = self._servers[server]
+        entry.busy_until = max(entry.busy_until, self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s)
+
+    def _draw_declarations(self) -> None:
+        """Have each of the other tables declared on every server at a time of its own."""
+        s = self.scenario
+        for table, consistency in list(self._tables().items())[1:]:
+            delays = [self.rng.uniform(0, s.num_clocks * s.compute_s[1] / 2) for _ in range(s.num_servers)]
+            for server, delay in enumerate(delays):
+                declared = Declared(table, consistency)
+                self.at(delay, lambda server=server, declared=declared: self._to_server(server, declared))
+            self.at(max(delays) + 4 * s.lease_s, lambda table=table: self.declared.append(table))

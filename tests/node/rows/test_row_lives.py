@@ -19,11 +19,14 @@ from paceline.node.requests import DeclareRows, Done
 from paceline.node.rows.client import MAX_READS
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.parcels import ids_body
+from paceline.node.rows.shelf import RowShelf
+from paceline.node.waiting import WorkerOptions
 from paceline.node.wire import Hello, Keys, KeysWanted, RowPullFrame, RowPushFrame
 from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace
 from paceline.tensors.filters import KeyCache
 from paceline.tensors.filters.keys import digest
+from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.update import SGD
 
 WORKER = Hello("worker", 1, 0, 1)
@@ -68,7 +71,8 @@ def test_a_worker_opens_a_table_once(tmp_path: Path) -> None:
 @contextmanager
 def patient(servers: Cluster) -> Iterator[WorkerNode]:
     """Worker 0, which does not repeat what it said for a while: servers have much to do."""
-    node = WorkerNode(WorkerSettings(Sender(1, 0, 0), 1, retry_s=20.0), servers.transport, servers.addresses)
+    settings, options = WorkerSettings(Sender(1, 0, 0), 1, retry_s=20.0), WorkerOptions(wait_timeout_s=20.0)
+    node = WorkerNode(settings, servers.transport, servers.addresses, options)
     try:
         node.join()
         yield node
@@ -175,15 +179,17 @@ def test_pushes_that_make_no_sense_are_refused_and_no_row_changes(tmp_path: Path
                     (row_push(3, ids, name="w"), body_of(ids)),  # a table that has a shape
                     (row_push(4, ids, name="unknown"), body_of(ids)),
                     (push(5, name="r"), ONES),  # a whole tensor for a table of rows
+                    (row_push(6, ids), memoryview(bytes(16) + b"\xff" * 32)),  # NaN
                 ]
             ):
                 peer.say(frame, body)
                 refused, _ = peer.hear(PushRefused)
                 assert refused.id.seq == seq
-            peer.say(row_push(6, ids), body_of(ids))
-            assert peer.hear(Applied)[0].id.seq == 6
-            peer.say(row_push(7, ids, keys=Keys(2, b"x" * 16, sent=False)), body_of(ids)[16:])
-            assert peer.hear(KeysWanted)[0].seq == 7
+                assert seq != 1 or refused.reason == "its rows did not come with it"
+            peer.say(row_push(7, ids), body_of(ids))
+            assert peer.hear(Applied)[0].id.seq == 7
+            peer.say(row_push(8, ids, keys=Keys(2, b"x" * 16, sent=False)), body_of(ids)[16:])
+            assert peer.hear(KeysWanted)[0].seq == 8
         still_serves(servers)
         assert stored(servers, ids).tolist() == [[1.0, 1.0], [1.0, 1.0]]
         assert servers.values("w").tolist() == [0.0] * NUMEL
@@ -212,6 +218,19 @@ def test_pulls_that_make_no_sense_end_the_connection_and_nothing_else(tmp_path: 
             peer.say(row_pull(9, Keys(2, digest("r", 0, ids), sent=True)), ids_body(ids))
             assert len(peer.hear(Fetched)[1]) == 2 * 16
         still_serves(servers)
+
+
+def test_a_server_keeps_what_a_worker_asks_for_within_bounds_and_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.node.rows.shelf.MAX_READS", 3)
+    shelf, ids = RowShelf(0, row_ops()), torch.tensor([1, 2])
+    shelf.declare(rows_of())
+    for request in range(3):
+        shelf.ask(row_pull(request, Keys(2, b"", sent=True)), ids_body(ids))
+    with pytest.raises(PeerError, match="has more than 3 reads of table 'r' waiting"):
+        shelf.ask(row_pull(3, Keys(2, b"", sent=True)), ids_body(ids))
+    shelf.forget((1, 0))
+    assert not shelf.tables["r"].asked
+    shelf.clear()
 
 
 def test_who_has_not_joined_leaves_nothing_on_the_server(tmp_path: Path) -> None:

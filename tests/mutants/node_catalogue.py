@@ -1,0 +1,171 @@
+"""Mistakes that a careful person could make in workers and servers, and the tests that have to find each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.mutants.catalogue import Mutant
+
+SERVER, LINKS, SHELF, PUSHES = "node/server.py", "node/links.py", "node/shelf.py", "node/pushes.py"
+OUTGOING, PEERS, ROLES, MIRROR, WORKER = (
+    f"node/{name}.py" for name in ("outgoing", "peers", "roles", "mirror", "worker")
+)
+CLIENT, ROWS, SILENCE = "node/rows/client.py", "node/rows/shelf.py", "transport/silence.py"
+SECURITY, READS = "transport/security.py", "node/reads.py"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMutant:
+    """A mistake, and which tests find it: a file, and a word of their names if few will do."""
+
+    mutant: Mutant
+    tests: str
+    word: str = ""
+
+
+def _of(name: str, file: str, old: str, new: str, tests: str, word: str = "") -> NodeMutant:
+    return NodeMutant(Mutant(name, file, old, new), f"tests/{tests}.py", word)
+
+
+NODE_MUTANTS: tuple[NodeMutant, ...] = (
+    # -- dense -------------------------------------------------------------------------------------------------------
+    _of(
+        "a lease ends before what has come is taken in",
+        SERVER,
+        "for _ in range(self._inbox.num_waiting())",
+        "for _ in range(0)",
+        "node/test_busy_server",
+        "l6",
+    ),
+    _of(
+        "a server holds its own pause against workers", SERVER, "self._handle(Woke())", "pass", "node/test_busy_server"
+    ),
+    _of(
+        "a new connection is used before what is unanswered is repeated",
+        LINKS,
+        "self.on_reconnected(partial(self._use, made))",
+        "self._use(made)\n                self.on_reconnected(lambda: None)",
+        "node/test_worker",
+        "e7",
+    ),
+    _of(
+        "a worker's word that it has looked for NaN is believed over tcp",
+        SHELF,
+        "not (frame.screened and self.trusts_screening)",
+        "not frame.screened",
+        "node/test_rules",
+        "e8",
+    ),
+    _of(
+        "nobody is told where parts are applied",
+        OUTGOING,
+        "        if ranks:\n",
+        "        if ():\n",
+        "node/test_worker",
+        "told",
+    ),
+    _of(
+        "a held push is taken in again without its tensor",
+        SERVER,
+        "        if self._shelf.has(push_id):",
+        "        if False:",
+        "node/test_rules",
+        "bare",
+    ),
+    _of(
+        "an old connection takes the place of a newer one",
+        PEERS,
+        "if hello.connection < newest or (",
+        "if (",
+        "node/test_rules",
+        "late",
+    ),
+    _of(
+        "anybody may say anything",
+        SERVER,
+        "        check_said(hello, message, self.settings.num_servers)\n",
+        "",
+        "node/test_rules",
+        "forged",
+    ),
+    _of(
+        "a worker speaks for another", ROLES, "!= (hello.rank, hello.incarnation)", "== ()", "node/test_rules", "forged"
+    ),
+    _of("a push that is too short is taken", SHELF, "len(body) != expected", "len(body) > expected", "node/test_rules"),
+    _of(
+        "values under way are overwritten",
+        SERVER,
+        '"read", message.request, size_bytes)',
+        '"read", 0, size_bytes)',
+        "node/test_rules",
+        "under_way",
+    ),
+    _of(
+        "an own update is forgotten before all servers have it",
+        MIRROR,
+        "if seq < settled or seq in includes:",
+        "if True:",
+        "node/test_mirror",
+    ),
+    _of(
+        "a refused update goes on to be shown",
+        WORKER,
+        "        if outgoing.answers.refused:\n",
+        "        if ():\n",
+        "node/test_worker",
+        "no_longer_shown",
+    ),
+    _of(
+        "pushes of the current clock wait for it",
+        PUSHES,
+        "return slots.available or (slots.held and not any(made < clock",
+        "return slots.available or (slots.held and not any(made <= clock",
+        "node/test_worker",
+        "many_pushes",
+    ),
+    _of("a newer read ends with an older one", READS, "if request <= done.request:", "if True:", "node/test_reads"),
+    _of(
+        "a cut is taken for a refusal",
+        SECURITY,
+        "if proof == REFUSAL:",
+        "if proof != REFUSAL:",
+        "transport/test_security",
+    ),
+    _of("a stopped peer is given up", SILENCE, "else 0.0", "else SILENCE_S", "transport/test_tcp", "unanswered"),
+    # -- rows --------------------------------------------------------------------------------------------------------
+    _of(
+        "rows with NaN are taken",
+        ROWS,
+        'num_bad = 0 if served.spec.nonfinite in ("zero", "ignore") else',
+        "num_bad = 0 if True else",
+        "node/rows/test_row_lives",
+        "no_sense",
+    ),
+    _of(
+        "what a worker has asked for stays when it has gone",
+        ROWS,
+        "if key[0] != life}",
+        "if key[0] != ()}",
+        "node/rows/test_row_lives",
+        "within_bounds",
+    ),
+    _of(
+        "reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "node/rows/test_row_lives", "within_bounds"
+    ),
+    _of(
+        "pushes that wait for the own clock count as under way",
+        CLIENT,
+        "self._pushes.count(name) - num_held <",
+        "self._pushes.count(name) <",
+        "node/rows/test_row_lives",
+        "too_many_pushes",
+    ),
+    _of(
+        "a push of rows without its rows is taken",
+        ROWS,
+        "if not problem and not body and frame.keys.num:",
+        "if False:",
+        "node/rows/test_row_lives",
+        "no_sense",
+    ),
+)
