@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.02, momentum=0.5),
     "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.02),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02),
-    "Muon": lambda model: torch.optim.Muon([model[1].weight, model[4].weight], lr=0.02),
+    "Muon": lambda model: torch.optim.Muon(model.parameters(), lr=0.02),
     "own class": lambda model: SignOfMean(model.parameters()),
     "LBFGS": lambda model: torch.optim.LBFGS(model.parameters()),
 }

@@ -102,10 +102,10 @@ def read(page: str) -> Entries:
     entries: Entries = {}
     names: list[str] = []
     for line in page.splitlines():
-        title, *found = [one.strip() for one in line.strip("|").split("|")] if line.startswith("|") else [""]
-        if set(found) & STRATEGIES.keys():
+        title, *found = [one.strip() for one in line[1:-1].split("|")] if line.startswith("|") else ["nothing"]
+        if found and not title:
             names = found
-        elif found and len(found) == len(names):
+        elif found and set(names) <= STRATEGIES.keys() and len(found) == len(names) and title != "---":
             entries |= {
                 (name, title.partition("**: ")[2] or title): one for name, one in zip(names, found, strict=True)
             }

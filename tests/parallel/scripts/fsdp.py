@@ -174,6 +174,18 @@ def state_that_is_there_before_the_first_step_is_cut() -> None:
     torch.testing.assert_close(whole_values(optimizer, model)["weight"], alone.weight.detach(), rtol=1e-9, atol=1e-9)  # pyright: ignore[reportArgumentType]
 
 
+def who_runs_the_model_more_often_is_told() -> None:
+    model = small()
+    optimizer = distributed(model, "often")
+    model(torch.ones(2, 3)).sum().backward()
+    if RANK == 0:
+        with pytest.raises(UsageError, match="expected a forward of every worker, got a step from worker 1"):
+            model(torch.ones(2, 3))
+    else:
+        with pytest.raises(UsageError, match="expected a step of every worker, got a forward from worker 0"):
+            optimizer.step()
+
+
 class Scaled(nn.Module):
     """A parameter of its own, and layers that are gathered one by one."""
 
@@ -231,6 +243,7 @@ for check in (
     mistakes_are_told,
     optimizers_that_look_at_whole_tensors_are_refused,
     state_that_is_there_before_the_first_step_is_cut,
+    who_runs_the_model_more_often_is_told,
     a_worker_that_dies_is_named,
 ):
     torch.manual_seed(0)
