@@ -269,7 +269,7 @@ class Asker:
         pick = self._random.choice
         if not opened or self._random.random() < 0.1:
             recipe = encode_recipe(pick((RECIPE, ODD, ODD_SKIPPED, MISSING)))
-            return Open(number, pick((recipe,) * 9 + (recipe[:-3],))), EMPTY
+            return Open(number), memoryview(pick((recipe,) * 9 + (recipe[:-3],)))
         indices = [pick((0, 1, 7, 9999) * 5 + (-1, 10_000, 2**62)) for _ in range(pick((0, 1, 3, 200)))]
         source = pick((*opened, *opened, *opened, *opened, 99))
         returned = tuple(self._loans[: pick((0, 1, 9))]) + pick(((),) * 30 + ((12345,),))

@@ -67,7 +67,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "a held push is taken in again without its tensor",
         SERVER,
-        "        if self._shelf.has(push_id):",
+        "        if self._shelf.has(push.id):",
         "        if False:",
         "node/test_rules",
         "bare",

@@ -47,13 +47,13 @@ def broadcast(turn: Turn, tensor: Tensor) -> Tensor:
     """Return the root's tensor."""
     root, own = turn.call.root, turn.group.company.rank
     if not turn.call.sparse_dim:
-        return _broadcast(turn, tensor.clone() if own == root else torch.empty_like(tensor), root)
+        return broadcast_tensor(turn, tensor.clone() if own == root else torch.empty_like(tensor), root)
     num_values = turn.calls[root].num_values
     indices, values = tensor.indices(), tensor.values()
     if own != root:
         indices = indices.new_empty((indices.shape[0], num_values))
         values = values.new_empty((num_values, *values.shape[1:]))
-    return _sparse(_broadcast(turn, indices, root), _broadcast(turn, values, root), turn.call.shape)
+    return _sparse(broadcast_tensor(turn, indices, root), broadcast_tensor(turn, values, root), turn.call.shape)
 
 
 def all_gather(turn: Turn, tensor: Tensor) -> list[Tensor]:
@@ -111,13 +111,13 @@ def reduce_in_place(turn: Turn, tensor: Tensor) -> None:
 def broadcast_bytes(turn: Turn, own: bytes, root: int) -> bytes:
     """Return the bytes of one worker, each of whom has said with the call how many they are (`num_values`)."""
     if turn.group.company.rank == root:
-        _broadcast(turn, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
+        broadcast_tensor(turn, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
         return own
-    return bytes(_broadcast(turn, torch.zeros(turn.calls[root].num_values, dtype=torch.uint8), root).tolist())
+    return bytes(broadcast_tensor(turn, torch.zeros(turn.calls[root].num_values, dtype=torch.uint8), root).tolist())
 
 
-def _broadcast(turn: Turn, tensor: Tensor, root: int) -> Tensor:
-    """Overwrite a tensor by the root's and return it."""
+def broadcast_tensor(turn: Turn, tensor: Tensor, root: int) -> Tensor:
+    """Return the tensor of one worker; those of the others have the same shape and dtype."""
     host = tensor.cpu().contiguous()
     options = BroadcastOptions()
     options.rootRank = root

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -53,7 +52,7 @@ def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[s
 
         holder = Holder("server", 0)
         access = Access(TokenFiles(keys, JOB), tls_settings(keys, holder))
-        soon = check_keys(keys, holder, datetime.now(UTC))
+        soon = check_keys(keys, holder)
         if soon:
             notice(soon)
         return access

@@ -133,7 +133,6 @@ class ReplicatedOptimizer(SteppedTogether):
 
     def _apply(self) -> None:
         """Step, unless the combined gradients are not finite."""
-        self._replica.hand_on()
         told = self._replica.settle(self._numbers.encoded())
         with self._numbers.held(told):
             self._step_unless(self._replica.problem)

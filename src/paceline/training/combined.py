@@ -140,6 +140,8 @@ class CombinedOptimizer(SteppedTogether):
     def _apply(self, weight: float) -> None:
         """Step with combined gradients, and average buffers."""
         with self._job.communicating():
+            if self._part.size > 1:
+                self._agree("step", weight)  # before calls of other sizes
             self._hand_on()
             told = self._numbers_of_first(weight) if self._part.size > 1 else None
             problem = self._problem()
@@ -165,11 +167,15 @@ class CombinedOptimizer(SteppedTogether):
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_gather(told, own, group=mesh.group("data"))
         if any(not torch.equal(one[:3], own[:3]) for one in told):
-            done = ", ".join(f"{one[0]:g} and {one[1]:g}" for one in told)
+            done = "; ".join(
+                f"replica {replica} has taken {one[0]:g} steps, then run it {one[1]:g} times, and is in "
+                f"{'forward_backward' if one[2] else 'step'}"
+                for replica, one in enumerate(told)
+            )
             raise UsageError(
                 f"worker {mesh.company.rank}, step of '{self._settings.name}': all replicas have to run "
-                "forward_backward equally often for a step, as it combines their gradients; their steps, and "
-                f"forward_backwards since, are {done}. Run all but the last of a step inside of optimizer.accumulate()."
+                f"forward_backward equally often for a step, as it combines their gradients: {done}. Run all but the "
+                "last of a step inside of optimizer.accumulate()."
             )
         return [float(one[3]) for one in told]
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.collective.call import Call
 from paceline.collective.lane import Turn
-from paceline.collective.patterns import broadcast_bytes, reduce_in_place
+from paceline.collective.patterns import broadcast_bytes, broadcast_tensor, reduce_in_place
 from paceline.errors import PeerError, UsageError
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import NonFinite, Scale
@@ -153,7 +153,8 @@ class Replica:
     def settle(self, numbers: bytes) -> bytes | None:
         """Agree on a step: its hyperparameters are those of the first worker that had a batch.
 
-        Sets floating-point buffers to the mean over the workers that had one. Blocks until all have come.
+        Workers that had none get what the script of that one has made of the combined gradients, clipped ones. Sets
+        floating-point buffers to the mean over the workers that had one. Blocks until all have come.
 
         Args:
             numbers: the hyperparameters of this worker.
@@ -171,6 +172,8 @@ class Replica:
             differ = len({call.digest for call in turn.calls}) > 1
             told = broadcast_bytes(turn, numbers, had_batch.index(True) if any(had_batch) else 0) if differ else None
             reduce_in_place(turn, flat)
+            if any(had_batch) and not all(had_batch):
+                self._hand_on(turn, had_batch.index(True))
             return None if told == numbers else told
 
         shape, digest = (flat.numel(),), digest_of(numbers)
@@ -179,25 +182,6 @@ class Replica:
         if self._flat_buffers is not None:
             self._flat_buffers.unpack(flat.div_(max(1, sum(had_batch))))
         return told
-
-    def hand_on(self) -> None:
-        """Give workers that had no batch what scripts have made of the combined gradients: clipped ones, for example.
-
-        Blocks until all have come, where one had no batch.
-        """
-        had_batch = [weight > 0 for weight in self._weights]
-        if all(had_batch) or not any(had_batch):
-            return
-        first, parameters = had_batch.index(True), [one for one in self._named.values() if one.requires_grad]
-        present = torch.tensor([float(one.grad is not None) for one in parameters])
-        self._copy(present, first)
-        for parameter, has_gradient in zip(parameters, present.tolist(), strict=True):
-            if not has_gradient:
-                parameter.grad = None
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._copy(parameter.grad, first)
 
     def copy_from_first(self) -> None:
         """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
@@ -293,10 +277,18 @@ class Replica:
         for buffer in self._model.buffers():
             self._copy(buffer)
 
-    def _copy(self, tensor: Tensor, source: int = 0) -> None:
-        """Set a tensor to what it is on one worker."""
+    def _hand_on(self, turn: Turn, source: int) -> None:
+        """Set gradients to what they are on one worker."""
+        parameters = [parameter for parameter in self._named.values() if parameter.requires_grad]
+        own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = broadcast_tensor(turn, gradient.detach(), source) if present else None
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Set a tensor to what it is on worker 0."""
         exchange = self._job.exchange
-        future = exchange.broadcast(tensor, source, None)
+        future = exchange.broadcast(tensor, 0, None)
         with torch.no_grad():
             tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
 

@@ -73,7 +73,7 @@ import json, os, signal, sys, threading, warnings
 import numpy, torch
 print(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "folder": os.getcwd(),
-    "environment": dict(os.environ), "warnings": sys.warnoptions,
+    "environment": {**os.environ, "PACELINE_OWNER_PID": ""}, "warnings": sys.warnoptions,
     "filters": [str(entry) for entry in warnings.filters if "sympy" not in str(entry)],  # the first optimizer's
     "flags": list(sys.flags), "command": open("/proc/self/cmdline", "rb").read().hex(),
     "listed": open("/proc/self/environ", "rb").read().hex(), "descriptors": os.listdir("/proc/self/fd"),

@@ -112,8 +112,3 @@ for _ in range(2 - own):
         optimizer.step() if own else None
     except UsageError as error:
         print(f"told: {error}")
-if own:
-    try:
-        model.forward_backward(inputs[halves[0]], targets[halves[0]])
-    except UsageError as error:
-        print(f"told: {error}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -161,7 +161,7 @@ def _described(path: Path, revoked: frozenset[str]) -> Certificate:
     return Certificate(holder, serial, certificate.not_valid_after_utc, gone)
 
 
-def check_keys(folder: Path, holder: Holder, now: datetime) -> str:
+def check_keys(folder: Path, holder: Holder) -> str:
     """Check what a server shows that finds its keys in this folder; return what is soon to go wrong, or nothing.
 
     Raises:
@@ -171,7 +171,7 @@ def check_keys(folder: Path, holder: Holder, now: datetime) -> str:
     check_private(folder, [*folder.glob("*.key"), *folder.glob(f"{TOKEN_NAME}*")])
     read_revoked(folder / REVOKED_NAME)
     certificate = tls_settings(folder, holder).certificate
-    soon = ""
+    soon, now = "", datetime.now(UTC)
     for path in (certificate, folder / f"{AUTHORITY_NAME}.pem"):
         found = _read(path)
         since, until = found.not_valid_before_utc, found.not_valid_after_utc
