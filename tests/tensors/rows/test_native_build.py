@@ -114,6 +114,17 @@ def test_a_library_that_does_not_load_is_explained(tmp_path: Path) -> None:
     assert "install this package once more" in str(load_library(tmp_path / "empty"))
 
 
+@needs_compiler
+def test_a_library_of_another_source_is_not_called(hatch_build: ModuleType, project: Path) -> None:
+    """As after an update of a checkout: its functions take other arguments, which crashed the process."""
+    source = project / hatch_build.SOURCE
+    assert hatch_build.build(source) == ""
+    library = hatch_build.library_of(source)
+    assert not isinstance(load_library(library), str)
+    source.write_text(source.read_text() + "/* changed */\n")
+    assert "was built from another native.c; install this package once more" in str(load_library(library))
+
+
 @pytest.mark.parametrize(
     "num_rounds", [pytest.param(3, id="quick"), pytest.param(1000, id="long", marks=pytest.mark.campaign)]
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int64, c_uint64, c_void_p
+import zlib
+from ctypes import CDLL, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import ClassVar, Final, final
 
@@ -32,11 +33,15 @@ _FUNCTIONS: Final = {
     "paceline_sum_float32": (c_int64, _SUM),
     "paceline_sum_float64": (c_int64, _SUM),
     "paceline_split": (None, (*_VECTOR, c_int64, _POINTER, _POINTER)),
+    "paceline_source": (c_uint32, ()),
 }
 
 
 def load_library(path: Path = LIBRARY) -> CDLL | str:
-    """Return the library that was built with the package, or why there is none."""
+    """Return the library that was built with the package, or why there is none.
+
+    One that was built from another source than the one beside it is not called: its functions may take other arguments.
+    """
     if not path.exists():
         return f"{path} is not there; install a C compiler, and then this package once more"
     try:
@@ -46,6 +51,9 @@ def load_library(path: Path = LIBRARY) -> CDLL | str:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return f"{error}; install this package once more, on this machine"
+    source = path.with_suffix("")
+    if source.exists() and library.paceline_source() != zlib.crc32(source.read_bytes()):
+        return f"{path} was built from another {source.name}; install this package once more"
     return library
 
 
