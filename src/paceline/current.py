@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -13,7 +12,7 @@ from paceline.data.partition import Cut, Partition
 from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
-from paceline.joining import open_session, start
+from paceline.joining import of_thread, open_session, start
 from paceline.parallel.parallelize import Asked, keep_part
 from paceline.session import Session
 from paceline.tensors.table import NonFinite, Scale
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline import Schedule
 
 _Source = TypeVar("_Source")
-
-# The session of a worker that is a thread, where the workers of a job are threads of one process.
-_of_thread: ContextVar[Session] = ContextVar("paceline_session")
 
 
 @dataclass(slots=True)
@@ -77,10 +73,10 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
     known = _known()
     if known is None or known.closed:
         known = session or open_session() or start(servers=servers)
-        if _of_thread.get(None) is None:
+        if of_thread.get(None) is None:
             _process.session = known
         else:
-            _of_thread.set(known)
+            of_thread.set(known)
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
     return known
@@ -88,7 +84,7 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
 
 def bind(session: Session) -> None:
     """Make this the session of the running thread, where workers are threads; `init` finds it."""
-    _of_thread.set(session)
+    of_thread.set(session)
 
 
 def current() -> Session:
@@ -104,7 +100,7 @@ def current() -> Session:
 
 
 def _known() -> Session | None:
-    return _of_thread.get(_process.session)
+    return of_thread.get(_process.session)
 
 
 def rank() -> int:

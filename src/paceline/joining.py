@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -60,6 +61,9 @@ class _Process:
 
 _process: Final = _Process()
 
+# The session of a worker that is a thread, where the workers of a job are threads of one process.
+of_thread: Final[ContextVar[Session]] = ContextVar("paceline_session")
+
 
 def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
     """Join the job that this process was started in, or embed one server when it was started alone.
@@ -75,6 +79,9 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
         PacelineError: no server can be reached in time, or they refuse this worker.
     """
     if place is None:
+        bound = of_thread.get(None)
+        if bound is not None and not bound.closed:
+            return bound
         place = _own_place()
     if place is None and is_serving():
         raise UsageError(

@@ -117,3 +117,22 @@ def test_init_finds_what_connect_has_joined() -> None:
             assert paceline.init() is ps
         with pytest.raises(UsageError, match="it is closed: connect again"):
             paceline.init(ps)
+
+
+THREADS = """
+import paceline
+
+with paceline.connect() as ps:
+    table = ps.table("w", shape=(1,), update=paceline.update.Add(), scale="sum")
+    table.push([1.0])
+    ps.clock()
+    print(ps.size, table.pull().tolist(), paceline.init() is ps)
+"""
+
+
+def test_connect_finds_the_worker_where_workers_are_threads(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(THREADS)
+    done = run("-m", "paceline", "run", "-n", "2", "--quiet", "--no-progress", "--transport", "memory", script=script)
+    assert done.returncode == 0, done.stderr
+    assert [line.endswith("2 [2.0] True") for line in done.stdout.splitlines()] == [True, True]
