@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -175,6 +176,26 @@ def test_a_head_under_local_sgd_is_merged_when_its_turn_comes(tmp_path: Path) ->
     assert [head for head, _ in first] == [0.0, -0.5, -0.5, -1.0]
     assert [head for head, _ in second] == [-0.5, -0.5, -1.0, -1.0]
     assert [dense for _, dense in first] == [dense for _, dense in second] == [-0.25, -0.5, -0.75, -1.0]
+
+
+def test_a_weight_that_layers_share_is_combined_by_its_own_policy_alone(tmp_path: Path) -> None:
+    def work(worker: Session) -> tuple[Tensor, Tensor]:
+        alone = seeded(lambda: nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))).double()
+        alone[2].weight = alone[1].weight  # which torch finds under one of its names only
+        model = copy.deepcopy(alone)
+        policies = {"0.*": "all-reduce", "*": "local-sgd:2"}
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.5), strategy=policies, model=model)
+        optimizer.zero_grad()
+        for each in (model, alone):
+            each(torch.full((1, 2), float(worker.rank), dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        found, expected = model[1].weight.grad, alone[1].weight.grad
+        assert found is not None
+        assert expected is not None
+        return found.clone(), expected
+
+    for found, expected in run_job(tmp_path, work, workers=2):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_statistics_are_averaged_once_and_weights_hold_in_all_groups(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_map_only
 from paceline.errors import UsageError
 from paceline.parallel.slice_calls import GatherSlices, Guard, ScatterSums
 from paceline.parallel.split import Share
+
+_HOOKS = "_state_dict_pre_hooks"  # where torch keeps them in a module
 
 
 def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
@@ -42,6 +44,12 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
     if len(dtypes) != 1 or is_sharded(model):
         what = "is sharded already" if is_sharded(model) else f"has parameters of {' and '.join(dtypes) or 'no dtype'}"
         raise UsageError(f"fsdp: {type(model).__name__} {what}; expected a model of one dtype, not sharded.")
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.dim() == 0), None)
+    if scalar is not None:
+        raise UsageError(
+            f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
+            "shape (1,)."
+        )
     share = Share.of(mesh)
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
@@ -63,20 +71,33 @@ def is_sharded(model: nn.Module) -> bool:
 def gathered(model: nn.Module) -> Generator[None]:
     """Keep a sharded model whole for the length of a `with` block: in it forward takes nobody else.
 
-    All ranks enter it together, which blocks until they have; each has memory for the whole model then.
+    All ranks enter it together, which blocks until they have; each has memory for the whole model then. `state_dict`
+    is whole, too, and leaves the model as it is.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
+    hooks = _without_slicing(model)
     for module in modules[1:]:  # the first is the root, which stays whole after forward as it is
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
+        for module, own in hooks.items():
+            setattr(module, _HOOKS, own)
         for module in modules[1:]:
             module.set_reshard_after_forward(True, recurse=False)
         for module in modules:
             module.reshard()
+
+
+def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
+    """Take off torch's hooks that slice a model again before `state_dict`; return the hooks that each module had."""
+    found: dict[nn.Module, dict[int, object]] = {module: getattr(module, _HOOKS) for module in model.modules()}
+    for module, hooks in found.items():
+        others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")}
+        setattr(module, _HOOKS, OrderedDict(others))
+    return found
 
 
 def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:

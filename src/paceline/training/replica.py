@@ -202,8 +202,9 @@ class Replica:
     def _attached(self, *, first: bool) -> DistributedDataParallel:
         """Have torch watch the backward of the model; the first time it gets the values of worker 0."""
         model, ours = self._model, set(map(id, self._named.values()))
-        ignored = [name for name, _ in model.named_buffers()]
-        ignored += [name for name, tensor in model.named_parameters() if id(tensor) not in ours]
+        # Under each of their names, as a tensor that two layers share is found once in every layer.
+        ignored = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        ignored += [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) not in ours]
         setattr(model, _IGNORED, [*ignored, *(f".{name}" for name in ignored)])
         try:
             made = DistributedDataParallel(

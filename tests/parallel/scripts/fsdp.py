@@ -35,7 +35,9 @@ def distributed(model: nn.Module, name: str, **settings: object) -> ShardedOptim
 
 def whole_values(optimizer: ShardedOptimizer, model: nn.Module) -> dict[str, Tensor]:
     with optimizer.snapshot():
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        state = model.state_dict()
+        assert not any(isinstance(tensor, DTensor) for tensor in (*state.values(), *model.parameters()))
+        return {name: state[name].clone() for name, _ in model.named_parameters()}
 
 
 def learning_is_that_of_one_process() -> None:
@@ -128,6 +130,10 @@ def mistakes_are_told() -> None:
     with pytest.raises(UsageError, match="has parameters that the model has not"):
         paceline.distributed(torch.optim.SGD([*model.parameters(), torch.ones(1)], lr=0.1), model=model, name="many")
     mixed = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).float())
+    scaled = small()
+    scaled.register_parameter("gain", nn.Parameter(torch.ones(())))
+    with pytest.raises(UsageError, match=r"parameter 'gain' of Sequential has shape \(\)"):
+        distributed(scaled, "scalar")
     with pytest.raises(UsageError, match=r"parameters of float\d\d and float\d\d; expected a model of one dtype"):
         paceline.distributed(torch.optim.SGD(mixed.parameters(), lr=0.1), model=mixed, name="mixed")
     optimizer = distributed(model, "told")
