@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,3 +256,28 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
         served.wait_empty()
     with house(tmp_path / "state") as served, served.connect() as ps:
         assert torch.equal(open_weights(ps).pull(), values)
+
+
+def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = threading.Event()
+    full.set()
+
+    def fail(*_: object) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("paceline.serve.keeping.sync", fail)
+    with house(tmp_path / "state", save_every_s=3600.0) as served:
+        with served.connect("job") as ps:
+            train(ps, 1)
+        served.told.wait("No space left")
+        [namespace] = served.namespaces._open.values()
+        for _ in range(10):
+            namespace._ask(namespace._look, 60.0)
+        assert len(served.told.lines) == 1
+        full.clear()
+        assert namespace._save_at < time.monotonic() + 11.0  # not an hour
+        namespace._save_at = 0.0
+        served.wait_empty()

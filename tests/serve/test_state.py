@@ -106,7 +106,15 @@ def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str
         folder.newest()
 
 
-@pytest.mark.parametrize("left", [None, b"", b"\xff\x00", b"save-", b"../save-2"])
+@pytest.mark.parametrize("left", [str(1 << 70).encode(), b"9" * 5000, b"-5", b"1_0", b"\xff", b""])
+def test_a_generation_that_cannot_be_is_refused_and_left_as_it_is(folder: NamespaceFolder, left: bytes) -> None:
+    (folder.path / "generation").write_bytes(left)
+    with pytest.raises(CheckpointError, match="generation says .*, expected a number of at most 18 digits"):
+        folder.take_up()
+    assert (folder.path / "generation").read_bytes() == left
+
+
+@pytest.mark.parametrize("left", [None, b"", b"\xff\x00", b"save-", b"../save-2", b"save-" + b"9" * 5000])
 def test_saves_survive_the_loss_of_the_name_of_the_newest(folder: NamespaceFolder, left: bytes | None) -> None:
     for text in ("one", "two"):
         folder.write(writing(text))

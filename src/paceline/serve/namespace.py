@@ -35,6 +35,7 @@ JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
 SAVE_TIMEOUT_S: Final = 600.0  # for as much as a machine may hold
 _END_TIMEOUT_S: Final = 10.0
+_RETRY_S: Final = 10.0  # what the disk did not take is tried again so soon, or when it is due anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +250,10 @@ class Namespace:
         self._looking = False
         now = time.monotonic()
         is_idle = self._admission is not None and self._admission.is_idle(held)
-        if now >= self._save_at or is_idle:
-            self._save_at = now + self._hosting.save_every_s
+        if now >= self._save_at or (is_idle and not self.unsaved):
             self._save_changes(held)
+            wait_s = self._hosting.save_every_s
+            self._save_at = now + (min(wait_s, _RETRY_S) if self.unsaved else wait_s)
             if is_idle and not self.unsaved:
                 self._end()
 

@@ -35,6 +35,7 @@ NEWEST_NAME: Final = "newest"
 MANIFEST_NAME: Final = "manifest.json"
 MANIFEST_DIGEST_NAME: Final = "manifest.sha256"
 MAX_MANIFEST_BYTES: Final = 256 << 20  # of what is written and of what is read
+_MAX_DIGITS: Final = 18  # of a number that we have written; larger ones do not travel
 _SAVE: Final = "save-"
 _UNFINISHED: Final = "unfinished"
 _DAMAGED: Final = ".damaged"
@@ -88,11 +89,13 @@ class NamespaceFolder:
             shutil.rmtree(left)
         file = self.path / GENERATION_NAME
         try:
-            generation = int(file.read_text()) + 1
+            text = file.read_bytes()
         except FileNotFoundError:
-            generation = 1
-        except ValueError as error:
-            raise CheckpointError(f"{file} does not hold a number: {error}") from error
+            text = b"0"
+        before = _whole_number(text.strip().decode(errors="replace"))
+        if before is None:
+            raise CheckpointError(f"{file} says {text[:80]!r}, expected a number of at most {_MAX_DIGITS} digits")
+        generation = before + 1
         put(file, str(generation).encode())
         return generation
 
@@ -245,8 +248,12 @@ def _compare(file: Path, expected: str) -> None:
 
 
 def _number(name: str) -> int | None:
-    digits = name.removeprefix(_SAVE)
-    return int(digits) if name.startswith(_SAVE) and digits.isascii() and digits.isdigit() else None
+    return _whole_number(name.removeprefix(_SAVE)) if name.startswith(_SAVE) else None
+
+
+def _whole_number(digits: str) -> int | None:
+    """Return the number that was written so; None for what we never write."""
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS else None
 
 
 def folder_name(name: str) -> str:
