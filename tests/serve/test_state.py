@@ -211,3 +211,11 @@ def test_names_on_disk_are_ours_and_lead_back_to_those_of_the_wire(name: str) ->
         return
     assert set(on_disk) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_%")
     assert name_of(on_disk) == name
+
+
+def test_a_lost_generation_begins_none_that_was_there_before(folder: NamespaceFolder) -> None:
+    folder.write(writing("one"))
+    (folder.path / "generation").unlink()
+    first = folder.take_up()
+    assert first > 1
+    assert folder.take_up() == first + 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _MAX_DIGITS: Final = 18  # of a number that we have written; larger ones do not 
 _SAVE: Final = "save-"
 _UNFINISHED: Final = "unfinished"
 _DAMAGED: Final = ".damaged"
+_LOST_GENERATION: Final = 1 << 40
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
 
 
@@ -90,8 +92,8 @@ class NamespaceFolder:
         file = self.path / GENERATION_NAME
         try:
             text = file.read_bytes()
-        except FileNotFoundError:
-            text = b"0"
+        except FileNotFoundError:  # where it was lost, no client of before may pass as one of this life
+            text = f"{secrets.randbelow(_LOST_GENERATION)}".encode() if self._numbers(set_aside=True) else b"0"
         before = _whole_number(text.strip().decode(errors="replace"))
         if before is None:
             raise CheckpointError(f"{file} says {text[:80]!r}, expected a number of at most {_MAX_DIGITS} digits")
