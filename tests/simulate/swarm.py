@@ -46,6 +46,7 @@ def draw(seed: int, points: tuple[Consistency, ...] = POINTS, num_clocks: tuple[
         # Where nothing is dropped nobody may need a retry: it would come after the end of all time.
         retry_s=0.02 if network.drop else 1e6,
         seed=seed,
+        rows=tuple(rng.choice(points) for _ in range(rng.choice((0, 0, 1, 2)))),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -18,16 +18,28 @@ from paceline.core.effects import (
     Send,
     WorkerEffect,
 )
-from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantLeave, WantPush, WantRead
+from paceline.core.events import (
+    Arrived,
+    Connected,
+    Opened,
+    Timeout,
+    WantClock,
+    WantJoin,
+    WantLeave,
+    WantPush,
+    WantRead,
+    WantRows,
+)
 from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import ProtocolBug
 from paceline.simulate.history import Part, Read
 from paceline.simulate.lives import Violation
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
+
+_EVICTED = 0.1  # probability that a worker keeps a row no longer when it begins a read
 
 
 @dataclass(slots=True)
@@ -51,9 +63,11 @@ class Actor:
     _pace: Random = field(init=False)
     _asked_at: float = 0.0
     asked_clock: int = 0
-    # Of the values that came with the message at hand: how many updates they contain, and their clock.
-    _arrived: tuple[int, int] = (0, 0)
-    _parts: dict[str, dict[int, Part]] = field(default_factory=dict[str, dict[int, Part]])  # by open table, and server
+    # The values that came with the message at hand: how many updates each place contains, and the clock of all.
+    _arrived: tuple[dict[int, int], int] = field(default_factory=lambda: ({}, 0))
+    # By open table, and server; of a row table by row: those that are kept.
+    _parts: dict[str, dict[int, Part]] = field(default_factory=dict[str, dict[int, Part]])
+    _rows: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])  # that the last read is of
     _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
     _reading: set[str] = field(default_factory=set[str])  # tables whose values have yet to come
     _alarm: float | None = None
@@ -84,16 +98,17 @@ class Actor:
         for table in self.world.declared:
             if table not in self._parts:
                 self._parts[table] = {}
-                self._handle(Opened(table, self.world.histories[table].consistency, servers))
+                history = self.world.histories[table]
+                self._handle(Opened(table, history.consistency, servers, history.keyed))
 
-    def receive(self, server: int, message: object, length: int) -> None:
+    def receive(self, server: int, message: object, body: dict[int, int]) -> None:
         """Take in a server's message; a stopped process does so when it goes on."""
         if self.paused_until > self.world.now:
             delay = self.paused_until - self.world.now
-            self.world.at(delay, lambda: self.receive(server, message, length))
+            self.world.at(delay, lambda: self.receive(server, message, body))
             return
         if isinstance(message, Fetched | Delivered):
-            self._arrived = length, message.clock
+            self._arrived = body, message.clock
         self._handle(Arrived(server, message))
 
     def reconnected(self, server: int) -> None:
@@ -136,9 +151,10 @@ class Actor:
         match effect:
             case Send():
                 self.world.to_server_from(self, effect.server, effect.message, bare=effect.bare)
-            case Install():
-                own = frozenset(effect.includes) | frozenset(range(effect.settled))
-                self._parts[effect.table][effect.server] = Part(*self._arrived, own)
+            case Install() | InstallRows():
+                self._install(effect)
+            case Forget():
+                self._forget(effect.table, effect.server)
             case JoinDone():
                 self.joined = True
                 self.world.lives.replaced[self.worker] = self.incarnation
@@ -151,8 +167,18 @@ class Actor:
                 self._fail(effect.reason)
             case Release():
                 pass
-            case InstallRows() | Forget():
-                raise ProtocolBug(f"a rehearsal has no tables of rows, but its core asked for {effect}")
+
+    def _install(self, effect: Install | InstallRows) -> None:
+        """Take in the values that have come; rows that were not asked for only while they are kept."""
+        own = frozenset(effect.includes) | frozenset(range(effect.settled))
+        kept, (lengths, clock) = self._parts[effect.table], self._arrived
+        for place, length in lengths.items():
+            if isinstance(effect, Install) or effect.request >= 0 or place in kept:
+                kept[place] = Part(length, clock, own)
+
+    def _forget(self, table: str, server: int) -> None:
+        history = self.world.histories[table]
+        self._parts[table] = {row: kept for row, kept in self._parts[table].items() if history.server_of(row) != server}
 
     def _fail(self, reason: str) -> None:
         """End this process with an error; only a worker that was given up or replaced may have to."""
@@ -170,14 +196,54 @@ class Actor:
         for table in self._parts:
             self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read took this worker along
             refresh = self.world.rng.random() < self.world.scenario.refresh
-            self._handle(WantRead(table, refresh=refresh))
+            if self.world.histories[table].keyed:
+                self._evict(table)
+                self._rows[table] = self.world.draw_rows()
+                self._read_rows(table, refresh=refresh)
+            else:
+                self._handle(WantRead(table, refresh=refresh))
+
+    def _evict(self, table: str) -> None:
+        """Keep some rows no longer, and tell no server, as where that is lost."""
+        kept = self._parts[table]
+        self._parts[table] = {row: part for row, part in kept.items() if self.world.rng.random() >= _EVICTED}
+
+    def _read_rows(self, table: str, *, refresh: bool) -> None:
+        """Ask for the rows that are not kept, or not fresh enough, as the node does."""
+        history, kept, life = self.world.histories[table], self._kept(table), (self.worker, self.incarnation)
+        needs = history.consistency.needs(self._asked[table])
+        fetch: list[int] = []
+        deliver: list[int] = []
+        for server in range(history.num_servers):
+            mine = [row for row in self._rows[table] if history.server_of(row) == server]
+            lacking = frozenset(row for row in mine if refresh or row not in kept or kept[row].clock < needs)
+            if lacking:
+                self.world.asks(life, self.core.next_request, server, lacking)
+                brought = not refresh and history.consistency.deliver == "on_clock" and lacking <= kept.keys()
+                (deliver if brought else fetch).append(server)
+        self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
+
+    def _kept(self, table: str) -> dict[int, Part]:
+        """Return the rows that are kept, each with the clock that it or the deliveries of its server have reached."""
+        history, rows = self.world.histories[table], self.core.rows
+        return {
+            row: replace(part, clock=max(part.clock, rows.delivered(table, history.server_of(row))))
+            for row, part in self._parts[table].items()
+        }
 
     def _on_values(self, done: ReadDone) -> None:
-        waited = self.world.now - self._asked_at
-        life = (self.worker, self.incarnation)
-        parts = dict(self._parts[done.table])
-        read = Read(self.world.now, life, self._asked[done.table], done.clock, waited, done.source, parts)
-        self.world.histories[done.table].read(read, self.world.members())
+        waited, history = self.world.now - self._asked_at, self.world.histories[done.table]
+        life, asked, clock, parts = (self.worker, self.incarnation), self._asked[done.table], done.clock, {}
+        if history.keyed:
+            kept, needs = self._kept(done.table), history.consistency.needs(asked)
+            parts = {row: kept[row] for row in self._rows[done.table] if row in kept and kept[row].clock >= needs}
+            if len(parts) < len(self._rows[done.table]):  # some went meanwhile
+                self._read_rows(done.table, refresh=False)
+                return
+            clock = min(part.clock for part in parts.values())
+        else:
+            parts = dict(self._parts[done.table])
+        history.read(Read(self.world.now, life, asked, clock, waited, done.source, parts), self.world.members())
         self._reading.discard(done.table)
         if not self._reading:
             self.waited_s += waited
@@ -206,5 +272,7 @@ class Actor:
     def _push(self, table: str) -> None:
         if self.alive and not self.failed and self.core.may_push(table):
             push_id = PushId(1, self.worker, self.incarnation, self.core.next_seq)
-            self.world.pushed(table, push_id, self.core.clock)
-            self._handle(WantPush(table))
+            history = self.world.histories[table]
+            rows = self.world.draw_rows() if history.keyed else frozenset[int]()
+            self.world.pushed(table, push_id, self.core.clock, rows)
+            self._handle(WantPush(table, tuple(history.servers_of(push_id))))

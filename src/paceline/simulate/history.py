@@ -14,7 +14,7 @@ _RECENT = 8  # own pushes of a reader that are compared with what it was told; o
 
 @dataclass(slots=True)
 class Shard:
-    """What one server has applied, in order, and what it has told readers about it."""
+    """What one server has applied, in order, and what it has told readers about it; or the first of it for one row."""
 
     order: list[tuple[PushId, int]] = field(default_factory=list[tuple[PushId, int]])  # push, its clock
     position: dict[PushId, int] = field(default_factory=dict[PushId, int])
@@ -24,10 +24,16 @@ class Shard:
     promised: int = 0
     num_passed: dict[Life, int] = field(default_factory=dict[Life, int])  # pushes of a worker applied or refused so far
 
+    def note(self, push_id: PushId, clock: int) -> None:
+        """Add what is applied next."""
+        self.position[push_id] = len(self.order)
+        self.order.append((push_id, clock))
+        self.newest_clock.append(max(clock, self.newest_clock[-1] if self.newest_clock else -1))
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The values of one server in a reader's hands, and what the reader was told about them."""
+    """The values of one server, or of one row, in a reader's hands, and what the reader was told about them."""
 
     length: int  # how many updates they contain
     clock: int
@@ -36,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One finished read, with its part of every server."""
+    """One finished read, with its part of every server; of a row table, with every row that it asked for."""
 
     time: float
     life: Life
@@ -56,14 +62,19 @@ class Read:
 class History:
     """The record of one table in one run, checked as it grows.
 
-    The names of the rules (E1, SSP2, ...) are those of the reliability page in the documentation.
+    The names of the rules (E1, SSP2, ...) are those of the reliability page in the documentation. A row table
+    (`keyed`) keeps its row r on server r modulo their number, and every row has a record of its own: what a read has of
+    a row is compared with the pushes that touch this row.
     """
 
     consistency: Consistency
     num_servers: int
     keeps_order: bool
     lives: Lives
+    keyed: bool = False
     shards: list[Shard] = field(init=False)
+    rows: dict[int, Shard] = field(default_factory=dict[int, Shard])
+    touched: dict[PushId, frozenset[int]] = field(default_factory=dict[PushId, frozenset[int]])  # push -> its rows
     reads: list[Read] = field(default_factory=list[Read])
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
@@ -77,8 +88,9 @@ class History:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def pushed(self, push_id: PushId, clock: int) -> None:
-        """Record that a push was made."""
+    def pushed(self, push_id: PushId, clock: int, rows: frozenset[int] = frozenset()) -> None:
+        """Record that a push was made, in a row table of these rows."""
+        self.touched[push_id] = rows
         self.made.setdefault((push_id.worker, push_id.incarnation), []).append((push_id, clock))
 
     def applied(self, server: int, ids: tuple[PushId, ...], clocks: list[int]) -> None:
@@ -86,9 +98,10 @@ class History:
         shard = self.shards[server]
         for push_id, clock in zip(ids, clocks, strict=True):
             self._check_applied(server, shard, push_id, clock)
-            shard.position[push_id] = len(shard.order)
-            shard.order.append((push_id, clock))
-            shard.newest_clock.append(max(clock, shard.newest_clock[-1] if shard.newest_clock else -1))
+            shard.note(push_id, clock)
+            for row in self.touched[push_id]:
+                if self.server_of(row) == server:
+                    self.shard_of(row).note(push_id, clock)
         if self.consistency.visible == "on_clock":
             self._check_batch(server, shard, ids, clocks)
         elif self.keeps_order:
@@ -122,15 +135,15 @@ class History:
             raise Violation(f"SSP1: {_where(read)}, but the slowest worker stands at {slowest}, bound {bound}")
         if bound is not None and read.value_clock < read.clock - bound:
             raise Violation(f"SSP2: {_where(read)} is told clock {read.value_clock}, bound {bound}")
-        for server, part in read.parts.items():
-            shard, length = self.shards[server], part.length
-            self._check_members(server, length, needs, members, read)
-            self._check_promise(server, shard, length, max(needs, part.clock), read)
-            self._check_own(server, part, read)
-            before = self._seen.get((read.life, server), 0)
+        for place, part in read.parts.items():
+            shard, length = self.shard_of(place), part.length
+            self._check_members(place, length, needs, members, read)
+            self._check_promise(place, length, max(needs, part.clock), read)
+            self._check_own(place, part, read)
+            before = self._seen.get((read.life, place), 0)
             if length < before:
-                raise Violation(f"SSP5: {_where(read)} saw {before} updates of server {server}, now {length}")
-            self._seen[read.life, server] = length
+                raise Violation(f"SSP5: {_where(read)} saw {before} updates of {self._name(place)}, now {length}")
+            self._seen[read.life, place] = length
             if self._is_exact and length and shard.newest_clock[length - 1] >= read.clock:
                 raise Violation(f"BSP1: {_where(read)} contains an update of clock {shard.newest_clock[length - 1]}")
 
@@ -141,11 +154,32 @@ class History:
         """
         for life in settled:
             for push_id, _ in self.made.get(life, []):
-                for server in range(self.num_servers):
+                for server in self.servers_of(push_id):
                     if (server, push_id) not in self.acknowledged and (server, push_id) not in self.refused:
                         raise Violation(f"E2: worker {life[0]} has left, and server {server} never answered {push_id}")
         if self.consistency.visible == "on_clock":
             self._check_contributors(clocks)
+
+    # -- places: a server's part of a dense table, or one row ----------------------------------------------------------
+
+    def server_of(self, place: int) -> int:
+        """Return the server of a place."""
+        return place % self.num_servers
+
+    def servers_of(self, push_id: PushId) -> list[int]:
+        """Return the servers that hold a part of a push."""
+        rows = self.touched[push_id]
+        return sorted({self.server_of(row) for row in rows}) if self.keyed else list(range(self.num_servers))
+
+    def shard_of(self, place: int) -> Shard:
+        """Return what was applied at a place."""
+        return self.rows.setdefault(place, Shard()) if self.keyed else self.shards[place]
+
+    def _touches(self, push_id: PushId, place: int) -> bool:
+        return not self.keyed or place in self.touched[push_id]
+
+    def _name(self, place: int) -> str:
+        return f"row {place} on server {self.server_of(place)}" if self.keyed else f"server {place}"
 
     # -- the rules ---------------------------------------------------------------------------------------------------
 
@@ -189,51 +223,57 @@ class History:
             life = (push_id.worker, push_id.incarnation)
             made, at = self.made[life], shard.num_passed.get(life, 0)
             while made[at][0] != push_id:
-                if (server, made[at][0]) not in self.refused:
+                if server in self.servers_of(made[at][0]) and (server, made[at][0]) not in self.refused:
                     raise Violation(f"E7: {push_id} is applied on server {server} before {made[at][0]}")
                 at += 1
             shard.num_passed[life] = at + 1
 
-    def _check_members(self, server: int, length: int, needs: int, members: dict[Life, int], read: Read) -> None:
+    def _check_members(self, place: int, length: int, needs: int, members: dict[Life, int], read: Read) -> None:
         """SSP2, seen from the makers: every push that a member made in a clock below `needs` is in the values."""
-        position = self.shards[server].position
+        position, server = self.shard_of(place).position, self.server_of(place)
         for life in members:
             for push_id, clock in reversed(self.made.get(life, ())):
-                if clock >= needs:
+                if clock >= needs or not self._touches(push_id, place):
                     continue
                 if position.get(push_id, _NEVER) >= length and (server, push_id) not in self.refused:
-                    raise Violation(f"SSP2: {_where(read)} needs clock {needs} and lacks {push_id} of clock {clock}")
-                if clock < needs - 2:  # older ones were checked by earlier reads
+                    lacks = f"lacks {push_id} of clock {clock} on {self._name(place)}"
+                    raise Violation(f"SSP2: {_where(read)} needs clock {needs} and {lacks}")
+                if clock < needs - 2 and not self.keyed:  # older ones were checked by earlier reads
                     break
 
-    def _check_promise(self, server: int, shard: Shard, length: int, complete: int, read: Read) -> None:
+    def _check_promise(self, place: int, length: int, complete: int, read: Read) -> None:
         """SSP2, seen from the server: what the values lack is of clock `complete` or later, now and for ever."""
-        for push_id, clock in shard.order[length:]:
+        for push_id, clock in self.shard_of(place).order[length:]:
             if clock < complete:
-                raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on server {server}")
+                raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on {self._name(place)}")
+        shard = self.shards[self.server_of(place)]
         shard.promised = max(shard.promised, complete)
 
-    def _check_own(self, server: int, part: Part, read: Read) -> None:
+    def _check_own(self, place: int, part: Part, read: Read) -> None:
         """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
-        position = self.shards[server].position
-        for push_id, _ in self.made.get(read.life, [])[-_RECENT:]:
+        position, server = self.shard_of(place).position, self.server_of(place)
+        for push_id, _ in self.made.get(read.life, [])[0 if self.keyed else -_RECENT :]:
             inside = position.get(push_id, _NEVER) < part.length
-            if inside != (push_id.seq in part.own) and (server, push_id) not in self.refused:
+            told = push_id.seq in part.own
+            if inside != told and self._touches(push_id, place) and (server, push_id) not in self.refused:
                 raise Violation(
-                    f"SSP3: {_where(read)}: {push_id} is {'in' if inside else 'missing from'} server {server}'s "
-                    "values, the reader was told otherwise"
+                    f"SSP3: {_where(read)}: {push_id} is {'in' if inside else 'missing from'} the values of "
+                    f"{self._name(place)}, the reader was told otherwise"
                 )
 
     def _check_contributors(self, clocks: list[int]) -> None:
-        everywhere = {clock for shard in self.shards for clock in shard.contributors}
-        for server, shard in enumerate(self.shards):
-            if everywhere - set(shard.contributors):
-                lacking = sorted(everywhere - set(shard.contributors))
-                raise Violation(f"BSP5: server {server} lacks the clocks {lacking}")
-        for clock in sorted(everywhere):
-            sets = {shard.contributors[clock] for shard in self.shards}
-            if len(sets) != 1:
-                raise Violation(f"BSP2: clock {clock} has different contributors on different servers: {sets}")
+        applied: dict[int, set[PushId]] = {}
+        for shard in self.shards:
+            for clock, ids in shard.contributors.items():
+                applied.setdefault(clock, set()).update(ids)
+        for clock, ids in sorted(applied.items()):
+            for server, shard in enumerate(self.shards):
+                expected = {push_id for push_id in ids if server in self.servers_of(push_id)}
+                if expected and clock not in shard.contributors:
+                    raise Violation(f"BSP5: server {server} lacks the clock {clock}")
+                if expected != set(shard.contributors.get(clock, ())):
+                    sets = [shard.contributors.get(clock, ()) for shard in self.shards]
+                    raise Violation(f"BSP2: clock {clock} has different contributors on different servers: {sets}")
         if len(set(clocks)) != 1:
             raise Violation(f"BSP5: at the end the servers stand at the clocks {clocks}")
 

@@ -114,11 +114,13 @@ class Scenario:
     """One rehearsal, repeatable to the last event by its seed. Times are virtual seconds.
 
     `others`: policies of further tables; each is declared at a time of its own on every server, and opened by each
-    worker when it finds it. `num_pushes`: how many each worker makes of each table in a clock at most.
+    worker when it finds it. `rows`: policies of further tables, of rows; about half of them are there from the start.
+    `num_pushes`: how many each worker makes of each table in a clock at most.
     """
 
     consistency: Consistency = field(default_factory=bsp)
     others: tuple[Consistency, ...] = ()
+    rows: tuple[Consistency, ...] = ()
     num_pushes: int = 1
     num_workers: int = 4
     num_servers: int = 2

@@ -11,15 +11,25 @@ from random import Random
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
-from paceline.core.messages import Applied, BetweenServers, FromWorker, Push, PushId, PushRefused
+from paceline.core.messages import (
+    Applied,
+    BetweenServers,
+    Delivered,
+    Fetched,
+    FromWorker,
+    Push,
+    PushId,
+    PushRefused,
+)
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.simulate.actor import Actor
 from paceline.simulate.history import History
-from paceline.simulate.lives import Lives, Violation
+from paceline.simulate.lives import Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
 
-TABLE = "w"
+TABLE, ROWS = "w", "r"  # tables are named by these and a number, the first dense one by none
+NUM_ROWS = 6
 _JOIN_LEASES = 100  # so many leases a worker may take to join
 _LIMIT_AT_ONCE = 100_000  # events at one moment of virtual time
 
@@ -32,6 +42,15 @@ class _Server:
     alarm: float | None = None
     inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # what has come while it was busy
     wakes: bool = False  # it takes that in as soon as it is free
+    # Of row tables, by table and reader: the rows it has asked for, and which of them it has yet to be sent again.
+    subscribed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
+    changed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
+
+    def note_changed(self, table: str, rows: frozenset[int]) -> None:
+        """Note which rows their readers are to be sent again."""
+        for (name, life), mine in self.subscribed.items():
+            if name == table:
+                self.changed.setdefault((table, life), set()).update(rows & mine)
 
 
 @dataclass(slots=True)
@@ -64,6 +83,10 @@ class World:
     _epoch: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
     _down: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     _table_of: dict[PushId, str] = field(default_factory=dict[PushId, str])
+    # The rows that a pull asks for, by reader, request and server.
+    _asked: dict[tuple[Life, int, int], frozenset[int]] = field(
+        default_factory=dict[tuple[Life, int, int], frozenset[int]]
+    )
     _calm: bool = False  # nothing is lost any more
 
     def __post_init__(self) -> None:
@@ -73,7 +96,8 @@ class World:
         self._spared = self.rng.randrange(s.num_workers)
         self.lives = Lives(s.lease_s, _JOIN_LEASES * s.lease_s)
         for table, consistency in self._tables().items():
-            self.histories[table] = History(consistency, s.num_servers, s.network.keeps_order, self.lives)
+            keyed = table.startswith(ROWS)
+            self.histories[table] = History(consistency, s.num_servers, s.network.keeps_order, self.lives, keyed)
         for server in range(s.num_servers):
             settings = ServerSettings(
                 server,
@@ -84,8 +108,10 @@ class World:
                 retry_s=s.retry_s,
             )
             self._servers.append(_Server(ServerCore(settings, started=0.0)))
-            self._to_server(server, Declared(TABLE, s.consistency))
-        self.declared.append(TABLE)
+        for table in (TABLE, *(name for name in self._tables() if name.startswith(ROWS) and self.rng.random() < 0.5)):
+            for server in range(s.num_servers):
+                self._to_server(server, self._declaration(table))
+            self.declared.append(table)
         for worker in range(s.num_workers):
             self.start(worker, 0)
         self._draw_fates()
@@ -98,7 +124,12 @@ class World:
 
     def _tables(self) -> dict[str, Consistency]:
         others = {f"{TABLE}{index}": other for index, other in enumerate(self.scenario.others, start=1)}
-        return {TABLE: self.scenario.consistency, **others}
+        rows = {f"{ROWS}{index}": other for index, other in enumerate(self.scenario.rows, start=1)}
+        return {TABLE: self.scenario.consistency, **others, **rows}
+
+    def _declaration(self, table: str) -> Declared:
+        history = self.histories[table]
+        return Declared(table, history.consistency, history.keyed)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -161,10 +192,18 @@ class World:
         """Draw how many pushes a worker makes of a table in one clock."""
         return self.rng.randint(1, self.scenario.num_pushes) if self.scenario.num_pushes > 1 else 1
 
-    def pushed(self, table: str, push_id: PushId, clock: int) -> None:
-        """Note a push that a worker is about to make."""
+    def draw_rows(self) -> frozenset[int]:
+        """Draw which rows a worker reads or pushes."""
+        return frozenset(self.rng.sample(range(NUM_ROWS), self.rng.randint(1, 3)))
+
+    def pushed(self, table: str, push_id: PushId, clock: int, rows: frozenset[int]) -> None:
+        """Note a push that a worker is about to make, in a row table of these rows."""
         self._table_of[push_id] = table
-        self.histories[table].pushed(push_id, clock)
+        self.histories[table].pushed(push_id, clock, rows)
+
+    def asks(self, life: Life, request: int, server: int, rows: frozenset[int]) -> None:
+        """Note which rows a worker is about to ask a server for."""
+        self._asked[life, request, server] = rows
 
     def members(self) -> dict[tuple[int, int], int]:
         """Return the clock of every worker that takes part, whatever the servers believe."""
@@ -300,6 +339,8 @@ class World:
             case Apply():
                 clocks = [entry.held[push_id] for push_id in effect.ids]
                 self.histories[effect.table].applied(server, effect.ids, clocks)
+                for push_id in effect.ids:
+                    entry.note_changed(effect.table, self.histories[effect.table].touched[push_id])
                 entry.busy_until = self.now + self.scenario.apply_s
             case Reply():
                 if isinstance(effect.message, Applied | PushRefused):
@@ -307,16 +348,29 @@ class World:
                     table = self._table_of[effect.message.id]
                     closed = entry.core.clock_of(table)
                     self.histories[table].answered(server, effect.message.id, refused=refused, closed=closed)
-                self._to_worker(server, effect.worker, effect.incarnation, effect.message, 0)
+                self._to_worker(server, effect.worker, effect.incarnation, effect.message, {})
             case Serve():
-                length = len(self.histories[effect.message.table].shards[server].order)
-                self._to_worker(server, effect.worker, effect.incarnation, effect.message, length)
+                body = self._values(server, entry, (effect.worker, effect.incarnation), effect.message)
+                self._to_worker(server, effect.worker, effect.incarnation, effect.message, body)
             case Tell():
                 self._between(server, effect.server, effect.message)
             case Membership():
                 self._on_membership(server, effect)
             case Hold() | Discard() | Advanced():
                 pass
+
+    def _values(self, server: int, entry: _Server, life: Life, message: Fetched | Delivered) -> dict[int, int]:
+        """Return the values that go with a message: of each place in it, how many updates it contains."""
+        history = self.histories[message.table]
+        if not history.keyed:
+            return {server: len(history.shards[server].order)}
+        if isinstance(message, Delivered):
+            rows = entry.changed.pop((message.table, life), set())
+        else:
+            rows = self._asked[life, message.request, server]
+            if history.consistency.deliver == "on_clock":
+                entry.subscribed.setdefault((message.table, life), set()).update(rows)
+        return {row: len(history.shard_of(row).order) for row in sorted(rows)}
 
     def _on_membership(self, server: int, effect: Membership) -> None:
         life = (effect.worker, effect.incarnation)
@@ -325,7 +379,7 @@ class World:
         elif effect.change == "left":
             self.lives.gone.add(life)
 
-    def _to_worker(self, server: int, worker: int, incarnation: int, message: object, length: int) -> None:
+    def _to_worker(self, server: int, worker: int, incarnation: int, message: object, body: dict[int, int]) -> None:
         link = (worker, incarnation, server)
         epoch = self._epoch.get(link, 0)
         if link in self._down:
@@ -333,7 +387,7 @@ class World:
 
         def arrive() -> None:
             if self._epoch.get(link, 0) == epoch:
-                self._lives[worker, incarnation].receive(server, message, length)
+                self._lives[worker, incarnation].receive(server, message, body)
 
         self._carry(f"server {server}", f"worker {worker}.{incarnation}", arrive)
 
@@ -413,9 +467,9 @@ class World:
     def _draw_declarations(self) -> None:
         """Have each of the other tables declared on every server at a time of its own."""
         s = self.scenario
-        for table, consistency in list(self._tables().items())[1:]:
+        for table in [name for name in self._tables() if name not in self.declared]:
             delays = [self.rng.uniform(0, s.num_clocks * s.compute_s[1] / 2) for _ in range(s.num_servers)]
             for server, delay in enumerate(delays):
-                declared = Declared(table, consistency)
+                declared = self._declaration(table)
                 self.at(delay, lambda server=server, declared=declared: self._to_server(server, declared))
             self.at(max(delays) + 4 * s.lease_s, lambda table=table: self.declared.append(table))
