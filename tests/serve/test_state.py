@@ -109,7 +109,7 @@ def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str
 @pytest.mark.parametrize("left", [str(1 << 70).encode(), b"9" * 5000, b"-5", b"1_0", b"\xff", b""])
 def test_a_generation_that_cannot_be_is_refused_and_left_as_it_is(folder: NamespaceFolder, left: bytes) -> None:
     (folder.path / "generation").write_bytes(left)
-    with pytest.raises(CheckpointError, match="generation says .*, expected a number of at most 18 digits"):
+    with pytest.raises(CheckpointError, match=r"generation says .*, expected a number of at most 18 digits"):
         folder.take_up()
     assert (folder.path / "generation").read_bytes() == left
 

@@ -93,7 +93,7 @@ class NamespaceFolder:
         try:
             text = file.read_bytes()
         except FileNotFoundError:  # where it was lost, no client of before may pass as one of this life
-            text = f"{secrets.randbelow(_LOST_GENERATION)}".encode() if self._numbers(set_aside=True) else b"0"
+            text = f"{1 + secrets.randbelow(_LOST_GENERATION)}".encode() if self._numbers(set_aside=True) else b"0"
         before = _whole_number(text.strip().decode(errors="replace"))
         if before is None:
             raise CheckpointError(f"{file} says {text[:80]!r}, expected a number of at most {_MAX_DIGITS} digits")
