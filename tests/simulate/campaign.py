@@ -43,7 +43,7 @@ def run(seeds: Iterable[int], scenario_of: Callable[[int], Scenario] = draw) -> 
         except Violation as error:
             totals.broken[seed] = str(error)
         totals.num_runs += 1
-        totals.num_reads += len(world.history.reads)
+        totals.num_reads += sum(len(history.reads) for history in world.histories.values())
         totals.num_events += world.num_events
         totals.marks += world.marks
     return totals

@@ -26,7 +26,7 @@ def test_of_all_reads_under_a_bound_none_is_too_old(point: Consistency, least_re
 
     def longer(seed: int) -> Scenario:
         drawn = draw(seed, (point,), num_clocks=(60, 120))
-        return replace(drawn, num_workers=5, num_servers=1 + seed % 2, others=(), num_pushes=1)
+        return replace(drawn, num_workers=5, num_servers=1 + seed % 2, others=(), rows=(point,), num_pushes=1)
 
     num_reads, seed = 0, 1000 * BOUNDED.index(point)
     while num_reads < least_reads:

@@ -30,6 +30,7 @@ POINTS = st.one_of(
 )
 CLEAN = st.just(Network())
 ALONE: st.SearchStrategy[tuple[Consistency, ...]] = st.just(())  # one table
+FURTHER = st.lists(POINTS, max_size=2).map(tuple)
 ONE = st.just(1)
 ROUGH = st.builds(
     Network,
@@ -68,6 +69,7 @@ def scenarios(
     networks: st.SearchStrategy[Network] = CLEAN | ROUGH,
     fates: st.SearchStrategy[Fate] = FATES,
     others: st.SearchStrategy[tuple[Consistency, ...]] = ALONE,
+    rows: st.SearchStrategy[tuple[Consistency, ...]] = ALONE,
     num_pushes: st.SearchStrategy[int] = ONE,
 ) -> st.SearchStrategy[Scenario]:
     return st.builds(
@@ -83,13 +85,14 @@ def scenarios(
         fate=fates,
         refresh=st.sampled_from([0.0, 0.5, 1.0]),
         others=others,
+        rows=rows,
         num_pushes=num_pushes,
         seed=st.integers(0, 2**32),
     ).map(patient)
 
 
 @FEW
-@given(scenarios(others=st.lists(POINTS, max_size=2).map(tuple), num_pushes=st.sampled_from([1, 3])))
+@given(scenarios(others=FURTHER, rows=FURTHER, num_pushes=st.sampled_from([1, 3])))
 def test_whatever_happens_no_rule_is_broken_and_everybody_finishes(scenario: Scenario) -> None:
     World(scenario).run()
 

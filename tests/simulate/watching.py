@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.effects import Advanced, Apply, Discard, Membership, ReadDone, Reply, Send, Serve, Tell
-from paceline.core.events import Arrived, Died, Timeout
+from paceline.core.effects import Advanced, Apply, Discard, Forget, Membership, ReadDone, Reply, Send, Serve, Tell
+from paceline.core.events import Arrived, Died, Timeout, WantPush, WantRows
 from paceline.core.messages import (
     Clock,
     Delivered,
@@ -51,6 +51,17 @@ MUST_HAPPEN = (
     "a question about a table that the lead had yet to hear of",
     "a server did nothing for longer than a lease",
     "a process stopped for longer than its lease, and its connections stayed",
+    "a push of rows",
+    "a push of rows that several servers share",
+    "a push of rows refused by one server withdrawn from the others",
+    "a read of rows fetched",
+    "a read of rows served from a delivery",
+    "a read of rows served from the cache",
+    "rows delivered because they had changed",
+    "rows forgotten because a delivery was lost",
+    "an overtaken answer of rows asked for again",
+    "a read of rows begun anew",
+    "rows read by a restarted worker",
 )
 
 
@@ -62,6 +73,7 @@ class WatchedWorld(World):
     _copies: dict[tuple[str, PushId], int] = field(default_factory=dict[tuple[str, PushId], int])
     _advanced: dict[str, int] = field(default_factory=dict[str, int])
     _own: dict[str, int] = field(default_factory=dict[str, int])  # worker -> sequence number of its newest push
+    _begun: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])  # clock of the newest read
 
     def record(self, who: str, event: Any, effects: Any) -> None:
         """Look at one step of a core."""
@@ -80,6 +92,8 @@ class WatchedWorld(World):
             self._watch_push(who, event, effects)
         if isinstance(event, Clock) and event.withdrawn:
             self.marks["a part refused by one server withdrawn from the others"] += 1
+            of_rows = any(self.histories[table].keyed for table, _, _ in event.withdrawn)
+            self.marks["a push of rows refused by one server withdrawn from the others"] += of_rows
         if isinstance(event, Follow) and who == "server 0" and event.table not in self._servers[0].core.tables:
             self.marks["a question about a table that the lead had yet to hear of"] += 1
         self._watch_sums(effects)
@@ -105,6 +119,10 @@ class WatchedWorld(World):
                 case Serve(message=Fetched()):
                     self.marks["a waiter released by a death"] += isinstance(event, Died | Timeout)
                     self.marks["a waiter skipped by a jump released"] += jumped
+                case Serve(message=Delivered(table=table)):
+                    life = (effect.worker, effect.incarnation)
+                    changed = self._servers[int(who.split()[1])].changed.get((table, life))
+                    self.marks["rows delivered because they had changed"] += bool(changed)
                 case Tell(message=Follow()) if isinstance(event, Timeout):
                     self.marks["a follower asked the lead again"] += 1
                 case _:
@@ -155,14 +173,32 @@ class WatchedWorld(World):
             case Arrived(message=Delivered(settled=settled, includes=includes)):
                 newest = self._own.get(who, -1)
                 self.marks["a delivery crossed a push of its receiver"] += newest >= settled and newest not in includes
+            case Arrived(message=Fetched(table=table)) if self.histories[table].keyed:
+                again = any(isinstance(effect, Send) and isinstance(effect.message, Pull) for effect in effects)
+                self.marks["an overtaken answer of rows asked for again"] += again
+            case WantPush(table=table) if self.histories[table].keyed:
+                servers = [effect.server for effect in effects if isinstance(effect, Send)]
+                self.marks["a push of rows"] += 1
+                self.marks["a push of rows that several servers share"] += len(servers) > 1
+            case WantRows(table=table):
+                actor = self.actors[int(who.split()[1].split(".")[0])]
+                self.marks["a read of rows begun anew"] += self._begun.get((who, table)) == actor.asked_clock
+                self._begun[who, table] = actor.asked_clock
             case _:
                 pass
         for effect in effects:
             match effect:
                 case Send(message=Push(id=push_id, table=table), bare=bare):
-                    self.marks["a push of a table that was declared late"] += table != TABLE
+                    late = table != TABLE and not self.histories[table].keyed
+                    self.marks["a push of a table that was declared late"] += late
                     self._own[who] = push_id.seq
                     self.marks["a repeated push sent without its tensor"] += bare
+                case Forget():
+                    self.marks["rows forgotten because a delivery was lost"] += 1
+                case ReadDone(table=table, source=source) if self.histories[table].keyed:
+                    how = {"fetch": "fetched", "delivery": "served from a delivery", "cache": "served from the cache"}
+                    self.marks[f"a read of rows {how[source]}"] += 1
+                    self.marks["rows read by a restarted worker"] += not who.endswith(".0")
                 case ReadDone(source="delivery"):
                     self.marks["a read served from a delivery"] += 1
                 case ReadDone(source="cache"):
