@@ -70,6 +70,14 @@ def joins_again() -> None:
     assert said(core.handle(Connected(0), 0.0), Join)
 
 
+def first_clocks() -> None:
+    core = make_worker(num_servers=2, joined=False)
+    core.handle(WantJoin(), 0.0)
+    core.handle(Arrived(0, Joined(3)), 0.0)
+    core.handle(Arrived(1, Joined(5)), 0.0)
+    assert core.clock == 5
+
+
 def deliveries() -> None:
     core = make_server(essp(0), workers=(0,))
     core.handle(pull(0, 1, 0, needs=0), 0.0)
@@ -167,6 +175,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     leases,
     late_joins,
     joins_again,
+    first_clocks,
     deliveries,
     older_values,
     versions,

@@ -209,6 +209,7 @@ def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
         run_job(tmp_path, work, workers=2)
 
 
-def test_without_init_a_module_says_so() -> None:
+def test_without_init_a_module_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.current._process.session", None)
     with pytest.raises(UsageError, match=r"paceline.init\(\) has not been called"):
         contextvars.Context().run(paceline.Embedding, None, 1, update=ADD)
