@@ -61,7 +61,7 @@ class Timeout:
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """This server has not run for a while and could hear nobody: leases that ended meanwhile begin anew."""
+    """This server has not run for a while and heard no worker: leases that ended meanwhile begin anew."""
 
 
 ServerHappening = Declared | Changed | Spoiled | Disconnected | Died | Timeout | Woke
