@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -262,4 +262,5 @@ def test_a_damaged_archive_is_read_or_refused(tmp_path: Path, at: int, noise: by
         return
     with closing(records):
         for index in range(records.num_samples):
-            read(records, index)
+            with suppress(RecordError):  # a name of a member that is no text, for example
+                read(records, index)
