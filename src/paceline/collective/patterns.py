@@ -109,7 +109,7 @@ def reduce_in_place(turn: Turn, tensor: Tensor) -> None:
 
 
 def broadcast_bytes(turn: Turn, own: bytes, root: int) -> bytes:
-    """Return the bytes of one worker, each of whom has said with the call how many they are (`num_values`)."""
+    """Return the bytes of one worker; each worker has said with the call how many its own are (`num_values`)."""
     if turn.group.company.rank == root:
         broadcast_tensor(turn, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
         return own

@@ -161,7 +161,7 @@ class Leases:
 
     @property
     def num_rounds(self) -> int:
-        """Count the rounds that have pieces that nobody has."""
+        """Count the rounds that have pieces without an owner."""
         return len(self._free)
 
     def _open(self, place: Round, sizes: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
 
 
 def prepare_run_dir(wanted: Path | None) -> Path:
-    """Return a directory of this user's that nobody else can enter.
+    """Return a directory of this user's that no other user can enter.
 
     Raises:
         UsageError: it is another user's, holds something already, or cannot be made.
@@ -75,7 +75,7 @@ def prepare_run_dir(wanted: Path | None) -> Path:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(run_dir)
-        run_dir.chmod(0o700)  # first: nobody else puts something into it from here on
+        run_dir.chmod(0o700)  # first: no other user puts something into it from here on
         if any(run_dir.iterdir()):
             raise UsageError(f"the run directory {run_dir} is not empty; name a new one, or remove it")
     except OSError as error:

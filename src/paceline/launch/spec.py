@@ -105,7 +105,7 @@ def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
 def _require_private(path: Path, found: os.stat_result) -> None:
     """Refuse a secret that another user has put there, or may read or change; that of root is as good as one's own.
 
-    A file that all may read is private in a folder that nobody else can enter.
+    A file that all may read is private in a folder that no other user can enter.
     """
     mode, folder_mode = stat.S_IMODE(found.st_mode), stat.S_IMODE(path.parent.stat().st_mode)
     may_read = mode & 0o044 and folder_mode & 0o011

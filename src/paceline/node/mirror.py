@@ -189,7 +189,7 @@ class Mirror:
             memory.reread()
 
     def keep(self) -> None:
-        """Make the memory of a live copy this process's own, in its place: nobody else changes it any more."""
+        """Make the memory of a live copy this process's own, in its place: no other process changes it any more."""
         for memory in self._peer_memory():
             memory.keep()
 
