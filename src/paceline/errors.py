@@ -41,6 +41,14 @@ class ConnectionLost(PeerError):
     """The connection to a peer ended; whether its last message arrived is not known."""
 
 
+class ServerLost(PeerError):
+    """A server is gone, or out of reach for good, and with it its part of the values.
+
+    No call to the servers will succeed any more. What was pulled before can still be read and saved: parameters of a
+    model, views and tensors keep their values.
+    """
+
+
 class DeadlineExceeded(PeerError):
     """A wait reached its deadline; the message names what was waited for."""
 

@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,7 @@ from paceline.launch.environment import (
     is_serving,
 )
 from paceline.launch.keys.holders import Holder
+from paceline.launch.lost_servers import how_server_ended
 from paceline.launch.notice import CALLED_OFF_NAME, Notice
 from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.embedded import Embedded
@@ -146,9 +148,11 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
     """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
     sender = Sender(spec.generation, place.rank, place.incarnation)
     settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
-    options = WorkerOptions(spec.wait_timeout_s, checks_memory=checks_memory())
-    node = WorkerNode(settings, transport, spec.addresses, options)
     rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
+    options = WorkerOptions(
+        spec.wait_timeout_s, checks_memory=checks_memory(), how_ended=partial(how_server_ended, run_dir)
+    )
+    node = WorkerNode(settings, transport, spec.addresses, options)
     with ExitStack() as undo:
         undo.callback(node.close)
         node.join()
@@ -160,6 +164,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
         session.readers = _readers(spec, place, transport)
         undo.pop_all()
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
+    session.notice.may_save = lambda: node.is_failing
     session.notice.listen()
     atexit.register(session.close)
     when_script_ends(lambda well: session.close(politely=well))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.launch import supervise
 from paceline.launch.local import run_local
 from paceline.launch.plan import LocalRun, Programs
 from paceline.launch.policy import Policy
@@ -18,6 +19,7 @@ SERVER = Path(__file__).with_name("fake_server.py")
 
 def main(settings: dict[str, Any]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it, and so would we
+    supervise.SAVING_S = settings.pop("saving_s", supervise.SAVING_S)
     behaviour = settings.pop("behaviour", "")
     words = (f"--behaviour={behaviour}",) if behaviour else ()
     data_behaviour = settings.pop("data_behaviour", "")

@@ -183,10 +183,29 @@ def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
 def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
     crash = CRASH.replace("print('done')", PAUSE)
 
-    result = launch(write_script(tmp_path, crash), behaviour="die-when-told")
+    result = launch(write_script(tmp_path, crash), behaviour="die-when-told", saving_s=0.2, grace_s=0.1)
 
     assert result.code == 1
     assert "server 0 was killed by SIGABRT before the run was over" in result.stderr
+    assert "worker 0 had not ended 0.2 s after a server was lost, and was killed" in result.stderr
+
+
+def test_workers_are_told_which_server_died_and_may_save_what_they_hold(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        """
+from paceline.launch.lost_servers import how_server_ended
+if place.rank == 1: os.abort()  # of which the server is told, and dies
+while not how_server_ended(Path(spec.run_dir), 0): pass
+print("saved, as server 0", how_server_ended(Path(spec.run_dir), 0))
+""".replace("Path(", "__import__('pathlib').Path("),
+    )
+
+    result = launch(script, behaviour="die-when-told", grace_s=0.1)
+
+    assert result.code == 1
+    assert "saved, as server 0 was killed by SIGABRT" in result.stdout
+    assert "had not ended" not in result.stderr
 
 
 def test_a_server_that_never_listens_ends_the_run(tmp_path: Path) -> None:

@@ -110,3 +110,16 @@ notice.listen()
 """
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=30)
     assert (abs(ended.returncode), ended.stdout) == (signal.SIGTERM, ""), ended.stderr
+
+
+@pytest.mark.usefixtures("before")
+def test_a_script_that_may_be_saving_is_not_cut_short_when_the_run_is_called_off(tmp_path: Path) -> None:
+    called_off = tmp_path / "off"
+    called_off.touch()
+    notice = Notice(called_off)
+    notice.may_save = lambda: True
+    notice.listen()
+
+    signal.raise_signal(signal.SIGTERM)
+
+    assert notice.ask()

@@ -12,7 +12,8 @@ from paceline.core.effects import ServerEffect
 from paceline.core.messages import Push, Sender
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import WorkerSettings
-from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, UsageError
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, ServerLost, UsageError
+from paceline.node.requests import Meet
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
 from paceline.transport import Credentials, FaultPlan, TcpTransport
@@ -51,7 +52,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         read = node.begin_read("w")  # waits for worker 1, who never comes
 
     for future in (pushed, read):
-        with pytest.raises(PeerError, match=r"lost: it did not come back within 0\.2 s"):
+        with pytest.raises(ServerLost, match=r"lost: the connection to .* did not come back within 0\.2 s"):
             future.result(timeout=10)
     for call in (
         lambda: node.push("w", torch.ones(4), count=1.0),
@@ -60,9 +61,23 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         lambda: read_values(node, "w", torch.empty(4)),
         lambda: node.calls.ask(0, lambda number: None, "nothing"),
     ):
-        with pytest.raises(PeerError, match=r"worker 0 \(clock 1\): the connection to .* is lost"):
+        with pytest.raises(ServerLost, match=r"worker 0 \(clock 1\): server 0 is lost: .* can still be read: save"):
             call()
+    assert node.is_failing
     node.close()
+
+
+def test_a_server_that_is_known_to_have_ended_is_not_tried_again(tmp_path: Path) -> None:
+    with cluster("tcp", tmp_path, num_workers=1, num_servers=2) as servers:
+        node = servers.worker(0)
+        node.options = WorkerOptions(reconnect_timeout_s=1000.0, how_ended=lambda rank: f"{rank} was killed")
+        node.join()
+        assert not node.is_failing
+        servers.servers[1].stop()
+
+        with pytest.raises(ServerLost, match=r"server 1 is lost: .* is over: the server 1 was killed"):
+            node.calls.ask(1, lambda number: Meet(number, "a place"), "what never comes")
+        node.close()
 
 
 def test_what_does_not_come_in_time_is_named(tmp_path: Path) -> None:

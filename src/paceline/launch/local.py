@@ -18,7 +18,6 @@ from paceline.launch.environment import NUM_THREADS, child_environment, chose_nu
 from paceline.launch.folders import require_own
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
-from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
@@ -108,8 +107,7 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    called_off = run_dir / CALLED_OFF_NAME
-    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, called_off=called_off)
+    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir)
     with Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
         board = open_board(trace_folder, run.num_workers) if run.progress else None
         console = Console(copy)

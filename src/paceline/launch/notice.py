@@ -35,6 +35,8 @@ class Notice:
         self._now = now
         self._told_at_s: float | None = None
         self._script_decides = False
+        # Returns whether the script may be saving what it holds, as the job has failed it: it is not cut short.
+        self.may_save: Callable[[], bool] = lambda: False
         self._listener: int | None = None  # the process that is told, while it listens: not what it forks
 
     def listen(self) -> None:
@@ -73,7 +75,7 @@ class Notice:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = self._now()
         is_first = self._told_at_s is None or now - self._told_at_s < ONE_ORDER_S
-        is_wanted = self._called_off is None or not self._called_off.exists()
+        is_wanted = self._called_off is None or not self._called_off.exists() or self.may_save()
         if self._listener == os.getpid() and is_first and is_wanted:
             self._told_at_s = now if self._told_at_s is None else self._told_at_s
         else:

@@ -16,13 +16,15 @@ from typing import Final, Protocol, final
 
 from paceline.launch.child import Launch
 from paceline.launch.console import Console
-from paceline.launch.notice import EXIT_TOLD
+from paceline.launch.lost_servers import tell_server_ended
+from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD
 from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
 from paceline.launch.signals import Signals
 
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
+SAVING_S: Final = 30.0  # at least so long, workers that have lost a server may save what they hold
 
 
 class Board(Protocol):
@@ -121,6 +123,7 @@ class Ending:
     culprit: Member | None = None
     tell_workers: int = signal.SIGTERM
     lets_finish: bool = False  # the step that each worker is in
+    lets_save: bool = False  # what workers hold: their own calls tell them that a server is lost, and no signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class Terms:
     policy: Policy
     start_timeout_s: float
     grace_s: float
-    called_off: Path  # this file is made when workers are to end at once, whatever they do
+    run_dir: Path  # where workers are told that they are to end at once, or that a server is lost
 
 
 @final
@@ -240,7 +243,9 @@ class Supervisor:
     def _on_server_exit(self, child: Member, exit_code: int) -> None:
         if self._ending is None and not (self._servers_stopped and exit_code == 0):
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
-            self._ending = Ending(1, f"{child.name} {describe_exit(exit_code)} {when}", culprit=child)
+            reason = f"{child.name} {describe_exit(exit_code)} {when}"
+            self._ending = Ending(1, reason, culprit=child, lets_save=self._met)
+            tell_server_ended(self._terms.run_dir, child.launch.rank, describe_exit(exit_code))
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
         """Go on with the others: none decides anything, so that each can serve what another was to."""
@@ -299,32 +304,37 @@ class Supervisor:
     def _stop_workers(self) -> None:
         if self._ending is None:
             return
+        workers, grace_s = self._alive("worker"), self._terms.grace_s
+        if self._ending.lets_save:
+            grace_s = max(grace_s, SAVING_S)
+            self._end_within(workers, grace_s, time.monotonic() + grace_s, "a server was lost")
+            return
         if not self._ending.lets_finish:
             with suppress(OSError):  # a full disk, for example: then they take their time
-                self._terms.called_off.touch()
-        workers = self._alive("worker")
+                (self._terms.run_dir / CALLED_OFF_NAME).touch()
         for worker in workers:
             worker.signal(self._ending.tell_workers)
-        self._end_within(workers, time.monotonic() + self._terms.grace_s)
+        self._end_within(workers, grace_s, time.monotonic() + grace_s)
 
     def _stop_servers(self) -> None:
         self._servers_stopped = True
         servers = self._alive("server") + self._alive("data")
         for server in servers:
             server.tell("stop")
-        grace_end_s = time.monotonic() + self._terms.grace_s
+        grace_s = self._terms.grace_s
+        grace_end_s = time.monotonic() + grace_s
         # A server that is still starting hears of its end only when it has started.
         was_cut_short = self._met or self._ending is not None
-        self._end_within(servers, grace_end_s if was_cut_short else max(grace_end_s, self._start_deadline_s))
+        self._end_within(servers, grace_s, grace_end_s if was_cut_short else max(grace_end_s, self._start_deadline_s))
 
-    def _end_within(self, children: Sequence[Member], deadline_s: float) -> None:
+    def _end_within(
+        self, children: Sequence[Member], grace_s: float, deadline_s: float, since: str = "it was told to"
+    ) -> None:
         """Wait for the children to end; kill those that have not at the deadline."""
         self._wait_until_gone(children, deadline_s)
         late = [child for child in children if child in self._running]
         for child in late:
-            self._summary.append(
-                f"{child.name} had not ended {self._terms.grace_s:g} s after it was told to, and was killed"
-            )
+            self._summary.append(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
         self._kill(late)
         self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
 

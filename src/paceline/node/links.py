@@ -10,8 +10,9 @@ from functools import partial
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.post import Post
+from paceline.node.progress import Progress
 from paceline.node.roles import check_server
-from paceline.node.wire import Hello, encode
+from paceline.node.wire import Hello, encode, is_joined
 from paceline.transport.base import EMPTY, Frame, Place, Transport
 
 _POLL_S = 0.5
@@ -32,6 +33,7 @@ class Link:
         on_reconnected: called when the connection was made again, on the reader thread, with what lets `send` use it.
             It has to call that, and to repeat what is unanswered before others may send: else they overtake it.
         on_lost: called with the reason when nothing will come from the server any more.
+        how_ended: returns how the server has ended where that is known; then it is not tried again.
     """
 
     server: int
@@ -43,12 +45,15 @@ class Link:
     place: Place
     on_reconnected: Callable[[Callable[[], None]], None]
     on_lost: Callable[[str], None]
+    how_ended: Callable[[], str]
     _post: Post = field(init=False)
+    _progress: Progress = field(init=False)
     _closing: threading.Event = field(default_factory=threading.Event)
     _reader: threading.Thread = field(init=False)
 
     def open(self, timeout_s: float) -> None:
         """Connect, and start to read. Blocks until connected; raises as `Transport.connect` does."""
+        self._progress = Progress(self.patience_s)
         self._post = self._connect(timeout_s)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
@@ -59,6 +64,7 @@ class Link:
         If the connection is broken it is lost, and repeated when there is a new connection. Until it is answered, the
         body must stay as it is.
         """
+        self._progress.note_sent(len(header) + body.nbytes)
         self._post.send(header, body, urgent=urgent)
 
     def close(self) -> None:
@@ -71,28 +77,33 @@ class Link:
     def _connect(self, timeout_s: float) -> Post:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
         check_server(connection, self.server)
+        self._progress.note_connected()
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
         return Post(connection, self.transport.maps_memory, connection.close)
 
     def _read(self) -> None:
         """Hand over frames until closed or lost, and say so whatever the reason."""
-        problem = "its reader thread failed; the traceback is on stderr"
+        problem = "is over: its reader thread failed; the traceback is on stderr"
         try:
             problem = self._read_on()
         finally:
             self._post.close()
             if not self._closing.is_set():
-                self.on_lost(f"the connection to {self.address} is lost: {problem}")
+                self.on_lost(f"server {self.server} is lost: the connection to {self.address} {problem}")
 
     def _read_on(self) -> str:
         """Hand over frames until closed or lost; return why it is over."""
         problem = ""
         while not self._closing.is_set():
             try:
-                self.on_frame(self._post.connection.receive(timeout_s=_POLL_S, place=self.place))
+                frame = self._post.connection.receive(timeout_s=_POLL_S, place=self.place)
+                if not is_joined(frame.header):
+                    self._progress.note_answered()
+                self.on_frame(frame)
             except DeadlineExceeded:
                 continue
             except PeerError as error:
+                self._progress.note_broken()
                 made = self._reconnect(str(error))
                 if isinstance(made, str):
                     problem = made
@@ -106,15 +117,22 @@ class Link:
             post.close()
 
     def _reconnect(self, problem: str) -> Post | str:
-        """Try until connected or out of patience; return the new connection, or why there is none."""
+        """Try until connected or out of patience; return the new connection, or what became of it."""
         self._post.close()
+        objection = self._progress.objection()
+        if objection:
+            advice = "check the MTU of the path, and look at what the server wrote"
+            return f"{objection}; {advice} (it broke as follows: {problem})"
         give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
         while time.monotonic() < give_up and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            how = self.how_ended()
+            if how:
+                return f"is over: the server {how}"
             try:
                 return self._connect(_POLL_S)
             except AuthenticationFailed as error:
-                return str(error)
+                return f"was refused when it was made again: {error}"
             except PeerError as error:
                 problem = str(error)
-        return f"it did not come back within {self.patience_s:g} s ({problem})"
+        return f"did not come back within {self.patience_s:g} s ({problem})"

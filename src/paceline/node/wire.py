@@ -165,6 +165,7 @@ _CODEC: Final = Codec[object](
     RowsUsed,
 )
 _PUSH: Final = _CODEC.kind_byte(PushFrame)
+_JOINED: Final = _CODEC.kind_byte(messages.Joined)
 
 encode = _CODEC.encode
 decode = _CODEC.decode
@@ -173,3 +174,8 @@ decode = _CODEC.decode
 def is_push(header: bytes) -> bool:
     """Say whether the header of a frame is that of a push, without reading it."""
     return header[:1] == _PUSH
+
+
+def is_joined(header: bytes) -> bool:
+    """Return whether the header of a frame is that of the answer to a join, without reading it."""
+    return header[:1] == _JOINED

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from paceline.core.events import Opened, Timeout, WantClock, WantJoin, WantLeave
 from paceline.core.messages import Clock, Pull, Push
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.errors import ProtocolBug, UsageError
+from paceline.errors import PeerError, ProtocolBug, ServerLost, UsageError
 from paceline.node.arrivals import Arrivals
 from paceline.node.calls import Calls
 from paceline.node.layout import spans
@@ -111,6 +112,11 @@ class WorkerNode:
         """The number of servers of the job."""
         return len(self.addresses)
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether a call has raised, or the next one will, because a server is lost or has not answered in time."""
+        return self._waiting.is_failing
+
     def join(self) -> int:
         """Connect to all servers and take part; return the clock at which. Blocks until every server agrees."""
         sender = self.settings.sender
@@ -136,7 +142,8 @@ class WorkerNode:
                 on_frame=arrivals.on_frame,
                 place=arrivals.place,
                 on_reconnected=arrivals.on_reconnected,
-                on_lost=self._fail,
+                on_lost=partial(self._fail, as_error=ServerLost),
+                how_ended=partial(self.options.how_ended, server),
             )
             link.open(_CONNECT_TIMEOUT_S)
             self._links.append(link)
@@ -336,12 +343,12 @@ class WorkerNode:
         self._waiting.changed = self._changed = threading.Condition()  # another thread may have held it at the fork
         self._waiting.failure = reason
 
-    def _fail(self, reason: str) -> None:
-        """Give up, for the first reason: whoever waits for anything is told."""
+    def _fail(self, reason: str, as_error: type[PeerError] = PeerError) -> None:
+        """Give up, for the first reason: every call that waits for anything raises it."""
         with self._changed:
             if self._waiting.failure:
                 return
-            self._waiting.failure = reason
+            self._waiting.failed_as, self._waiting.failure = as_error, reason
             error = self._waiting.error()
             self._pushes.abandon(error)
             self._reads.abandon(error)

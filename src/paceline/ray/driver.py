@@ -7,7 +7,6 @@ from types import ModuleType
 
 from paceline.launch.console import Console
 from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
-from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
@@ -37,8 +36,7 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    called_off = run_dir / CALLED_OFF_NAME
-    terms = Terms(policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, called_off=called_off)
+    terms = Terms(policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, run_dir=run_dir)
     with open_copy(run.copy_to) as copy:
         console = Console(copy)
         with joined(ray, run, options, console) as cluster, Signals() as signals, unblocked_output() as outlets:
