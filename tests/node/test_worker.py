@@ -17,6 +17,8 @@ from paceline.node.requests import Meet
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
 from paceline.transport import Credentials, FaultPlan, TcpTransport
+from paceline.transport.base import EMPTY
+from paceline.transport.memory import MemoryConnection
 from paceline.transport.security import TokenHandshake
 
 
@@ -291,3 +293,25 @@ def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_pa
             node.leave()
 
         assert servers.values("w").tolist() == [1.0] * 4
+
+
+def test_a_worker_whose_large_frames_never_arrive_ends_with_their_size_and_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4096, "asynchronous"))
+        node._links[0]._progress.patience_s = 0.2
+        send = MemoryConnection.send
+
+        def drop_large(self: MemoryConnection, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+            if len(body) < 1500:
+                send(self, header, body, timeout_s=timeout_s)
+            else:
+                self.close()  # as the kernel does, after 10 s in which a packet is not acknowledged
+
+        monkeypatch.setattr(MemoryConnection, "send", drop_large)
+
+        with pytest.raises(
+            ServerLost, match=r"memory://.* was accepted \d+ times, and broke each .* frame of 16,\d+ bytes .* MTU"
+        ):
+            node.push("w", torch.ones(4096), count=1.0).result(timeout=30)
