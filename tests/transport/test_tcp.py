@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -254,7 +255,8 @@ def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.Monke
 
         def getsockopt(self, level: int, option: int, size: int) -> bytes:
             assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
-            return bytes([1, 0, self.said_again, self.asked_again])[:size]
+            info = bytes([1, 0, self.said_again, self.asked_again]).ljust(size - 8, b"\0")
+            return info + struct.pack("II", 2_000, 1_000)  # heard so many milliseconds ago
 
         def setsockopt(self, level: int, option: int, value: int) -> None:
             assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)

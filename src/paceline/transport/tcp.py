@@ -18,10 +18,10 @@ from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings
 
 # While nothing is said, the kernel asks whether the other end is there, and gives up when so many questions in a row go
-# unanswered, after 11 seconds; while something is on its way, see `Silence`.
-_KEEPALIVE_AFTER_S: Final = 5
-_KEEPALIVE_EVERY_S: Final = 2
-_NUM_KEEPALIVES: Final = 3
+# unanswered, after 11 seconds; while something is on its way, `Silence` sees to the same.
+KEEPALIVE_AFTER_S: Final = 5
+KEEPALIVE_EVERY_S: Final = 2
+NUM_KEEPALIVES: Final = 3
 # What has not left waits in our queues, where what is urgent passes it, and not in the kernel's.
 _UNSENT_BYTES: Final = 256 << 10
 
@@ -149,9 +149,9 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_AFTER_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_KEEPALIVES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVES)
 
 
 def _parse(address: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
