@@ -16,6 +16,7 @@ from paceline.node.wire import Hello, encode, is_joined
 from paceline.transport.base import EMPTY, Frame, Place, Transport
 
 _POLL_S = 0.5
+_ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
@@ -130,7 +131,7 @@ class Link:
             if how:
                 return f"is over: the server {how}"
             try:
-                return self._connect(_POLL_S)
+                return self._connect(max(_POLL_S, min(_ATTEMPT_S, give_up - time.monotonic())))
             except AuthenticationFailed as error:
                 return f"was refused when it was made again: {error}"
             except PeerError as error:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
-from paceline.errors import AuthenticationFailed, CertificateRefused, DeadlineExceeded, PeerError, Refused, UsageError
+from paceline.errors import (
+    AuthenticationFailed,
+    CertificateRefused,
+    DeadlineExceeded,
+    PeerError,
+    ProtocolBug,
+    Refused,
+    UsageError,
+)
 from paceline.launch.machines import look_up
 from paceline.serve.access import Access
 from paceline.serve.location import SCHEME, Location, door
@@ -18,21 +30,27 @@ from paceline.version import __version__
 CONNECT_TIMEOUT_S: Final = 5.0
 # The reception answers when the namespace is there, which may have to be read from disk first.
 ADMISSION_TIMEOUT_S: Final = 60.0
+LOOKUP_PAUSE_S: Final = 0.25
 
 
 @final
 class Line:
     """A `Transport` to one namespace: TCP, with the namespace in what a client says of itself.
 
-    Addresses are those of `Location`; the host was looked up once, and all that it may be is tried in turn.
+    Addresses are those of `Location`. All addresses that its host has are tried in turn, first the one that led there
+    last. Where none does, the host is looked up again for the next time: a server that moved has another address.
+
+    Args:
+        find: returns the addresses of the host now, at least one; raises UsageError where none is known.
     """
 
-    def __init__(self, location: Location, tcp: TcpTransport, doors: tuple[str, ...]) -> None:
+    def __init__(self, location: Location, tcp: TcpTransport, find: Callable[[], tuple[str, ...]]) -> None:
         self.name: Final = SCHEME
         self.maps_memory: Final = False
         self._location = location
         self._tcp = tcp
-        self._doors = doors
+        self._find = find
+        self._doors = find()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give plain memory; see `Transport.allocate`."""
@@ -49,16 +67,26 @@ class Line:
         return self.call(Visit(self._location.namespace, identity), timeout_s)
 
     def call(self, visit: Visit, timeout_s: float) -> Connection:
-        """Connect to the first door that opens; raises what went wrong at the last one."""
+        """Connect to the first address that leads there; raises what went wrong at the last one.
+
+        Each has an equal part of the time that is left, so that one that drops packets leaves some to the others.
+        """
         deadline, identity = Deadline.after(timeout_s), encode(visit)
-        for one in self._doors[:-1]:
+        for number, one in enumerate(self._doors):
+            num_left = len(self._doors) - number
             try:
-                return self._tcp.connect(one, identity, timeout_s=deadline.remaining_s())
+                connection = self._tcp.connect(one, identity, timeout_s=deadline.remaining_s() / num_left)
             except AuthenticationFailed:
                 raise
             except PeerError:
-                continue
-        return self._tcp.connect(self._doors[-1], identity, timeout_s=deadline.remaining_s())
+                if num_left == 1:
+                    with suppress(UsageError):
+                        self._doors = self._find()
+                    raise
+            else:
+                self._doors = (one, *(other for other in self._doors if other != one))
+                return connection
+        raise ProtocolBug(f"{self._location} has no address")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +104,8 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
         UsageError: the host has no address, or what was given makes no sense.
         PeerError: nobody answers, or the server does not let this client in; the message says what to do.
     """
-    doors = tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
-    line = Line(location, access.transport(), doors)
+    _wait_known(location.host)
+    line = Line(location, access.transport(), partial(_addresses, location))
     try:
         connection = line.call(Visit(location.namespace, ask=Ask(rank, workers, __version__)), CONNECT_TIMEOUT_S)
     except CertificateRefused as error:
@@ -95,6 +123,24 @@ def enter(location: Location, access: Access, rank: int | None, workers: int | N
         return Entrance(line, _admitted(connection, location))
     finally:
         connection.close()
+
+
+def _wait_known(host: str) -> None:
+    """Block until a host has an address: names of new machines become known some time after those."""
+    deadline = Deadline.after(CONNECT_TIMEOUT_S)
+    while True:
+        try:
+            look_up(host)
+        except UsageError as error:
+            if not deadline.remaining_s():
+                raise UsageError(f"{error} (tried for {CONNECT_TIMEOUT_S:g} s)") from error
+            time.sleep(min(LOOKUP_PAUSE_S, deadline.remaining_s()))
+        else:
+            return
+
+
+def _addresses(location: Location) -> tuple[str, ...]:
+    return tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
 
 
 def _admitted(connection: Connection, location: Location) -> Admitted:
