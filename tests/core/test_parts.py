@@ -245,7 +245,7 @@ def test_m2_an_ended_incarnation_never_comes_back() -> None:
     lives = Membership(generation=1)
     lives.begin(sender(0, 1), clock=3)
     assert lives.objection(sender(0, 1)) == ""
-    assert "incarnation 0 of worker 0 is over" in lives.objection(sender(0, 0))
+    assert "worker 0 has ended since it joined (incarnation 0 is over)" in lives.objection(sender(0, 0))
     assert "has not joined" in lives.objection(sender(0, 2))
     lives.end(0, left=False)
     assert lives.has_ended(sender(0, 1))

@@ -103,7 +103,7 @@ def test_m2_a_zombie_is_fenced_after_its_lease() -> None:
     for event in (push(1, 0, 0), tick(1, 1), pull(1, 1, 0, 0), Join(sender(1))):
         effects = core.handle(event, 6.0)
         assert of(effects, Apply) == []
-        assert "incarnation 0 of worker 1 is over" in said(effects, WorkerRefused)[0].reason
+        assert "worker 1 has ended since it joined (incarnation 0 is over)" in said(effects, WorkerRefused)[0].reason
 
 
 def test_m2_a_restart_replaces_a_life_that_seems_alive_and_fences_it() -> None:

@@ -177,7 +177,7 @@ def test_a_worker_that_was_given_up_is_told_so(tmp_path: Path) -> None:
         worker.say(push(0), ONES)
         refused, _ = worker.hear(WorkerRefused)
 
-        assert "incarnation 0 of worker 1 is over; a restarted worker must join anew" in refused.reason
+        assert "worker 1 has ended since it joined (incarnation 0 is over)" in refused.reason
         with member(servers, 1, incarnation=1) as restarted:
             restarted.say(PushFrame(Push(PushId(1, 1, 1, 0), "w", 0, 0), 1.0, (), ()), ONES)
             restarted.hear(Applied)

@@ -262,3 +262,19 @@ def test_what_is_wrong_with_a_certificate_is_not_blamed_on_the_token(tmp_path: P
         with pytest.raises(CertificateRefused) as caught:
             served.connect(token=keys / "token", keys=foreign)
         assert "token" not in str(caught.value)
+
+
+def test_a_folder_without_a_certificate_for_this_rank_is_told(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    issue_keys(tmp_path / "keys", Holder("worker", 2), tmp_path / "issued")
+    for rank, folder, said in (
+        (
+            0,
+            "issued",
+            r"issued has no certificate for worker-0, only for worker-2: give the rank .*issue KEYS worker-0 ",
+        ),
+        (3, "none", r"none has no certificate for worker-3, nor for any worker: "),
+        (None, "none", r"none has no certificate for any, nor for any worker: "),
+    ):
+        with pytest.raises(UsageError, match=said):
+            paceline.connect("paceline://node-3:7700/a", token=TOKEN, keys=tmp_path / folder, rank=rank)

@@ -17,6 +17,7 @@ from paceline.collective.accounts import names
 from paceline.collective.call import Call
 from paceline.collective.group import Company, Group
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
+from paceline.transport.deadline import seconds
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ class Lane:
                     raise
         absent = self.company.absent(self.company.store(self.name))
         whom = f"{names(absent)}, which did not come" if absent else "earlier calls to be over"
-        raise DeadlineExceeded(f"worker {self.company.rank}, {what}: waited {patience_s:g} s for {whom}")
+        raise DeadlineExceeded(f"worker {self.company.rank}, {what}: waited {seconds(patience_s)} for {whom}")
 
     def close(self, *, politely: bool) -> None:
         """End the calls, the thread and the connections. Politely: after all calls that were asked for are over."""

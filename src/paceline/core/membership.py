@@ -66,7 +66,8 @@ class Membership:
             return ""
         if self.has_ended(sender) or (life and life.incarnation > sender.incarnation):
             return (
-                f"incarnation {sender.incarnation} of worker {sender.worker} is over; a restarted worker must join anew"
+                f"worker {sender.worker} has ended since it joined (incarnation {sender.incarnation} is over): it was "
+                "out of reach for longer than its lease, or was started again"
             )
         return f"incarnation {sender.incarnation} of worker {sender.worker} has not joined"
 

@@ -14,6 +14,7 @@ from paceline.node.progress import Progress
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode, is_joined
 from paceline.transport.base import EMPTY, Frame, Place, Transport
+from paceline.transport.deadline import seconds
 
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
@@ -136,4 +137,4 @@ class Link:
                 return f"was refused when it was made again: {error}"
             except PeerError as error:
                 problem = str(error)
-        return f"did not come back within {self.patience_s:g} s ({problem})"
+        return f"did not come back within {seconds(self.patience_s)} ({problem})"

@@ -135,11 +135,17 @@ def find_holder(keys: Path, rank: int | None) -> Holder:
     Raises:
         UsageError: there are several, and no rank says which, or the only one is nobody's.
     """
-    if rank is not None:
-        return Holder("worker", rank)
     names = sorted(path.stem for path in keys.glob("worker-*.pem"))
-    if (keys / f"{Holder('any')}.pem").exists() or not names:
-        return Holder("any")
+    wanted = Holder("any") if rank is None else Holder("worker", rank)
+    if (keys / f"{Holder('any')}.pem").exists() or str(wanted) in names:
+        return wanted
+    if rank is not None or not names:
+        found = f"only for {', '.join(names)}" if names else "nor for any worker"
+        issue = f"paceline keys issue KEYS {Holder('worker', rank or 0)} --out FOLDER"
+        raise UsageError(
+            f"{keys} has no certificate for {wanted}, {found}: give the rank that a certificate is for, or have one "
+            f"made where the keys were made: `{issue}`"
+        )
     if len(names) > 1:
         raise UsageError(f"{keys} has certificates of {', '.join(names)}: which worker is this? Give rank=...")
     return Holder.parse(names[0])

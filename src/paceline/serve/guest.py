@@ -11,6 +11,7 @@ from paceline.core.messages import Sender, WorkerRefused
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.node.wire import Hello, decode, encode
 from paceline.transport.base import EMPTY, Connection, Frame, Papers, Place
+from paceline.transport.deadline import seconds
 
 if TYPE_CHECKING:
     from paceline.serve.messages import Visit
@@ -85,7 +86,7 @@ class Hall:
         """Wait for the next connection; see `Listener.accept`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or bool(self._waiting), timeout_s):
-                raise DeadlineExceeded(f"waited {timeout_s} s for a client of {self.address}; none came")
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a client of {self.address}; none came")
             if self._closed:
                 raise ConnectionLost(f"{self.address} is closed")
             return self._waiting.popleft()

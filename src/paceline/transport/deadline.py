@@ -2,7 +2,18 @@
 
 import math
 import time
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+_SHORT_S: Final = 0.1
+
+
+def seconds(duration_s: float) -> str:
+    """Return a duration as messages tell it: what was left of a deadline has a dozen digits that say nothing.
+
+    >>> seconds(0.4999790000080821), seconds(600.0), seconds(0.00123)
+    ('0.5 s', '600 s', '0.001 s')
+    """
+    return f"{round(duration_s, 2 if duration_s >= _SHORT_S else 3):g} s"
 
 
 class Deadline(NamedTuple):

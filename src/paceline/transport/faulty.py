@@ -9,7 +9,7 @@ from typing import Final, final
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
 from paceline.transport.buffers import copied, flat
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.faults import Dice, Fate, FaultCounts, FaultPlan, Tally
 
 # A frame held back is given this long to be taken by the carrier; after that it counts as lost on the way.
@@ -49,7 +49,7 @@ class FaultyConnection:
         """Send one frame, or fail to; see `Connection.send`."""
         deadline = Deadline.after(timeout_s)
         if not self._changed.acquire(timeout=deadline.remaining_s()):
-            raise DeadlineExceeded(f"waited {timeout_s} s for other threads to finish sending to {self.peer}")
+            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}")
         try:
             self._meet(self._dice.throw(header), header, flat(body), deadline)
         finally:

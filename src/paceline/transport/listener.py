@@ -25,7 +25,7 @@ from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, Pee
 from paceline.transport.base import Limits
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.complaints import Complaints, Notice
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.security import Greeted, Handshake
 from paceline.transport.stream import StreamConnection
 
@@ -99,7 +99,7 @@ class StreamListener:
         """Wait for the next connection; see `Listener.accept`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
-                raise DeadlineExceeded(f"waited {timeout_s} s for a connection at {self.address}; none came")
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a connection at {self.address}; none came")
             if self._closed:
                 raise ConnectionLost(f"the listener at {self.address} was closed")
             return self._arrived.popleft()

@@ -8,7 +8,7 @@ from typing import Final, final
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_PAPERS, Frame, Limits, Place, check_identity, strip_scheme
 from paceline.transport.buffers import Regions, check_size, copied, destination, flat, fresh_buffer, map_private
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 
 # A sender waits while so much is unread, as it would for a full socket. Copied bodies count, the senders' own do not.
 _MAX_UNREAD_FRAMES: Final = 4096
@@ -94,7 +94,7 @@ class MemoryConnection:
         try:
             self._outgoing.put(frame, 0 if shared else body.nbytes, deadline)
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {timeout_s} s for {self.peer} to take a frame") from None
+            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {self.peer} to take a frame") from None
         except EOFError:
             raise self._lost() from None
 
@@ -107,7 +107,7 @@ class MemoryConnection:
         try:
             return self._placed(self._incoming.take(Deadline.after(timeout_s)), place)
         except TimeoutError:
-            raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
+            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
         except EOFError:
             raise self._lost() from None
         except PeerError:
@@ -155,7 +155,7 @@ class MemoryListener:
         """Wait for the next connection; see `Listener.accept`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or bool(self._arrived), timeout_s):
-                raise DeadlineExceeded(f"waited {timeout_s} s for a connection at {self.address}; none came")
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a connection at {self.address}; none came")
             if self._closed:
                 raise ConnectionLost(f"the listener at {self.address} was closed")
             return self._arrived.popleft()

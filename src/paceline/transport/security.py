@@ -26,7 +26,7 @@ from typing import Final, Protocol, final
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.transport.base import MAX_IDENTITY_BYTES, NO_PAPERS, Papers, Secret
 from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
 
 NONCE_BYTES: Final = 32
@@ -174,7 +174,7 @@ def introduce_within(
         return handshake.introduce(channel, identity, server, deadline)
     except OutOfTime:
         channel.close()
-        raise DeadlineExceeded(f"waited {timeout_s} s for the handshake with {server}") from None
+        raise DeadlineExceeded(f"waited {seconds(timeout_s)} for the handshake with {server}") from None
     except (EOFError, OSError) as error:
         channel.close()
         raise PeerError(

@@ -15,7 +15,7 @@ from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
 from paceline.transport.bodies import SharedBodies
 from paceline.transport.channel import SocketChannel
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.listener import BACKLOG, StreamListener
 from paceline.transport.security import Greeted, LocalHandshake, check_same_user, introduce_within
 from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
@@ -209,7 +209,7 @@ def _open(path: Path, peer: str, timeout_s: float) -> socket.socket:
         check_same_user(sock, peer)
     except BlockingIOError:
         sock.close()
-        raise DeadlineExceeded(f"waited {timeout_s} s for {peer} to take the connection") from None
+        raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
         raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None

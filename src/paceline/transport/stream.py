@@ -10,7 +10,7 @@ from paceline.transport.base import EMPTY, Frame, Limits, Place
 from paceline.transport.bodies import Bodies, Placement
 from paceline.transport.buffers import destination, flat, fresh_buffer
 from paceline.transport.channel import OutOfTime
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
 from paceline.transport.pool import Buffer
 from paceline.transport.readahead import ReadAhead
@@ -60,7 +60,7 @@ class StreamConnection:
         body = flat(body)
         self._check_sizes(header, body)
         if not self._sending.acquire(timeout=deadline.remaining_s()):
-            raise DeadlineExceeded(f"waited {timeout_s} s for other threads to finish sending to {self.peer}")
+            raise DeadlineExceeded(f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}")
         try:
             self._check_open()
             self._send_frame(header, body, deadline, timeout_s)
@@ -80,7 +80,7 @@ class StreamConnection:
             try:
                 return self._read_frame(deadline, place)
             except OutOfTime:
-                raise DeadlineExceeded(f"waited {timeout_s} s for a frame from {self.peer}; none came") from None
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
             except PeerError as error:
                 self._end(str(error))
                 self._readable = False
@@ -146,9 +146,9 @@ class StreamConnection:
             self._channel.write(buffers, deadline, descriptor)
         except OutOfTime as late:
             if late.num_written:
-                self._end(f"a frame could be sent only in part within {timeout_s} s")
+                self._end(f"a frame could be sent only in part within {seconds(timeout_s)}")
             raise DeadlineExceeded(
-                f"waited {timeout_s} s for {self.peer} to take a frame; sent {late.num_written} of "
+                f"waited {seconds(timeout_s)} for {self.peer} to take a frame; sent {late.num_written} of "
                 f"{sum(map(len, buffers))} bytes"
             ) from None
         except (EOFError, OSError) as error:

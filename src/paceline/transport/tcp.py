@@ -11,7 +11,7 @@ from paceline.transport.bodies import InlineBodies
 from paceline.transport.buffers import check_size, fresh_buffer
 from paceline.transport.channel import SocketChannel
 from paceline.transport.complaints import Notice
-from paceline.transport.deadline import Deadline
+from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.listener import BACKLOG, StreamListener
 from paceline.transport.security import Greeted, Handshake, TokenHandshake, introduce_within
 from paceline.transport.stream import StreamConnection
@@ -130,7 +130,7 @@ def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) 
         _tune(sock)
     except TimeoutError:
         sock.close()
-        raise DeadlineExceeded(f"waited {timeout_s} s for {peer} to take the connection") from None
+        raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except ConnectionRefusedError:
         sock.close()
         raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
