@@ -15,6 +15,15 @@ MAGIC: Final = b"PCLN"
 WIRE_VERSION: Final = 1
 PREFIX_BYTES: Final = 64
 
+# How programs begin that people reach by mistake, with four bytes at most.
+_OTHERS: Final = {
+    b"HTTP": "a web server (HTTP)",
+    b"SSH-": "an SSH server",
+    b"220": "a mail or FTP server",
+    b"\x15\x03": "one that speaks TLS (give all processes of the job TLS, or none)",
+    b"\x16\x03": "one that speaks TLS (give all processes of the job TLS, or none)",
+}
+
 # magic, version, kind, header bytes, segment, body bytes, offset, segment bytes, spare; then the checksum of these.
 _FIELDS: Final = struct.Struct("<4sHHIIQQQ20x")
 _CHECKSUM: Final = struct.Struct("<I")
@@ -79,11 +88,23 @@ def decode_prefix(raw: bytes | memoryview, limits: Limits, peer: str) -> Prefix:
 def check_greeting(magic: bytes, version: int, peer: str) -> None:
     """Raise PeerError unless `peer` speaks Paceline, and this version of it."""
     if magic != MAGIC:
+        known = what_speaks(magic)
+        if known:
+            raise PeerError(f"{peer} is not a Paceline peer but {known}: check the address and the port")
         raise PeerError(f"{peer} is not a Paceline peer: expected {MAGIC!r}, got {magic!r}; check the address")
     if version != WIRE_VERSION:
         raise PeerError(
             f"{peer} speaks wire version {version}, expected {WIRE_VERSION}: install the same paceline on both sides"
         )
+
+
+def what_speaks(first: bytes) -> str:
+    """Return what a program is whose first bytes are these, or nothing where they do not say.
+
+    >>> what_speaks(b"HTTP/1.1 400 Bad Request"), what_speaks(b"PCLN")
+    ('a web server (HTTP)', '')
+    """
+    return next((kind for start, kind in _OTHERS.items() if first.startswith(start)), "")
 
 
 def _check_length(part: str, num_bytes: int, limit_bytes: int, peer: str) -> None:

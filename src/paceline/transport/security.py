@@ -27,7 +27,7 @@ from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, R
 from paceline.transport.base import MAX_IDENTITY_BYTES, NO_PAPERS, Papers, Secret
 from paceline.transport.channel import Channel, OutOfTime, SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline, seconds
-from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting
+from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting, what_speaks
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -79,7 +79,8 @@ class TokenHandshake:
         """Play the server; see `Handshake.answer`. `bound` is what the proofs hold for alone: both certificates."""
         magic, version, identity_bytes, theirs = _HELLO.unpack(read_exactly(channel, _HELLO.size, deadline))
         if magic != MAGIC or identity_bytes > MAX_IDENTITY_BYTES:
-            raise PeerError("the client is not a Paceline peer")
+            known = what_speaks(magic)
+            raise PeerError(f"the client is not a Paceline peer{f' but {known}' if known else ''}")
         ours = os.urandom(NONCE_BYTES)
         channel.write([_GREETING.pack(MAGIC, WIRE_VERSION, ours)], deadline)
         check_greeting(magic, version, "the client")
@@ -101,7 +102,7 @@ class TokenHandshake:
         token = self._secret.tokens()[0]
         ours = os.urandom(NONCE_BYTES)
         channel.write([_HELLO.pack(MAGIC, WIRE_VERSION, len(identity), ours) + identity], deadline)
-        magic, version, theirs = _GREETING.unpack(read_exactly(channel, _GREETING.size, deadline))
+        magic, version, theirs = _read_greeting(channel, _GREETING, server, deadline)
         _check_server(magic, version, server)
         said = bound, identity, ours, theirs
         channel.write([hmac.digest(token, self._transcript(b"client", *said), "sha256")], deadline)
@@ -174,12 +175,15 @@ def introduce_within(
         return handshake.introduce(channel, identity, server, deadline)
     except OutOfTime:
         channel.close()
-        raise DeadlineExceeded(f"waited {seconds(timeout_s)} for the handshake with {server}") from None
+        raise DeadlineExceeded(
+            f"waited {seconds(timeout_s)} for the handshake with {server}: it took the connection and "
+            "did not finish; it may be stopped, busy, or no Paceline server"
+        ) from None
     except (EOFError, OSError) as error:
         channel.close()
         raise PeerError(
-            f"{server} closed the connection during the handshake ({error or 'end of stream'}): it may be busy, "
-            "shutting down, or no Paceline server"
+            f"{server} closed the connection during the handshake ({str(error) or 'end of stream'}): it may be busy or "
+            "shutting down, want TLS, or be no Paceline server"
         ) from error
     except UsageError as error:
         channel.close()
@@ -196,6 +200,15 @@ def check_same_user(sock: socket.socket, peer: str) -> int:
     if user != os.geteuid():
         raise AuthenticationFailed(f"{peer} runs as user {user}, expected our own user {os.geteuid()}")
     return process
+
+
+def _read_greeting(
+    channel: Channel, layout: struct.Struct, server: str, deadline: Deadline
+) -> tuple[bytes, int, bytes]:
+    """Read what a server says first; its first bytes before the others, which another program may never say."""
+    magic = read_exactly(channel, len(MAGIC), deadline)
+    check_greeting(magic, WIRE_VERSION, server)
+    return layout.unpack(magic + read_exactly(channel, layout.size - len(MAGIC), deadline))
 
 
 def _joined(parts: Iterable[bytes]) -> bytes:

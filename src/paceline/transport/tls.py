@@ -15,6 +15,7 @@ from paceline.errors import CertificateRefused, PeerError, UsageError
 from paceline.transport.base import Papers
 from paceline.transport.channel import SocketChannel, read_exactly
 from paceline.transport.deadline import Deadline
+from paceline.transport.frames import MAGIC, what_speaks
 from paceline.transport.latest import Latest
 from paceline.transport.papers import clock, read_papers, read_revoked, validity
 from paceline.transport.security import MAX_TLS_HANDSHAKE_BYTES, Greeted, TokenHandshake
@@ -74,6 +75,8 @@ class TlsHandshake:
         try:
             tls.shake_hands(deadline)
         except ssl.SSLError as error:
+            if tls.first == MAGIC:
+                raise PeerError("the client does not speak TLS, as this server does: give it certificates") from error
             raise CertificateRefused(f"it has no certificate that holds here ({_reason(error)})") from error
         papers = self._check_papers(tls, "the client")
         tls.write([_WELCOME], deadline)
@@ -92,7 +95,7 @@ class TlsHandshake:
             agreed = True
             read_exactly(tls, len(_WELCOME), deadline)
         except ssl.SSLError as error:
-            raise self._refusal(error, server) from error
+            raise self._refusal(error, server, tls.first) from error
         except (EOFError, ConnectionError):
             raise _hung_up(server, agreed=agreed) from None
         papers = self._check_papers(tls, server)
@@ -114,7 +117,7 @@ class TlsHandshake:
         if self._revoked is not None and papers.are_among(self._revoked.get()):
             raise CertificateRefused(f"the certificate of {who} ({papers.holder}, {papers.serial}) was revoked")
 
-    def _refusal(self, error: ssl.SSLError, server: str) -> PeerError:
+    def _refusal(self, error: ssl.SSLError, server: str, first: bytes) -> PeerError:
         """Say whose certificate was not accepted, and what to do."""
         settings = self._settings
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -130,6 +133,9 @@ class TlsHandshake:
                 f"{server} refused the certificate in {settings.certificate} ({reason}): give it one that is valid "
                 f"now and signed by the authority of the server ({validity(settings.certificate)})"
             )
+        known = what_speaks(first) if error.reason == "WRONG_VERSION_NUMBER" else ""
+        if known:
+            return PeerError(f"{server} is not a Paceline peer but {known}: check the address and the port")
         return PeerError(f"{server} does not speak TLS 1.3 ({reason}): give all processes of the job TLS, or none")
 
 

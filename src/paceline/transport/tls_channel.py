@@ -13,6 +13,7 @@ from paceline.transport.deadline import Deadline
 
 # Sixteen records of the largest size: enough that the cost of a call does not matter.
 _TURN_BYTES: Final = 256 * 1024
+_FIRST_BYTES: Final = 4  # say what a program is that does not speak TLS
 
 
 @final
@@ -35,6 +36,7 @@ class TlsChannel:
         # Until the peer has proven itself it may say only so much more, and memory is taken for no more than that.
         self._allowance_bytes = allowance_bytes
         self._records = memoryview(bytearray(allowance_bytes))
+        self.first = b""  # of what the other side has said
 
     def trust(self) -> None:
         """Read as much as comes from now on: the peer has proven itself."""
@@ -122,6 +124,7 @@ class TlsChannel:
             raise PeerError("it said more than a handshake takes before it had proven itself")
         num_bytes = self._inner.read_some(self._records[: self._allowance_bytes], deadline)
         self._allowance_bytes -= num_bytes
+        self.first = self.first or bytes(self._records[: min(num_bytes, _FIRST_BYTES)])
         with self._lock:
             self._arrived.write(self._records[:num_bytes])
 
