@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from paceline.core.settings import WorkerSettings
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, ServerLost, UsageError
 from paceline.node.requests import Meet
 from paceline.node.waiting import WorkerOptions
+from paceline.node.wire import is_push
 from paceline.node.worker import WorkerNode
 from paceline.transport import Credentials, FaultPlan, TcpTransport
-from paceline.transport.base import EMPTY
+from paceline.transport.base import EMPTY, Frame
 from paceline.transport.memory import MemoryConnection
 from paceline.transport.security import TokenHandshake
+from paceline.transport.stream import StreamConnection
 
 
 def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -315,3 +318,25 @@ def test_a_worker_whose_large_frames_never_arrive_ends_with_their_size_and_the_a
             ServerLost, match=r"memory://.* was accepted \d+ times, and broke each .* frame of 16,\d+ bytes .* MTU"
         ):
             node.push("w", torch.ones(4096), count=1.0).result(timeout=30)
+
+
+def test_a_push_that_a_server_has_no_memory_for_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, failed = StreamConnection.receive, threading.Event()
+
+    def receive_without_memory(self: StreamConnection, **options: Any) -> Frame:
+        frame = receive(self, **options)
+        if (
+            threading.current_thread().name.startswith("paceline-read-")
+            and is_push(frame.header)
+            and not failed.is_set()
+        ):
+            failed.set()
+            raise MemoryError
+        return frame
+
+    monkeypatch.setattr(StreamConnection, "receive", receive_without_memory)
+    with cluster("tcp", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        assert node.push("w", torch.ones(4), count=1.0).result(timeout=30).applied
+        assert failed.is_set()
+        assert servers.values("w").tolist() == [1.0] * 4

@@ -128,3 +128,6 @@ class Inbox:
             except PeerError as error:
                 self._queue.put(Incoming(connection, None, str(error)))
                 return
+            except MemoryError:  # no room for a frame now: the connection ends, and its peer says it again over another
+                self._queue.put(Incoming(connection, None, "this machine has no memory for a frame"))
+                return
