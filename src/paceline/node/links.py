@@ -72,7 +72,7 @@ class Link:
         connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
         check_server(connection, self.server)
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
-        return Post(connection, self.transport.maps_memory, connection.close)
+        return Post(connection, connection.close)
 
     def _read(self) -> None:
         """Hand over frames until closed or lost, and say so whatever the reason."""
