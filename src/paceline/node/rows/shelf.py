@@ -21,7 +21,7 @@ from paceline.node.rows.subscriptions import Subscription
 from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.check import check_filters
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
-from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.ops import RowOps, tell_of_refused_library
 from paceline.tensors.rows.rules import row_rule
 from paceline.tensors.rows.spec import RowTableSpec, row_differences
 from paceline.tensors.rows.store import RowContribution, RowStore
@@ -111,6 +111,7 @@ class RowShelf:
                     "own user says and nowhere else: declare it without memory_bytes and spill."
                 )
             check_filters(spec.filters)
+            tell_of_refused_library()
             require_room(spec.name, 0, len(self.tables), f"server {self.server}")
             rule = row_rule(spec.rule, self.allowed_paths)
             up, down = layouts(spec, rule)
