@@ -210,10 +210,10 @@ def test_what_a_function_returns_is_bounded_before_it_is_made(monkeypatch: pytes
 
 
 def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post, "_MOST_COPIED_BYTES", 2 * LARGE)
+    monkeypatch.setattr(post, "_MOST_WAITING_BYTES", 2 * LARGE)
     gate, broken = Gate(), threading.Event()
     gate.num_expected = 3
-    line = Post(cast("Any", gate), maps_memory=False, on_broken=broken.set, copies=True)
+    line = Post(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
     body = memoryview(bytes(LARGE))
     for number in range(5):
         line.send(f"read {number}".encode(), body)  # did it wait for room, this would never end
@@ -230,7 +230,7 @@ def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.M
 def test_a_peer_that_is_owed_more_than_it_can_be_is_given_up(owed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post, "_MOST_FRAMES", 100)
     gate, broken = Gate(), threading.Event()
-    line = Post(cast("Any", gate), maps_memory=False, on_broken=broken.set, copies=True)
+    line = Post(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
     line.send(b"first", memoryview(bytes(LARGE)), owed=owed)
     for number in range(2 if owed else 100):
         assert not broken.is_set()

@@ -6,9 +6,9 @@ from tests.core.cores import make_server, of, pull, push, push_id, said, sender,
 from paceline.core.closing import MAX_WITHDRAWN
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Apply, Discard, Hold, Reply, Tell
-from paceline.core.events import Declared, Spoiled, Timeout
+from paceline.core.events import Declared, Spoiled, Timeout, Unapplied
 from paceline.core.ledger import WINDOW
-from paceline.core.messages import Applied, Clock, Follow, Held, PushRefused, WorkerRefused
+from paceline.core.messages import Applied, Clock, Fetched, Follow, Held, PushRefused, WorkerRefused
 from paceline.errors import ProtocolBug
 
 
@@ -194,3 +194,14 @@ def test_declaring_again_changes_nothing_but_another_consistency_is_a_bug() -> N
     assert core.handle(Declared("w", essp(1)), 0.0) == []
     with pytest.raises(ProtocolBug, match="declared with ssp:1, but exists with essp:1"):
         core.handle(Declared("w", ssp(1)), 0.0)
+
+
+def test_pushes_of_an_update_that_failed_are_refused_to_every_copy_and_in_no_read() -> None:
+    core = make_server(ssp(1))
+    core.handle(push(0, 0, 0), 0.0)
+    core.handle(push(0, 1, 0), 0.0)
+    refusal = Reply(0, 0, PushRefused(push_id(0, 1), "it failed"))
+    assert core.handle(Unapplied("w", (push_id(0, 1),), "it failed"), 0.0) == [refusal]
+    assert core.handle(push(0, 1, 0), 0.0) == [refusal]
+    [values] = said(core.handle(pull(0, 1, 0, 0), 0.0), Fetched)
+    assert values.includes == (0,)

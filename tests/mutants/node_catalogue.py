@@ -30,6 +30,30 @@ def _of(name: str, file: str, old: str, new: str, tests: str, word: str = "") ->
 NODE_MUTANTS: tuple[NodeMutant, ...] = (
     # -- dense -------------------------------------------------------------------------------------------------------
     _of(
+        "pushes of an update that failed are acknowledged",
+        SERVER,
+        "if push_id in unapplied:",
+        "if ():",
+        "node/test_failing_rules",
+        "no_push",
+    ),
+    _of(
+        "a copy of a push whose update failed is acknowledged",
+        SERVER,
+        "            self._handle(Unapplied(effect.table, effect.ids, problem))\n",
+        "",
+        "node/test_failing_rules",
+        "copies",
+    ),
+    _of(
+        "values that a failed update has left are read",
+        SERVER,
+        "        if problem:\n            self._peers.send_worker(*life,",
+        "        if ():\n            self._peers.send_worker(*life,",
+        "node/test_failing_rules",
+        "copies",
+    ),
+    _of(
         "a lease ends before what has come is taken in",
         SERVER,
         "for _ in range(self._inbox.num_waiting())",

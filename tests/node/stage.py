@@ -212,7 +212,7 @@ class StagedConnection:
                 come.append(bytes(part))
         self._out.is_taken = False
 
-    def has_room(self, body_bytes: int) -> bool:
+    def has_room(self, body: memoryview) -> bool:
         return self._stage.dice.random() < 0.5
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:

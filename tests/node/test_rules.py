@@ -226,7 +226,7 @@ def test_a_reader_that_does_not_read_is_dropped_and_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr("paceline.node.post._TIMEOUT_S", 0.3)
     monkeypatch.setattr("paceline.node.post._LEAST_BYTES_PER_S", 1e12)
-    monkeypatch.setattr("paceline.node.post._MOST_COPIED_BYTES", 64 << 20)
+    monkeypatch.setattr("paceline.node.post._MOST_WAITING_BYTES", 64 << 20)
     numel = 4_000_000
     with cluster("tcp", tmp_path, num_servers=1) as servers, member(servers, 1) as slow:
         slow.say(Declare(1, table("w", numel, "asynchronous")))

@@ -99,6 +99,51 @@ def test_what_is_damaged_with_nothing_before_it_is_told(folder: NamespaceFolder)
         folder.newest(or_previous=True)
 
 
+@pytest.mark.parametrize("stray", ["file", "link", "folder"])
+def test_what_lies_where_a_save_is_written_blocks_nothing(folder: NamespaceFolder, stray: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+
+    def put_in_the_way(number: int) -> None:
+        place = folder.path / f"unfinished-{number}"
+        if stray == "file":
+            place.write_text("stray")
+        elif stray == "link":
+            place.symlink_to(elsewhere)
+        else:
+            place.mkdir()
+            (place / "half").write_text("half")
+
+    put_in_the_way(1)
+    folder.write(writing("one"))
+    put_in_the_way(2)
+    assert folder.take_up() == 2
+    assert content(folder) == "one"
+    assert sorted(path.name for path in folder.path.iterdir()) == ["generation", "newest", "save-1"]
+    assert (elsewhere / "kept").read_text() == "kept"
+
+
+def test_a_namespace_that_a_full_disk_does_not_take_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        path.with_name(f".{path.name}").write_bytes(content[:0])
+        raise OSError(28, "No space left on device")
+
+    state = StateFolder(tmp_path / "state")
+    known = state.folder("known")
+    known.take_up()
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.serve.state.put", full)
+        for folder in (known, state.folder("new")):
+            with pytest.raises(OSError, match="No space left"):
+                folder.take_up()
+    assert state.names() == ["known"]
+    assert [state.folder(name).take_up() for name in ("known", "new")] == [2, 1]
+    state.close()
+
+
 @pytest.mark.parametrize("name", ["../../token", "save-", "save-x", "unfinished-1", "save-1/../../x", ""])
 def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str) -> None:
     (folder.path / "newest").write_text(name)

@@ -363,5 +363,16 @@ def test_limits_hold_for_bodies(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_idle_connection_has_room_for_a_small_frame(pair: Pair) -> None:
-    assert pair.client.has_room(100)
-    assert pair.server.has_room(0)
+    assert pair.client.has_room(memoryview(bytes(100)))
+    assert pair.server.has_room(EMPTY)
+
+
+def test_there_is_no_room_for_a_frame_that_would_wait(pair: Pair) -> None:
+    body, num_sent = memoryview(bytes(16 << 10)), 0
+    while pair.client.has_room(body):
+        pair.client.send(b"more", body, timeout_s=5)
+        num_sent += 1
+        assert num_sent < 1 << 13
+    for _ in range(num_sent):
+        assert len(pair.server.receive(timeout_s=5).body) == len(body)
+    assert pair.client.has_room(body)

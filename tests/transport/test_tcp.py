@@ -18,6 +18,7 @@ from tests.transport.wire import open_raw, raw_server, shake_hands
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Limits, TcpTransport
+from paceline.transport.base import EMPTY
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
@@ -274,13 +275,13 @@ def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.Monke
 def test_there_is_no_room_where_nobody_reads_and_never_for_a_large_body() -> None:
     sock, connection = served_by_hand()
     with closing(sock), closing(connection):
-        assert connection.has_room(1000)
-        assert not connection.has_room(1 << 20)
+        assert connection.has_room(memoryview(bytes(1000)))
+        assert not connection.has_room(memoryview(bytes(1 << 20)))
         for _ in range(1000):
-            if not connection.has_room(1000):
+            if not connection.has_room(memoryview(bytes(1000))):
                 break
             connection.send(b"more", memoryview(bytes(16 << 10)), timeout_s=5)
-        assert not connection.has_room(0)
+        assert not connection.has_room(EMPTY)
 
 
 def test_one_thread_may_ask_for_room_while_another_waits_for_it() -> None:

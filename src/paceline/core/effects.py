@@ -18,7 +18,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Update the table with these pushes in this order, as one update; then forget their tensors."""
+    """Update the table with these pushes in this order, as one update; then forget their tensors.
+
+    If that fails, tell the core by `Unapplied`, and perform no `Reply` of this turn that says `Applied` of them.
+    """
 
     table: str
     ids: tuple[PushId, ...]

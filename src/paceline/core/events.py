@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import Push
+from paceline.core.messages import Push, PushId
 
 # -- to a server -----------------------------------------------------------------------------------------------------
 
@@ -27,6 +27,15 @@ class Spoiled:
     """This push arrived, but its tensor may not be applied (a value that is not finite, for example)."""
 
     push: Push
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unapplied:
+    """An `Apply` of these pushes could not be carried out: its update was not made, and never will be."""
+
+    table: str
+    ids: tuple[PushId, ...]
     reason: str
 
 
@@ -64,7 +73,7 @@ class Woke:
     """This server has not run for a while and heard no worker: leases that ended meanwhile begin anew."""
 
 
-ServerHappening = Declared | Changed | Spoiled | Disconnected | Died | Timeout | Woke
+ServerHappening = Declared | Changed | Spoiled | Unapplied | Disconnected | Died | Timeout | Woke
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

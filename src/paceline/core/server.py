@@ -2,7 +2,8 @@
 
 Rules this file keeps, whatever arrives in whatever order:
 1. A read is answered once the table's clock is at least what the reader needs, and not before.
-2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer.
+2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer. Where an update fails,
+   the answer to its pushes is a refusal: the driver tells that by `Unapplied`, in the place of the acknowledgement.
 3. Nothing from an ended life or another generation changes anything.
 4. Whoever waits only for workers that are gone is released.
 """
@@ -14,7 +15,17 @@ from dataclasses import dataclass, field
 from paceline.core.clocks import Clocks
 from paceline.core.closing import MAX_AT_ONCE, MAX_WITHDRAWN, Closing, Decision
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Declared, Died, Disconnected, ServerHappening, Spoiled, Timeout, Woke
+from paceline.core.events import (
+    Changed,
+    Declared,
+    Died,
+    Disconnected,
+    ServerHappening,
+    Spoiled,
+    Timeout,
+    Unapplied,
+    Woke,
+)
 from paceline.core.ledger import WINDOW
 from paceline.core.membership import Life
 from paceline.core.membership import Membership as Lives
@@ -86,6 +97,9 @@ class ServerCore:
                 self._on_taken(event, effects)
             case Spoiled():
                 self._on_push(event.push, event.reason, effects)
+            case Unapplied():
+                for push_id in event.ids:
+                    self._answer(push_id, event.table, PushRefused(push_id, event.reason), effects)
             case Join():
                 self._on_join(event, effects)
             case Leave():

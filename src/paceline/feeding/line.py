@@ -89,7 +89,7 @@ class Line:
                 f"{connection.papers.holder}; do not trust it"
             )
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
-        post = self._post = Post(connection, maps_memory=False, on_broken=connection.close)
+        post = self._post = Post(connection, on_broken=connection.close)
         if self._closing.is_set():  # which may not have seen it
             post.close()
         post.send(*self.greeting)

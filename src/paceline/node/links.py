@@ -81,7 +81,7 @@ class Link:
         check_server(connection, self.server)
         self._progress.note_connected()
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
-        return Post(connection, self.transport.maps_memory, connection.close)
+        return Post(connection, connection.close)
 
     def _read(self) -> None:
         """Hand over frames until closed or lost, and say so whatever the reason."""

@@ -13,6 +13,14 @@ MISHAPS: Final = (Exception,)
 _MOST_CHARACTERS: Final = 4000  # a story goes into the header of a frame, and what it quotes may be as long as one
 
 
+def broken_story(table: str, server: int, error: BaseException) -> str:
+    """Say why a table can be neither pushed to nor read: an update failed, and may have changed a part of it."""
+    return (
+        f"table '{table}' takes no more pushes on server {server} and is not read, as an update of it failed: "
+        f"{story(error)}"
+    )
+
+
 def story(error: BaseException) -> str:
     """Say what went wrong, at bearable length.
 

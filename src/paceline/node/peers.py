@@ -12,7 +12,6 @@ from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Connection, Transport
 
-_SEND_TIMEOUT_S = 5.0
 _URGENT = Held | Ticked  # a clock closes no sooner than a worker has heard these
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -33,7 +32,7 @@ class Peers:
     sent_bytes: int = 0  # in bodies, to workers
     # By (rank, incarnation): what goes over the newest connection, and the how-many-th of that life it is.
     _workers: dict[tuple[int, int], tuple[int, Post]] = field(default_factory=dict[tuple[int, int], tuple[int, Post]])
-    _servers: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    _servers: dict[int, Post] = field(default_factory=dict[int, Post])
 
     def register(self, hello: Hello, connection: Connection) -> None:
         """Note a connection to that life of that worker, unless a newer one is known."""
@@ -43,7 +42,9 @@ class Peers:
             return
         if known is not None:
             known.close()
-        post = Post(connection, self.transport.maps_memory, lambda: self.drop(connection), copies=True)
+        # Mapped memory is sent as a reference and stays as it is until the worker has taken in its content.
+        copies = not self.transport.maps_memory
+        post = Post(connection, lambda: self.drop(connection), bounded=True, copies=copies)
         self._workers[life] = hello.connection, post
 
     def is_current(self, hello: Hello, connection: Connection) -> bool:
@@ -71,27 +72,28 @@ class Peers:
     ) -> None:
         """Send to that life of that worker; a large body that finds no room in its queue is left out.
 
-        The body may change as soon as this returns: what waits is a copy of it, or what `copy` gives.
+        A body that waits is copied, or is what `copy` gives, so it may change as soon as this returns; memory that the
+        carrier maps may not.
         """
         _, post = self._workers.get((worker, incarnation), (0, None))
         if post is not None:
             self.sent_bytes += len(body)
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
-            post.send(encode(message), body, timeout_s=_SEND_TIMEOUT_S, urgent=urgent, owed=owed, copy=copy)
+            post.send(encode(message), body, urgent=urgent, owed=owed, copy=copy)
 
     def send_server(self, server: int, message: object) -> None:
         """Send to another server, over a connection that is made when it is first needed."""
-        try:
-            connection = self._servers.get(server) or self._connect(server)
-            connection.send(encode(message), timeout_s=_SEND_TIMEOUT_S)
-        except PeerError:
-            lost = self._servers.pop(server, None)
-            if lost is not None:
-                lost.close()
+        post = self._servers.get(server)
+        if post is None or post.is_over:
+            try:
+                post = self._connect(server)
+            except PeerError:
+                return
+        post.send(encode(message))
 
     def expel(self, names: frozenset[str]) -> None:
         """Close the connections to servers whose certificate has such a holder or serial number."""
-        for server in [rank for rank, known in self._servers.items() if known.papers.are_among(names)]:
+        for server in [rank for rank, known in self._servers.items() if known.connection.papers.are_among(names)]:
             self._servers.pop(server).close()
 
     def close(self) -> None:
@@ -99,13 +101,13 @@ class Peers:
         for _, post in self._workers.values():
             post.close()
         self._workers.clear()
-        for connection in self._servers.values():
-            connection.close()
+        for post in self._servers.values():
+            post.close()
         self._servers.clear()
 
-    def _connect(self, server: int) -> Connection:
+    def _connect(self, server: int) -> Post:
         identity = encode(Hello("server", self.server, 0, self.generation))
         connection = self.transport.connect(self.addresses()[server], identity, timeout_s=_CONNECT_TIMEOUT_S)
         check_server(connection, server)
-        self._servers[server] = connection
-        return connection
+        post = self._servers[server] = Post(connection, connection.close, bounded=True)
+        return post

@@ -12,8 +12,9 @@ import msgspec
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Changed, Died, Disconnected, Spoiled, Timeout, Woke
+from paceline.core.events import Changed, Died, Disconnected, Spoiled, Timeout, Unapplied, Woke
 from paceline.core.messages import (
+    Applied,
     Clock,
     Closed,
     Delivered,
@@ -67,6 +68,7 @@ from paceline.transport.buffers import fresh_buffer
 
 # A wait that ends so long after its time shows that this process has not run: it was stopped, or its machine was.
 _OVERSLEPT_S = 1.0
+_NO_REQUEST = -1  # of a delivery, which was not asked for
 _CLOSING_TIMEOUT_S = 10.0  # for an import that is under way
 
 
@@ -334,14 +336,18 @@ class ServerNode:
         effects = self._core.handle(event, time.monotonic())
         if self.full_trace:
             self._record_handled(event, effects)
+        unapplied: set[PushId] = set()
         for effect in effects:
-            self._perform(effect)
+            self._perform(effect, unapplied)
         return any(isinstance(effect, Hold) for effect in effects)
 
-    def _perform(self, effect: ServerEffect) -> None:
+    def _perform(self, effect: ServerEffect, unapplied: set[PushId]) -> None:
+        """Do one thing of several; `unapplied` collects the pushes of updates that failed among them."""
         match effect:
             case Apply():
-                self._apply(effect)
+                unapplied.update(self._apply(effect))
+            case Reply(message=Applied(id=push_id)) if push_id in unapplied:
+                pass  # its sender has been told that it is refused
             case Hold():
                 pass  # its tensor is on the shelf already
             case Discard():
@@ -357,17 +363,19 @@ class ServerNode:
             case Membership():
                 self._on_membership(effect)
 
-    def _apply(self, effect: Apply) -> None:
+    def _apply(self, effect: Apply) -> tuple[PushId, ...]:
+        """Update a table; return the pushes of which that failed: their senders have been told."""
         if effect.table in self._rows:
             problem = self._rows.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
         else:
             problem = self._shelf.apply(effect.table, effect.ids)
         if problem:
-            now, rank = time.monotonic(), self.settings.server
-            self.trace.record(records.Refusal(now, rank, effect.ids[0].worker, effect.table, problem))
+            self._handle(Unapplied(effect.table, effect.ids, problem))
+            return effect.ids
         for push_id in effect.ids:
             self._desk.dealer.settle((push_id.worker, push_id.incarnation))
         self._record_applied(effect)
+        return ()
 
     def _discard(self, push_id: PushId) -> None:
         self._shelf.discard(push_id)
@@ -398,10 +406,17 @@ class ServerNode:
         if connection is None:
             return
         message = effect.message
-        if message.table in self._rows:
+        request = message.request if isinstance(message, Fetched) else _NO_REQUEST
+        keyed = message.table in self._rows
+        life = effect.worker, effect.incarnation
+        problem = self._rows.objection(life, message.table, request) if keyed else self._shelf.settle(message.table)
+        if problem:
+            self._peers.send_worker(*life, PullRefused(request, message.table, problem))
+            return
+        if keyed:
             self._serve_rows(effect, message)
             return
-        body = self._shelf.settled_values(message.table)
+        body = self._shelf.memories[message.table]
         live = (effect.worker, effect.incarnation, message.table) in self._live
         if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
             body = self._lend(connection, message)

@@ -14,7 +14,7 @@ from paceline.core.messages import PushId
 from paceline.core.settings import ServerSettings
 from paceline.errors import ProtocolBug, UsageError
 from paceline.node.layout import as_tensor, spans, torch_dtype
-from paceline.node.mishaps import MISHAPS, story
+from paceline.node.mishaps import MISHAPS, broken_story
 from paceline.node.numbers import objection
 from paceline.node.room import require_room
 from paceline.node.wire import PushFrame
@@ -62,7 +62,7 @@ class Shelf:
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
-    # Why a table takes no more pushes: an update of it could not be made.
+    # Why a table takes no more pushes and is not read: an update of it failed, perhaps halfway.
     broken: dict[str, str] = field(default_factory=dict[str, str])
     _waiting: dict[PushId, _Arrived] = field(default_factory=dict[PushId, _Arrived])
 
@@ -145,17 +145,30 @@ class Shelf:
         """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
 
         What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up), the
-        table takes no more pushes, and says why; others go on.
+        table takes no more pushes and is not read, and says why; others go on.
         """
         pushes = [self._waiting.pop(push_id) for push_id in ids]
-        try:
+
+        def update() -> None:
             self._require_as_it_came(pushes)
-            if table not in self.broken:
-                self.shards[table].apply([push.contribution for push in pushes])
-        except MISHAPS as error:
-            self.broken[table] = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
+            self.shards[table].apply([push.contribution for push in pushes])
+
+        problem = self._attempt(table, update)
         for push in pushes:
             push.release()
+        return problem
+
+    def settle(self, table: str) -> str:
+        """Make the updates of a table that are due; return why its values are not to be had, or nothing."""
+        return self._attempt(table, self.shards[table].settle)
+
+    def _attempt(self, table: str, update: Callable[[], None]) -> str:
+        """Make an update unless an earlier one has failed; return why the table is broken, or nothing."""
+        if table not in self.broken:
+            try:
+                update()
+            except MISHAPS as error:
+                self.broken[table] = broken_story(table, self.server, error)
         return self.broken.get(table, "")
 
     def _require_as_it_came(self, pushes: Sequence[_Arrived]) -> None:
@@ -179,14 +192,8 @@ class Shelf:
 
     def values_into(self, table: str, body: memoryview) -> None:
         """Copy the values of a table's shard into memory of exactly their size."""
-        self.shards[table].settle()
         if len(body):
             self.shards[table].copy_values(as_tensor(body, torch_dtype(self.specs[table])))
-
-    def settled_values(self, table: str) -> memoryview:
-        """Return the memory of a table's values, once the updates that are due have been made."""
-        self.shards[table].settle()
-        return self.memories[table]
 
     def size_bytes(self, table: str) -> int:
         """Return the size of this server's part of a table."""
@@ -206,8 +213,14 @@ class Shelf:
         shard.store(as_tensor(body, torch_dtype(self.specs[table])))
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """Return values and rule state of this server's part; pushes that wait for a quorum are merged before."""
-        self.shards[table].settle(all_kept=True)
+        """Return values and rule state of this server's part; pushes that wait for a quorum are merged before.
+
+        Raises:
+            UsageError: an update of the table has failed.
+        """
+        problem = self._attempt(table, lambda: self.shards[table].settle(all_kept=True))
+        if problem:
+            raise UsageError(problem)
         return self.shards[table].state()
 
 

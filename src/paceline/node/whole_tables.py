@@ -57,6 +57,9 @@ class WholeTables:
         if table not in self:
             names = ", ".join(sorted({*self.shelf.shards, *self.rows.tables})) or "none"
             raise UsageError(f"there is no table '{table}' on server {self.shelf.server}; tables: {names}")
+        broken = self.rows.tables[table].broken if table in self.rows else self.shelf.settle(table)
+        if broken:
+            raise UsageError(broken)
         match request:
             case CallFunction():
                 return self._call(request, clock_of(table))
@@ -84,7 +87,6 @@ class WholeTables:
         function = function_at(request.name, "range", self.allowed_paths)
         if not shard.initialised:
             raise UsageError("the table has no values yet")
-        shard.settle()
         require_memory(f"a copy of table '{shard.spec.name}'", shard.values.nbytes)
         values = shard.values.clone()
         result = _packed_result(function(values, shard.span.start, **request.numbers))

@@ -41,9 +41,9 @@ class Guest:
         """Send one frame; see `Connection.send`."""
         self._connection.send(header, body, timeout_s=timeout_s)
 
-    def has_room(self, body_bytes: int) -> bool:
+    def has_room(self, body: memoryview) -> bool:
         """Say whether `send` would take a body without waiting; see `Connection.has_room`."""
-        return self._connection.has_room(body_bytes)
+        return self._connection.has_room(body)
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""

@@ -104,6 +104,8 @@ def _restore_dense(held: Holdings, entry: Entry, hyper: tuple[Hyper, ...], path:
 
 def _save_rows(held: Holdings, name: str, path: Path) -> Entry:
     served = held.rows.tables[name]
+    if served.broken:
+        raise CheckpointError(served.broken)
     rule = row_rule(served.spec.rule, held.rows.allowed_paths)
     walk = RowWalk(served.store, clock_of(held), served.note_changed)
     save_rows(path, served.spec, rule, walk.pieces(), len(served.store))

@@ -84,11 +84,20 @@ class NamespaceFolder:
 
         Raises:
             CheckpointError: it is not known how many there were.
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written; a new one is not there then.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self._count_up()
+        except OSError:
+            if is_new:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def _count_up(self) -> int:
         for left in self.path.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
+            _remove(left)
         file = self.path / GENERATION_NAME
         try:
             text = file.read_bytes()
@@ -148,6 +157,7 @@ class NamespaceFolder:
         if before is None:
             before = max(self._numbers(), default=None)
         unfinished = self.path / f"{_UNFINISHED}-{number}"
+        _remove(unfinished)
         unfinished.mkdir()
         try:
             content = fill(unfinished)
@@ -231,6 +241,14 @@ class StateFolder:
     def folder(self, name: str) -> NamespaceFolder:
         """Return the folder of a namespace, which may not be there yet."""
         return NamespaceFolder(self.path / NAMESPACES_NAME / folder_name(name))
+
+
+def _remove(path: Path) -> None:
+    """Remove what is at a path, if anything: a folder with all that is in it, or a file that somehow came there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _within_limit(manifest: bytes, path: Path) -> bytes:

@@ -144,8 +144,8 @@ class Connection(Protocol):
         """
         ...
 
-    def has_room(self, body_bytes: int) -> bool:
-        """Say whether `send` would take a body of this size without waiting for the other end. Does not block."""
+    def has_room(self, body: memoryview) -> bool:
+        """Return whether `send` would take this body without waiting for the other end. Does not block."""
         ...
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:

@@ -55,9 +55,9 @@ class FaultyConnection:
         finally:
             self._changed.release()
 
-    def has_room(self, body_bytes: int) -> bool:
+    def has_room(self, body: memoryview) -> bool:
         """Say whether a frame would leave at once; see `Connection.has_room`."""
-        return self._inner.has_room(body_bytes)
+        return self._inner.has_room(body)
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""

@@ -29,7 +29,7 @@ class _Lane:
     def put(self, frame: Frame, num_copied: int, deadline: Deadline) -> None:
         """Wait for room, then add; raises TimeoutError, or EOFError once the lane is over."""
         with self._changed:
-            if not self._changed.wait_for(self._has_room, deadline.remaining_s()):
+            if not self._changed.wait_for(self._may_put, deadline.remaining_s()):
                 raise TimeoutError
             if self._over:
                 raise EOFError
@@ -49,6 +49,11 @@ class _Lane:
             self._changed.notify_all()
             return frame
 
+    def has_room(self) -> bool:
+        """Return whether `put` would not wait."""
+        with self._changed:
+            return self._may_put()
+
     def end(self) -> None:
         """Accept nothing more; what is there may still be read."""
         with self._changed:
@@ -62,7 +67,7 @@ class _Lane:
             self._num_unread = 0
         self.end()
 
-    def _has_room(self) -> bool:
+    def _may_put(self) -> bool:
         return self._over or (len(self._frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
 
     def _has_news(self) -> bool:
@@ -98,9 +103,9 @@ class MemoryConnection:
         except EOFError:
             raise self._lost() from None
 
-    def has_room(self, body_bytes: int) -> bool:
-        """Say that every frame leaves at once: copying it takes no longer here than elsewhere; see `Connection`."""
-        return True
+    def has_room(self, body: memoryview) -> bool:
+        """Return whether fewer frames and bytes than the limits are unread; see `Connection.has_room`."""
+        return self._outgoing.has_room()
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""

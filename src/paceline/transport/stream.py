@@ -67,9 +67,10 @@ class StreamConnection:
         finally:
             self._sending.release()
 
-    def has_room(self, body_bytes: int) -> bool:
-        """Say whether a frame would leave at once, which only small ones do; see `Connection.has_room`."""
-        return body_bytes <= _SMALL_BYTES and self._channel.has_room()
+    def has_room(self, body: memoryview) -> bool:
+        """Return whether a frame would leave at once: a small one, or a reference; see `Connection.has_room`."""
+        is_small = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
+        return is_small and self._channel.has_room()
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""

@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.node.rows.shelf import RowShelf
 from paceline.tensors import rows
+from paceline.tensors.rows.fallback import TorchOps
 from paceline.tensors.rows.native import LIBRARY, NativeOps, load_library
-from paceline.tensors.rows.ops import row_ops
+from paceline.tensors.rows.ops import row_ops, tell_of_refused_library
+from paceline.tensors.rows.spec import RowTableSpec
+from paceline.tensors.update import Add
 
 ROOT = Path(__file__).parents[3]
 
@@ -123,6 +127,32 @@ def test_a_library_of_another_source_is_not_called(hatch_build: ModuleType, proj
     assert not isinstance(load_library(library), str)
     source.write_text(source.read_text() + "/* changed */\n")
     assert "was built from another native.c; install this package once more" in str(load_library(library))
+
+
+@needs_compiler
+def test_who_makes_row_tables_is_told_once_of_a_library_that_is_refused(
+    hatch_build: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = project / hatch_build.SOURCE
+    assert hatch_build.build(source) == ""
+    monkeypatch.setattr("paceline.tensors.rows.ops.LIBRARY", hatch_build.library_of(source))
+
+    def told() -> str:
+        tell_of_refused_library.cache_clear()
+        shelf = RowShelf(0, TorchOps())
+        for name in "ab":
+            shelf.declare(RowTableSpec(name, 2, "float32", Add(), "bsp", "mean", "reject"))
+        shelf.clear()
+        return capsys.readouterr().err
+
+    assert told() == ""
+    source.write_text(source.read_text() + "/* changed */\n")
+    [line] = told().splitlines()
+    assert "row tables are looked up in torch, which is slower" in line
+    assert line.endswith("was built from another native.c; install this package once more")
+    hatch_build.library_of(source).unlink()
+    assert told() == ""
+    tell_of_refused_library.cache_clear()
 
 
 @pytest.mark.parametrize(

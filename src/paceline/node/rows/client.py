@@ -28,7 +28,7 @@ from paceline.node.waiting import Waiting
 from paceline.node.wire import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.sieve import Sifted
 from paceline.tensors.filters.traffic import Bytes, Traffic
-from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.ops import RowOps, tell_of_refused_library
 from paceline.tensors.rows.pending import PendingRows
 from paceline.tensors.rows.spec import RowTableSpec
 from paceline.tensors.table import Hyper
@@ -65,6 +65,7 @@ class RowClient:
 
     def open(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
         """Work with a table that all servers have agreed on."""
+        tell_of_refused_library()
         with self.waiting.changed:
             opened = OpenedRows.make(spec, options, self.owners, self.core.settings.sender.worker)
             if options.communication is not None:

@@ -12,7 +12,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
 from paceline.errors import PeerError, UsageError
 from paceline.node.bounds import MAX_WAITING_READ_BYTES, most_rows
-from paceline.node.mishaps import MISHAPS, story
+from paceline.node.mishaps import MISHAPS, broken_story
 from paceline.node.numbers import objection
 from paceline.node.room import require_memory, require_room
 from paceline.node.rows.opened import layouts
@@ -21,7 +21,7 @@ from paceline.node.rows.subscriptions import Subscription
 from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.check import check_filters
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
-from paceline.tensors.rows.ops import RowOps
+from paceline.tensors.rows.ops import RowOps, tell_of_refused_library
 from paceline.tensors.rows.rules import row_rule
 from paceline.tensors.rows.spec import RowTableSpec, row_differences
 from paceline.tensors.rows.store import RowContribution, RowStore
@@ -53,7 +53,7 @@ class ServedRows:
     lists: dict[Life, KeyLists] = field(default_factory=dict[Life, KeyLists])
     # Pushes that have arrived and are neither applied nor discarded.
     waiting: dict[PushId, RowContribution] = field(default_factory=dict[PushId, RowContribution])
-    # Why this table takes no more pushes: an update of it could not be made.
+    # Why this table takes no more pushes and is not read: an update of it failed, perhaps halfway.
     broken: str = ""
 
     @property
@@ -111,6 +111,7 @@ class RowShelf:
                     "own user says and nowhere else: declare it without memory_bytes and spill."
                 )
             check_filters(spec.filters)
+            tell_of_refused_library()
             require_room(spec.name, 0, len(self.tables), f"server {self.server}")
             rule = row_rule(spec.rule, self.allowed_paths)
             up, down = layouts(spec, rule)
@@ -159,7 +160,7 @@ class RowShelf:
         """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
 
         What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up, a disk
-        that breaks), the table keeps its values, takes no more pushes, and says why; others go on.
+        that breaks), the table takes no more pushes and is not read, and says why; others go on.
         """
         served = self.tables[table]
         contributions = [served.waiting.pop(push_id) for push_id in push_ids]
@@ -168,7 +169,7 @@ class RowShelf:
         try:
             changed = served.store.apply(contributions, clock)
         except MISHAPS as error:
-            served.broken = f"table '{table}' takes no more pushes on server {self.server}: {story(error)}"
+            served.broken = broken_story(table, self.server, error)
             return served.broken
         served.note_changed(changed)
         return ""
@@ -202,6 +203,13 @@ class RowShelf:
         _require_bounded(served, life[0], len(ids), others)
         served.asked[life, request] = ids, frame.pull.clock
         return None
+
+    def objection(self, life: Life, table: str, request: int) -> str:
+        """Return why a table is not read, and forget what the request asked for; or nothing."""
+        served = self.tables[table]
+        if served.broken:
+            served.asked.pop((life, request), None)
+        return served.broken
 
     def answer(self, life: Life, message: Fetched) -> memoryview | None:
         """Return the rows that a read asked for; None if it is not known any more what those were."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.errors import UsageError
 from paceline.tensors.rows.fallback import TorchOps
-from paceline.tensors.rows.native import NativeOps, load_library
+from paceline.tensors.rows.native import LIBRARY, NativeOps, load_library
 from paceline.tensors.rows.seed import NO_SEED, Seed
 
 if TYPE_CHECKING:
@@ -71,6 +74,21 @@ class RowOps(Protocol):
     def split(self, keys: Tensor, num_servers: int) -> tuple[Tensor, list[int]]:
         """Return the positions of keys by the server that owns them, in the order given, and how many each has."""
         ...
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+
+
+@cache
+def tell_of_refused_library(tell: Callable[[str], None] = _tell) -> None:
+    """Tell once in this process if there is a library of row operations that cannot be used, and what to do.
+
+    A library that is not there is not told of: the installation has said so, and tables of rows work without it.
+    """
+    library = load_library(LIBRARY) if LIBRARY.exists() else ""
+    if isinstance(library, str) and library:
+        tell(f"row tables are looked up in torch, which is slower, as their C library cannot be used: {library}")
 
 
 def row_ops(name: str = "") -> RowOps:
