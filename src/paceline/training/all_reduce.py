@@ -132,6 +132,10 @@ class ReplicatedOptimizer(SteppedTogether):
             self._set_state(state_dict)
         self._replica.copy_from_first()
 
+    def let_go(self) -> None:
+        """Combine no more gradients."""
+        self._replica.close(True)
+
     def _apply(self) -> None:
         """Step, unless the combined gradients are not finite."""
         told = self._replica.settle(self._numbers.encoded())

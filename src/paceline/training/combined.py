@@ -123,7 +123,7 @@ class CombinedOptimizer(SteppedTogether):
 
     def _after_backward(self, *, finish: bool = False) -> None:
         """Combine the gradients of this replica with those of the others, unless more are to be added."""
-        if self._holding and not finish:
+        if (self._holding and not finish) or self._successor:
             return
         weight = self._weight
         if weight is None:

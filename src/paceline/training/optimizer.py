@@ -278,6 +278,15 @@ class DistributedOptimizer(Distributed):
         self._fetch(refresh=True)
         self.arrive()
 
+    def let_go(self) -> None:
+        """Let gradients and parameters be this process's own memory, and backward send nothing."""
+        self._overlap = None
+        for bucket in self._buckets:
+            bucket.gradients.detach()
+            bucket.weights.detach()
+        if self._buffers is not None:
+            self._buffers.weights.detach()
+
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
     def _open(self, spec: TableSpec, flat: Flat, *, live: bool = False) -> Table:
