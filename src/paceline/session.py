@@ -236,6 +236,8 @@ class Session:
         with self.communicating():
             self.lookups.push(self.meter.samples or None if samples is None else samples)
             self.meter.finish_clock(self.node.clock)
+            for optimizer in self._optimizers:
+                optimizer.hold_still()
             self.node.tick()
         self.heed()
         return self.node.clock

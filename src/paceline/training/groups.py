@@ -279,6 +279,11 @@ class GroupedOptimizer(Distributed):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
+    def hold_still(self) -> None:
+        """Keep the parameters of every part as they are."""
+        for part in self._parts:
+            part.optimizer.hold_still()
+
     def let_go(self) -> None:
         """Let every part let go."""
         for part in self._parts:

@@ -209,6 +209,12 @@ class DistributedOptimizer(Distributed):
             bucket.look()
             bucket.arrive()
 
+    def hold_still(self) -> None:
+        """Keep parameters as they are while a clock ends in which backward has sent gradients, before their step."""
+        if any(bucket.is_sent for bucket in self._buckets):
+            for bucket in self._buckets:
+                bucket.weights.hold()
+
     @contextmanager
     def accumulate(self) -> Generator[None]:
         """Hold back the gradients of the backward passes inside, as more are to be added before the step.

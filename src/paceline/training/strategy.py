@@ -63,6 +63,9 @@ class Distributed(torch.optim.Optimizer, ABC):
             )
         super().add_param_group(param_group)
 
+    def hold_still(self) -> None:
+        """Keep the parameters as they are while a clock ends that is not that of `step`; called before it ends."""
+
     def hand_over(self, successor: str) -> None:
         """Take no more steps, as an optimizer of this name was made for some of the same parameters; state stays."""
         self._successor = successor
