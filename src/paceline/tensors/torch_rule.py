@@ -343,8 +343,12 @@ def _layouts(
 
 
 def _allowed(numbers: Hyper) -> Hyper:
-    """Return hyperparameters of which none has torch run code that takes the shapes of its tensors on trust."""
-    return {key: False if key in ("fused", *_LOCAL_ONLY) else value for key, value in numbers.items()}
+    """Return hyperparameters for torch, whose switches are a choice made here: never code that trusts in shapes.
+
+    Of those that were declared only `foreach` counts, and for no more than which of torch's two loops runs.
+    """
+    chosen: Hyper = {key: key == "foreach" and bool(numbers.get(key)) for key in SWITCHES}
+    return {key: chosen.get(key, value) for key, value in numbers.items()}
 
 
 def _construct(
