@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Sequence
+from types import FrameType
 from typing import Final, Literal, Self, TypeAlias, cast, get_args
 
 import torch
@@ -21,6 +23,7 @@ from paceline.tensors.rules import RuleSpec
 from paceline.tensors.table import DType, NonFinite, Scale
 from paceline.training.lookup import Lookup
 
+_DEPTH: Final = 8  # calls from a module's `requires_grad_` to where it looks into modules inside: 5 in torch 2.9
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 _NO_WEIGHT: Final = (
@@ -50,12 +53,26 @@ class _RowLayer(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Let the rows learn, or freeze them: what forward returns from now on needs no gradient of them.
 
-        It acts on this module alone. `model.requires_grad_(False)` reaches parameters, and rows are none: freeze a
-        model by `model.apply(lambda module: module.requires_grad_(False))`.
+        The same of a module that has this one inside reaches the rows, too. A loop over `model.parameters()` does not,
+        as rows are no parameters.
         """
         super().requires_grad_(requires_grad)
         self._learns = requires_grad
         return self
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """The parameters, none; who asks for them may be `requires_grad_` of a module that has this one inside."""
+        asked = _asked_by_requires_grad(inspect.currentframe())
+        if asked is not None:
+            self._learns = asked
+        return self.__dict__["_parameters"]
+
+    @_parameters.setter
+    def _parameters(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, parameters: dict[str, nn.Parameter | None]
+    ) -> None:
+        self.__dict__["_parameters"] = parameters
 
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
         """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
@@ -290,6 +307,18 @@ class EmbeddingBag(_RowLayer):
     def extra_repr(self) -> str:
         """Return what print shows of it."""
         return f"{_described(self._lookup, self.num_embeddings)}, mode='{self.mode}'"
+
+
+def _asked_by_requires_grad(frame: FrameType | None) -> bool | None:
+    """Return what torch's `Module.requires_grad_` was given where that looks for parameters on this stack, else None.
+
+    It asks the modules inside for their parameters and for nothing else, so a module without any hears of it here only.
+    """
+    for _ in range(_DEPTH):
+        if frame is not None and frame.f_code is nn.Module.requires_grad_.__code__:
+            return bool(frame.f_locals["requires_grad"])
+        frame = frame.f_back if frame is not None else None
+    return None
 
 
 def _padding(name: str, num: int | None, padding: int | None, max_norm: float | None) -> int | None:

@@ -39,7 +39,7 @@ from paceline.tensors.table import DType, NonFinite, Scale, TableSpec
 from paceline.training.lookup import Lookups
 from paceline.training.optimizer import Settings
 from paceline.training.part_job import distribute_part
-from paceline.training.strategy import Distributed, Strategy
+from paceline.training.strategy import Distributed, Strategy, in_use
 from paceline.training.weights import Weights
 
 if TYPE_CHECKING:
@@ -236,6 +236,8 @@ class Session:
         with self.communicating():
             self.lookups.push(self.meter.samples or None if samples is None else samples)
             self.meter.finish_clock(self.node.clock)
+            for optimizer in self._optimizers:
+                optimizer.hold_still()
             self.node.tick()
         self.heed()
         return self.node.clock
@@ -326,7 +328,15 @@ class Session:
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
         part = self.arrangement.part_of(model, settings.name)
+        given = _parameters_of(optimizer)
+        former = [one for one in self._optimizers if not given.isdisjoint(_parameters_of(one))]
+        for one in former:
+            one.arrive()
         made = distribute_part(strategy, optimizer, model, settings, self, part)
+        for one in former:  # stepping both would step values that are in one of them only
+            one.hand_over(settings.name)
+            self._optimizers.discard(one)
+        made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
         return made
 
@@ -340,9 +350,17 @@ class Session:
         self.meter.samples += num_samples
 
     def _skip_batch(self) -> None:
-        """Finish the clocks of a batch that only others have, one an optimizer, and follow: first where they meet."""
+        """Finish the clocks of a batch that only others have, one an optimizer, and follow: first where they meet.
+
+        The others use those which this worker has used with its last batch; a script may still hold some of before.
+        """
+        used = in_use(list(self._optimizers))
         with self.communicating():
-            for _ in range(max(1, len(self._optimizers))):
+            for _ in range(max(1, len(used))):
                 self.clock()
-            for optimizer in sorted(self._optimizers, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
+            for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.follow()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

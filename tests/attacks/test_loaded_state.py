@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from paceline.tensors import update
 from paceline.tensors.rules import Hyper, Number, RuleSpec
 from paceline.tensors.shard import Contribution, Shard
 from paceline.tensors.table import Segment
+from paceline.tensors.torch_rule import SWITCHES, TorchRule
 
 CLASSES = sorted(
     name
@@ -157,6 +159,24 @@ def test_a_rule_is_declared_with_its_own_numbers_alone(rule: RuleSpec, reason: s
         for failed in rogue.hear():
             assert isinstance(failed, Failed)
             assert re.search(f"{reason}|has no|no form of", failed.reason), failed.reason
+
+
+@pytest.mark.parametrize("switches", [dict.fromkeys(SWITCHES, 1), dict.fromkeys(SWITCHES, 2**62), {"foreach": "yes"}])
+def test_torch_sees_no_switch_that_was_sent(switches: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever gets past every check before: torch steps with switches that this process has set itself."""
+    seen: list[Any] = []
+    step = torch.optim.Adam.step
+
+    def looking(optimizer: torch.optim.Adam) -> None:
+        seen.extend(optimizer.param_groups[0][key] for key in SWITCHES)
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", looking)
+    rule, hyper = TorchRule("torch.optim.Adam"), {**update.torch_optim("Adam").groups[0], **switches}
+    for _ in range(2):
+        rule.update([torch.zeros(2)], [torch.ones(2)], [hyper], [0])
+    assert all(type(one) is bool for one in seen)
+    assert seen == [False, True, False, False] * 2
 
 
 def test_a_fused_table_stays_fused(victim: Target) -> None:

@@ -202,7 +202,6 @@ def saved_by_first(worker: Session, loop: Loop, name: str) -> Any:
     """Return the values and the states of a loop as worker 0 has them, through a file and back."""
     paceline.barrier()  # no pushes are under way
     values, states = loop.values(), loop.states()
-    worker._optimizers.discard(loop.optimizer)  # it may be held somewhere, but takes no more steps
     run_dir = worker.exchange.company.run_dir
     assert run_dir is not None
     file = run_dir / f"{name}.pt"

@@ -23,7 +23,7 @@ def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_who_dies_
     assert code == 0, run.output
     assert "Traceback" not in run.output
     assert run.told() == ["paceline: worker 1 was killed by SIGKILL; the run went on without it"]
-    assert len(run.saying("passed ")) == 2 * 8 + 1, run.output
+    assert len(run.saying("passed ")) == 2 * 10 + 1, run.output
 
 
 def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:

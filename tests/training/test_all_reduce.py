@@ -93,6 +93,36 @@ def test_a_worker_without_a_batch_takes_the_step_that_the_others_have_clipped(tm
     torch.testing.assert_close(first, expected, **TOLERANCES[torch.float64])
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_worker_without_a_batch_keeps_no_gradients_but_the_zeros_that_the_others_step(
+    tmp_path: Path, to_none: bool
+) -> None:
+    """Gradients are dropped behind the step; those of a parameter that is frozen later are zeros where asked for."""
+    data = samples(3 * BATCH_SIZE)
+
+    def train(batches: Iterable[Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        next(model.parameters()).requires_grad_(False)
+
+    def work(_: Session) -> Tensor:
+        model = mlp().double()
+        optimizer = attach(model, sgd(model))
+        loader = paceline.shard(DataLoader(TensorDataset(data), batch_size=BATCH_SIZE))
+        for _ in range(3):
+            train((batch for (batch,) in loader), model, optimizer)
+        return parameters(model)
+
+    alone = mlp().double()
+    optimizer = sgd(alone)
+    for _ in range(3):
+        train(data.split(2 * BATCH_SIZE), alone, optimizer)
+    for found in run_job(tmp_path, work, workers=2):
+        torch.testing.assert_close(found, parameters(alone), **TOLERANCES[torch.float64])
+
+
 def test_the_face_is_that_of_every_optimizer(tmp_path: Path) -> None:
     """Schedulers, clipping of the combined gradient, accumulation, state and evaluation, as in one process."""
     data = samples(32)

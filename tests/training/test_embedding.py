@@ -297,7 +297,24 @@ def zeroed_by_hand(ours: paceline.Embedding) -> None:
     ours.zero_grad()
 
 
-@pytest.mark.parametrize("act", [without_gradients, without_backward, zeroed_by_hand])
+def frozen_from_above(ours: paceline.Embedding) -> None:
+    """By modules that have it inside; training mode and walks over parameters change nothing."""
+    model = nn.Sequential(nn.ModuleDict({"rows": ours, "dense": nn.Linear(WIDTH, 1)}), nn.Linear(1, 1))
+    assert model.requires_grad_(False) is model
+    assert not ours(torch.tensor([0])).requires_grad
+    model.train()
+    assert len([parameter.requires_grad_(True) for parameter in model.parameters()]) == 4
+    assert list(ours.parameters()) == [] == list(ours.state_dict())
+    assert not copy.deepcopy(model)[0]["rows"](torch.tensor([0])).requires_grad
+    copy.deepcopy(model).requires_grad_(True)
+    assert not ours(torch.tensor([0])).requires_grad
+    model.requires_grad_(True)
+    assert ours(torch.tensor([0])).requires_grad
+    model.requires_grad_(requires_grad=False)
+    assert not ours(torch.tensor([0])).requires_grad
+
+
+@pytest.mark.parametrize("act", [without_gradients, without_backward, zeroed_by_hand, frozen_from_above])
 def test_nothing_is_pushed(ps: Session, act: Callable[[paceline.Embedding], None]) -> None:
     assert pushed(ps, act) == ([0.0, 0.0, 0.0], 0)
 

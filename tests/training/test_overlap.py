@@ -421,3 +421,25 @@ def test_runs_cover_everything_once_and_are_large_enough(sizes: list[int]) -> No
     runs = runs_of([torch.zeros(size) for size in sizes], 16)
     assert [index for run in runs for index in run] == list(range(len(sizes)))
     assert len(runs) == 1 or all(4 * sum(sizes[index] for index in run) >= 16 for run in runs)
+
+
+def test_parameters_change_with_the_step_of_their_own_optimizer(tmp_path: Path) -> None:
+    """One backward for two models sends the gradients of both: the first step finishes the clock of those, too."""
+
+    def work(_: Session) -> Tensor:
+        made = [distribute(Recipe(aligned, sgd), name=name) for name in ("first", "second")]
+        inputs = torch.ones(4, 9)
+        for _step in range(3):
+            for _model, optimizer in made:
+                optimizer.zero_grad()
+            (made[0][0](inputs) - made[1][0](inputs) + 1).square().mean().backward()
+            before = parameters(made[1][0])
+            made[0][1].step()
+            paceline.barrier()  # every push of that clock is applied
+            assert torch.equal(parameters(made[1][0]), before)
+            made[1][1].step()
+        with made[1][1].snapshot():
+            return parameters(made[1][0])
+
+    found = run_job(tmp_path, work, workers=2, carrier="shm")
+    assert torch.equal(*found)

@@ -55,6 +55,36 @@ def run_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
         optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_a_state_that_plain_torch_has_loaded_and_saved_in_double_precision_comes_back(
+    tmp_path: Path, name: str
+) -> None:
+    """Torch casts what a parameter has once, the product of the momenta for example, to the dtype of the parameter."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3 + number)
+        optimizer.step()
+
+    def work(_: Session) -> tuple[Tensor, Tensor]:
+        models = [mlp().double(), mlp().double()]
+        plain, wrapped = (getattr(torch.optim, name)(model.parameters(), lr=0.1) for model in models)
+        optimizer = paceline.distributed(wrapped, model=models[1], views=False)
+        step(models[1], optimizer, 0)
+        plain.load_state_dict(optimizer.state_dict())
+        models[0].load_state_dict(models[1].state_dict())
+        for number in (1, 2):
+            step(models[0], plain, number)
+        models[1].load_state_dict(models[0].state_dict())
+        optimizer.load_state_dict(plain.state_dict())
+        for model, own in zip(models, (plain, optimizer), strict=True):
+            step(model, own, 3)
+        return parameters(models[0]), parameters(models[1])
+
+    [(expected, found)] = run_job(tmp_path, work)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=NAMES)
 def test_a_plain_optimizer_takes_over(tmp_path: Path, make: MakeOptimizer) -> None:
     def work(worker: Session) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -306,7 +306,9 @@ class TorchRule:
             wanted, dtype = expected[name]
             if elementwise and wanted == shape:
                 wanted = tuple(value.shape)
-            if tuple(found.shape) != wanted or found.dtype != dtype:
+            # Torch has its numbers in its default dtype, and casts all but `step` to that of the parameter on a load.
+            numbers = {torch.float32, torch.float64, value.dtype} if not wanted and dtype.is_floating_point else set()
+            if tuple(found.shape) != wanted or found.dtype not in {dtype, *numbers}:
                 raise UsageError(
                     f"State '{index}.{name}' has shape {tuple(found.shape)} and {found.dtype}, expected {wanted} and "
                     f"{dtype}."
@@ -341,8 +343,12 @@ def _layouts(
 
 
 def _allowed(numbers: Hyper) -> Hyper:
-    """Return hyperparameters of which none has torch run code that takes the shapes of its tensors on trust."""
-    return {key: False if key in ("fused", *_LOCAL_ONLY) else value for key, value in numbers.items()}
+    """Return hyperparameters for torch, whose switches are a choice made here: never code that trusts in shapes.
+
+    Of those that were declared only `foreach` counts, and for no more than which of torch's two loops runs.
+    """
+    chosen: Hyper = {key: key == "foreach" and bool(numbers.get(key)) for key in SWITCHES}
+    return {key: chosen.get(key, value) for key, value in numbers.items()}
 
 
 def _construct(

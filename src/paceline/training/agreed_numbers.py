@@ -1,4 +1,4 @@
-"""Hyperparameters that several workers step with together: those of the first one that has a batch."""
+"""What several workers step with together: the hyperparameters of the first one that has a batch, and what it steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from paceline.collective.accounts import names
 from paceline.errors import UsageError
 from paceline.parallel.mesh import Mesh
 
-Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name
+Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
 
-Together: TypeAlias = Literal["forward", "step", "snapshot", "state_dict"]  # what all do at the same time
+Together: TypeAlias = Literal["forward", "backward", "step", "snapshot", "state_dict"]  # what all do at the same time
 
 _MOST_NUMBERS: Final = 4
+_PRESENT: Final = "has gradient"
 COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """The hyperparameters of an optimizer as they are now: what schedulers change, and what all workers step with.
+
+    With them travels which parameters have a gradient: one of zeros is a step too, of momentum and decay.
 
     Those count that the class of the optimizer knows and that can be written down: numbers, words, and tuples of them.
     A learning rate in a tensor is its value.
@@ -46,8 +49,24 @@ class Numbers:
         return [dict(self._of(group)) for group in self.optimizer.param_groups]
 
     def encoded(self) -> bytes:
-        """Return the numbers of each group as they travel."""
-        return json.dumps(self.now()).encode()
+        """Return the numbers of each group as they travel, with the parameters that have gradients."""
+        told = self.now()
+        for group, numbers in zip(self.optimizer.param_groups, told, strict=True):
+            numbers[_PRESENT] = "".join("01"[parameter.grad is not None] for parameter in group["params"])
+        return json.dumps(told).encode()
+
+    def align_gradients(self, told: bytes | None) -> None:
+        """Have gradients where another worker has them: zeros that are missing here, and no others; None: as they are.
+
+        They differ where a script keeps zeros, as `zero_grad(set_to_none=False)` does, and this worker had no batch.
+        """
+        groups = json.loads(told) if told is not None else []
+        for group, numbers in zip(self.optimizer.param_groups, groups, strict=False):
+            for parameter, is_present in zip(group["params"], numbers[_PRESENT], strict=True):
+                if is_present == "0":
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     @contextmanager
     def held(self, told: bytes | None) -> Generator[None]:
@@ -73,6 +92,8 @@ class Numbers:
         for group, numbers in zip(self.optimizer.param_groups, told, strict=False):
             for key, value in numbers.items():
                 own = group.get(key)
+                if key == _PRESENT:
+                    continue
                 if isinstance(own, Tensor):
                     own.fill_(value)
                 else:

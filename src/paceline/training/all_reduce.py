@@ -105,6 +105,7 @@ class ReplicatedOptimizer(SteppedTogether):
         self._replica.backward_of_nothing()
         self._replica.take_round(None)
         self._apply()
+        self.zero_grad()  # a script may do so behind its own steps only
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Combine nothing in the passes inside: the next backward outside combines what they have added up.
@@ -131,8 +132,13 @@ class ReplicatedOptimizer(SteppedTogether):
             self._set_state(state_dict)
         self._replica.copy_from_first()
 
+    def let_go(self) -> None:
+        """Combine no more gradients."""
+        self._replica.close(True)
+
     def _apply(self) -> None:
         """Step, unless the combined gradients are not finite."""
         told = self._replica.settle(self._numbers.encoded())
+        self._numbers.align_gradients(told)
         with self._numbers.held(told):
             self._step_unless(self._replica.problem)

@@ -99,6 +99,11 @@ class Bucket:
                 "ran: change them before backward (clip in a hook, say), or leave out overlap=True."
             )
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether the gradients of the step under way have left, before it."""
+        return self._sent is not None
+
     def ask(self, *, refresh: bool) -> None:
         """Ask for the values of the next step; `arrive` waits for them."""
         self.arrive()

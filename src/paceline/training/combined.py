@@ -96,6 +96,7 @@ class CombinedOptimizer(SteppedTogether):
         self._after_backward(finish=True)
         self._weight = None
         self._apply(0.0)
+        self.zero_grad()  # a script may do so behind its own steps only
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
@@ -122,7 +123,7 @@ class CombinedOptimizer(SteppedTogether):
 
     def _after_backward(self, *, finish: bool = False) -> None:
         """Combine the gradients of this replica with those of the others, unless more are to be added."""
-        if self._holding and not finish:
+        if (self._holding and not finish) or self._successor:
             return
         weight = self._weight
         if weight is None:
@@ -144,6 +145,7 @@ class CombinedOptimizer(SteppedTogether):
                 self._agree("step", weight)  # before calls of other sizes
             self._hand_on()
             told = self._numbers_of_first(weight) if self._part.size > 1 else None
+            self._numbers.align_gradients(told)
             problem = self._problem()
         with self._numbers.held(told):
             self._step_unless(problem)

@@ -179,6 +179,10 @@ class DownpourOptimizer(Distributed):
                 self._buffers.push()
                 self._buffers.fetch(refresh=True)
 
+    def let_go(self) -> None:
+        """Let the parameters be this process's own memory."""
+        self._weights.detach()
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Change nothing: gradients leave in `step`, whatever was added to them until then."""
         return nullcontext()

@@ -77,10 +77,12 @@ class ShardedOptimizer(SteppedTogether):
         Raises:
             UsageError: this worker has had no batch at all.
         """
-        self.zero_grad()
+        if not self._passes.has_gradients:  # else those of an earlier backward of the same step
+            self.zero_grad()
         self._passes.repeat_for_nothing()
         self._passes.take(None)
         self._apply()
+        self.zero_grad()  # a script may do so behind its own steps only
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Hold back nothing: every backward combines what it computes, and adds it to what is there."""
@@ -126,6 +128,8 @@ class ShardedOptimizer(SteppedTogether):
         """Step, unless gradients are not finite."""
         with self._job.communicating():
             told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
+            self._numbers.align_gradients(told)
+            self._passes.hand_on()
             problem = self._passes.objection()
         with self._numbers.held(told):
             self._step_unless(problem)

@@ -8,7 +8,7 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.errors import UsageError
 from paceline.training.courier import Courier
@@ -70,6 +70,7 @@ class Gradients:
     _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
     # Copies from devices that have been begun, by the index of their tensor.
     _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
+    _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
     _turn: int = 0  # which stretch of each gradient is looked at next
 
     def __post_init__(self) -> None:
@@ -80,8 +81,13 @@ class Gradients:
         look, move = WeakMethod(self._look), WeakMethod(self._move)
         for index, tensor in enumerate(self.flat.named.values()):
             if tensor.requires_grad and tensor.device.type == "cpu" and not self.courier.serves(tensor):
-                tensor.register_hook(_before(look, index, ref(tensor)))
-                tensor.register_post_accumulate_grad_hook(_after(move, index))
+                self._handles.append(tensor.register_hook(_before(look, index, ref(tensor))))
+                self._handles.append(tensor.register_post_accumulate_grad_hook(_after(move, index)))
+
+    def detach(self) -> None:
+        """Leave gradients where backward makes them, from the next backward on."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def attach(self, buffer: Tensor) -> None:
         """Collect into this memory from now on; its content is overwritten."""

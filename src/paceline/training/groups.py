@@ -279,6 +279,16 @@ class GroupedOptimizer(Distributed):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
+    def hold_still(self) -> None:
+        """Keep the parameters of every part as they are."""
+        for part in self._parts:
+            part.optimizer.hold_still()
+
+    def let_go(self) -> None:
+        """Let every part let go."""
+        for part in self._parts:
+            part.optimizer.let_go()
+
     def _hand_on_numbers(self) -> None:
         """Give the parts the numbers that are in the groups now."""
         for part in self._parts:

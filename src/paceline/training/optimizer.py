@@ -209,6 +209,12 @@ class DistributedOptimizer(Distributed):
             bucket.look()
             bucket.arrive()
 
+    def hold_still(self) -> None:
+        """Keep parameters as they are while a clock ends in which backward has sent gradients, before their step."""
+        if any(bucket.is_sent for bucket in self._buckets):
+            for bucket in self._buckets:
+                bucket.weights.hold()
+
     @contextmanager
     def accumulate(self) -> Generator[None]:
         """Hold back the gradients of the backward passes inside, as more are to be added before the step.
@@ -277,6 +283,15 @@ class DistributedOptimizer(Distributed):
                     send_state(self._buffers.table, {}, self._buffers.flat)
         self._fetch(refresh=True)
         self.arrive()
+
+    def let_go(self) -> None:
+        """Let gradients and parameters be this process's own memory, and backward send nothing."""
+        self._overlap = None
+        for bucket in self._buckets:
+            bucket.gradients.detach()
+            bucket.weights.detach()
+        if self._buffers is not None:
+            self._buffers.weights.detach()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 

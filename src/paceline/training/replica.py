@@ -191,6 +191,8 @@ class Replica:
 
     def close(self, _politely: bool) -> None:
         """Detach from the others; the model stays as it is, and can be used as any other."""
+        if not self._handles:
+            return
         for handle in (*self._handles, *self._watched):
             handle.remove()
         self._handles, self._watched = [], []

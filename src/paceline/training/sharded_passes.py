@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.sharded import sliced_like
+from paceline.parallel.whole import whole
 from paceline.tensors.summing import num_nonfinite
 from paceline.training.agreed_numbers import agree_on
 from paceline.training.buffers import floating_buffers
@@ -28,9 +30,11 @@ class Passes:
     Torch takes the plain mean of all workers' gradients, layer by layer. So that it becomes the mean weighted by
     samples, each worker scales what enters its backward, once all have said how much they weigh.
 
+    In a step for which some workers have no batch, backward leaves the others the gradients of the whole model: what
+    their scripts do with them then takes no other worker. With the step, every worker gets its slice of the result.
+
     Attributes:
         weight: of the gradients of the next backward, where the script has said it.
-        has_batch: whether this worker had one in the last backward.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, job: Job, mesh: Mesh) -> None:
@@ -43,7 +47,7 @@ class Passes:
         self._scale: float | None = None  # of the backward under way
         self._done: float | None = None  # what backwards since the last step weighed
         self._weight_before = 1.0  # of the backward before
-        self.has_batch, self._num_with_batch = True, 1  # this worker in the last backward, and how many did
+        self._with_batch = [True] * mesh.grid.replicas  # in the last backward, by replica
         self._last: tuple[Any, Any] | None = None  # what the model was last called with
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
@@ -52,6 +56,16 @@ class Passes:
             ),
             model.register_forward_hook(lambda _, args, outputs: _call(after, outputs)),
         ]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether this worker had a batch in the last backward."""
+        return self._with_batch[self._mesh.group("data").rank()]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has combined gradients since the last step."""
+        return self._done is not None
 
     def take(self, samples: float | None) -> float:
         """Return what the gradients that are combined weigh: they are about to be used.
@@ -85,6 +99,26 @@ class Passes:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
 
+    def hand_on(self) -> None:
+        """Set each worker's slices to what the first worker that has a batch has made of the gradients: clipped ones.
+
+        Only in a step for which some workers have none; all have gradients of the same parameters by then. Blocks until
+        all have come.
+        """
+        if not self._is_short:
+            return
+        group, first = self._mesh.group("data"), self._with_batch.index(True)
+        source = dist.get_global_rank(group, first)
+        with self._mesh.explained(f"gradients of '{self._settings.name}'"), torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    is_first = group.rank() == first
+                    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    gradient = _local(parameter.grad).contiguous() if is_first else zeros
+                    dist.broadcast(gradient, src=source, group=group)
+                    parameter.grad = None  # torch wants slices of the same kind
+                    parameter.grad = sliced_like(parameter, gradient)
+
     def objection(self) -> str:
         """Return why the combined gradients may not be used; blocks until all workers have looked at their slices."""
         if self._settings.nonfinite == "ignore":
@@ -100,7 +134,7 @@ class Passes:
     def average_buffers(self) -> None:
         """Set floating-point buffers to the mean over the workers that had a batch."""
         buffers = list(floating_buffers(self._model).values()) if self._settings.average_buffers else []
-        own, count = float(self.has_batch), max(1, self._num_with_batch)
+        own, count = float(self.has_batch), max(1, sum(self._with_batch))
         with self._mesh.explained(f"the buffers of '{self._settings.name}'"), torch.no_grad():
             for buffer in buffers:
                 total = buffer * own
@@ -144,17 +178,38 @@ class Passes:
             weight = float(self._job.num_samples - self._num_samples or again)
         is_new = self._done is None or self._num_samples < self._job.num_samples
         self._num_samples = self._job.num_samples
-        self.has_batch = weight > 0
-        own = weight if self._settings.scale == "samples" else float(self.has_batch)
-        total, count = self._summed([own, float(self.has_batch)], self._mesh.group("data"))
-        self._num_with_batch = int(count)
+        told = torch.tensor(agree_on(self._mesh, "backward", _bits(weight)))[:, 0].view(torch.float64)
+        self._with_batch = (told > 0).tolist()
+        own = weight if self._settings.scale == "samples" else float(weight > 0)
+        total = float((told if self._settings.scale == "samples" else told > 0).sum())
         self._weight_before = weight
         self._done = (self._done or 0.0) + (weight if is_new else 0.0)
         size = self._mesh.grid.replicas
         return own * size if self._settings.scale == "sum" else own * size / (total or 1.0)
 
+    @property
+    def _is_short(self) -> bool:
+        """Whether some workers had a batch in the last backward and others had none."""
+        return any(self._with_batch) and not all(self._with_batch)
+
     def _end_backward(self) -> None:
         self._scale = None
+        if self._is_short:
+            self._make_gradients_whole()
+
+    def _make_gradients_whole(self) -> None:
+        """Give the workers that have a batch the gradients of the whole model; blocks until all have come."""
+        parameters = list(self._model.parameters())
+        own = [float(parameter.grad is not None) for parameter in parameters]
+        holders = self._summed(own, self._mesh.group("data"))
+        with self._mesh.explained(f"backward of '{self._settings.name}'"), torch.no_grad():
+            for parameter, count in zip(parameters, holders, strict=True):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    gathered = whole(gradient)
+                    if self.has_batch and isinstance(parameter, DTensor):
+                        mesh = parameter.device_mesh
+                        parameter.grad = DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
 
     def _summed(self, numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
         """Return the sums of numbers over a group; blocks until all have come."""
@@ -162,6 +217,11 @@ class Passes:
         with self._mesh.explained(f"backward of '{self._settings.name}'"):
             dist.all_reduce(sums, group=group)
         return sums.tolist()
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a number as a whole one."""
+    return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
 
 
 def _has_gradient(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,11 +24,14 @@ class Distributed(torch.optim.Optimizer, ABC):
     Attributes:
         num_refused: steps or pushes of this worker that were not applied, as they were not finite or came too late.
         turn_s: when it was used last, where its workers have to take turns together.
+        turns: the numbers of clocks that were finished when it was used last but one, and last; that when it was made
+            stands for turns that it has not had.
         overflowed: a `torch.amp.GradScaler` has found gradients of this worker in this clock that are not finite.
     """
 
     num_refused: int = 0
     turn_s: float = 0.0
+    turns: tuple[int, int] = (0, 0)
     # Samples that this step of all workers together is to stand for; 0 where that is not known.
     expected: float = 0.0
     no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
@@ -38,6 +41,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True
     _bank: Bank | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
+    _successor: str = ""  # name of the optimizer that was made later for some of its parameters, and has them since
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: Job) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -58,6 +62,17 @@ class Distributed(torch.optim.Optimizer, ABC):
                 "freeze those that are to join later with requires_grad_(False)."
             )
         super().add_param_group(param_group)
+
+    def hold_still(self) -> None:
+        """Keep the parameters as they are while a clock ends that is not that of `step`; called before it ends."""
+
+    def hand_over(self, successor: str) -> None:
+        """Take no more steps, as an optimizer of this name was made for some of the same parameters; state stays."""
+        self._successor = successor
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Follow forward and backward of the model no more, for strategies that do."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters, and with them those that embeddings have collected."""
@@ -95,11 +110,18 @@ class Distributed(torch.optim.Optimizer, ABC):
             What the closure returned.
 
         Raises:
-            UsageError: gradients that cannot be used; see `send` of the strategy.
+            UsageError: gradients that cannot be used; see `send` of the strategy. Or another optimizer has been
+                distributed since for some of the same parameters.
             DeadlineExceeded: values did not become fresh enough in time.
             PeerError: a server or a worker is gone, or this worker was given up.
             SystemExit: this worker was told to leave, and has; see `paceline.preempted`.
         """
+        if self._successor:
+            raise UsageError(
+                f"worker {self._job.rank}, step of '{self._name}': '{self._successor}' was distributed later for some "
+                "of its parameters, and has them since. Step that one and drop this one; or give each optimizer "
+                "parameters of its own."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -117,7 +139,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             weight, self.overflowed = 0.0, False
             self._job.lookups.zero_grad()
         self._job.lookups.expected = self.expected
-        self._job.clock(samples=weight)
+        self.turns = self.turns[1], self._job.clock(samples=weight)
         self.receive()
         self._job.heed()
         return loss
@@ -168,6 +190,17 @@ class Distributed(torch.optim.Optimizer, ABC):
     def snapshot(self) -> AbstractContextManager[None]:
         """Hold one consistent state in the model, without gradients, for evaluation or saving."""
         ...
+
+
+def in_use(optimizers: Sequence[Distributed]) -> list[Distributed]:
+    """Return those that have had a turn since the last turn but one of the newest: what a loop uses with a batch.
+
+    Those that were made after every turn count instead. A script may hold others, of loops that are over.
+    """
+    newest = max((one for one in optimizers if one.turns[0] < one.turns[1]), key=lambda one: one.turns[1], default=None)
+    before, last = newest.turns if newest is not None else (0, 0)
+    fresh = [one for one in optimizers if one.turns[0] == one.turns[1] >= last]
+    return fresh or [one for one in optimizers if one.turns[1] > before and one.turns[0] < one.turns[1]]
 
 
 class Strategy(Protocol):

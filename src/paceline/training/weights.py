@@ -96,6 +96,12 @@ class Weights:
             for index, data in written.items():
                 tensors[index].data.copy_(data)
 
+    def hold(self) -> None:
+        """Let views be copies until the next fetch: what servers write does not show before."""
+        tensors = self.flat.tensors
+        for index in self._views():
+            tensors[index].data = tensors[index].data.clone()
+
     def detach(self) -> None:
         """Let what views show be this process's own memory: nobody else changes the tensors from now on."""
         viewed, self._viewed = self._viewed, None

@@ -84,6 +84,86 @@ def learning_is_that_of_one_process() -> None:
     state_is_that_of_a_plain_optimizer(optimizer, plain)
 
 
+def clipped_by_norm(optimizer: torch.optim.Optimizer, model: nn.Sequential) -> None:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert 0.1 < float(norm) < 10
+    optimizer.step()
+
+
+def clipped_by_value(optimizer: torch.optim.Optimizer, model: nn.Sequential) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    optimizer.step()
+
+
+def clipped_by_hand(optimizer: torch.optim.Optimizer, model: nn.Sequential) -> None:
+    """Layer by layer, after a look at the size of the gradient."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.abs().max().item() > 0.02:
+            parameter.grad = parameter.grad / 3
+    optimizer.step()
+
+
+def frozen_later(optimizer: torch.optim.Optimizer, model: nn.Sequential) -> None:
+    """With a gradient of zeros that stays, so that the momentum and the decay of the frozen parameter go on."""
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model[2].weight.requires_grad_(False)
+
+
+def unscaled_by_a_scaler(optimizer: torch.optim.Optimizer, model: nn.Sequential) -> None:
+    del model
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def what_scripts_do_with_gradients_counts_where_a_worker_has_no_batch() -> None:
+    """Three batches for two workers: in every second step worker 1 steps what worker 0 has made of the gradients."""
+    torch.manual_seed(3)
+    inputs, targets = torch.randn(11, 3), torch.randn(11, 2)
+    for act in (clipped_by_norm, clipped_by_value, clipped_by_hand, frozen_later, unscaled_by_a_scaler):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        alone = copy.deepcopy(model)
+        plain, sgd = (
+            torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for one in (alone, model)
+        )
+        optimizer = paceline.distributed(sgd, model=model, name=act.__name__)
+        for _ in range(2):
+            for own, expected in paceline.shard(DataLoader(TensorDataset(inputs, targets), batch_size=4)):
+                mse_loss(model(own), expected).backward()
+                act(optimizer, model)
+                optimizer.zero_grad(set_to_none=act is not frozen_later)
+            for rows in (slice(0, 8), slice(8, 11)) if SIZE > 1 else (slice(0, 4), slice(4, 8), slice(8, 11)):
+                mse_loss(alone(inputs[rows]), targets[rows]).backward()
+                act(plain, alone)
+                plain.zero_grad(set_to_none=act is not frozen_later)
+        found = whole_values(optimizer, model)  # pyright: ignore[reportArgumentType]
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9, msg=act.__name__)
+
+
+def a_worker_whose_batches_end_in_the_middle_of_a_step_keeps_its_gradients() -> None:
+    """Two batches of worker 0 make a step, of which worker 1 has the first."""
+    torch.manual_seed(4)
+    inputs, targets = torch.randn(12, 3), torch.randn(12, 2)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    alone = copy.deepcopy(model)
+    optimizer = distributed(model, "middle")
+    loader = paceline.shard(DataLoader(TensorDataset(inputs, targets), batch_size=4))
+    for number, (own, expected) in enumerate(loader):
+        mse_loss(model(own), expected).backward()
+        if number:
+            optimizer.step()
+    plain = torch.optim.Adam(alone.parameters(), lr=0.05)
+    for rows in (slice(0, 8), slice(8, 12)):
+        mse_loss(alone(inputs[rows]), targets[rows]).backward()
+    plain.step()
+    found = whole_values(optimizer, model)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-9)
+
+
 def state_is_that_of_a_plain_optimizer(optimizer: ShardedOptimizer, plain: torch.optim.Optimizer) -> None:
     found, expected = optimizer.state_dict(), plain.state_dict()
     for index, values in expected["state"].items():
@@ -244,6 +324,8 @@ def a_worker_that_dies_is_named() -> None:
 for check in (
     the_common_face_takes_slices_in_single_precision,
     learning_is_that_of_one_process,
+    what_scripts_do_with_gradients_counts_where_a_worker_has_no_batch,
+    a_worker_whose_batches_end_in_the_middle_of_a_step_keeps_its_gradients,
     buffers_are_averaged_and_one_worker_may_look_alone,
     gradients_that_are_not_finite_are_refused_by_all,
     mistakes_are_told,
