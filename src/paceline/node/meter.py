@@ -17,9 +17,11 @@ from paceline.core.consistency import Consistency
 from paceline.node.outgoing import PushOutcome
 from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
-from paceline.observe.notices import Refusals, tell
+from paceline.observe.notices import OpenClocks, Refusals, tell
 from paceline.observe.resources import Odometer
 from paceline.observe.trace import Trace
+
+MANY_PUSHES = 1000  # of one table in one clock; servers take some thousands
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Meter:
     odometer: Odometer = field(default_factory=Odometer)
     tell: Callable[[str], None] = tell
     refusals: Refusals = field(init=False)
+    open_clocks: OpenClocks = field(init=False)
     # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
     wait_s: float = 0.0
     comm_s: float = 0.0
@@ -49,6 +52,7 @@ class Meter:
         """Let the first clock begin now."""
         self._since = self.now()
         self.refusals = Refusals(self.worker, self.tell)
+        self.open_clocks = OpenClocks(self.worker, self.tell)
 
     def begin(self) -> None:
         """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
@@ -114,7 +118,10 @@ class Meter:
             self.trace.record(records.Reported(self.now(), self.worker, clock, None, text))
 
     def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
-        """Record and tell of this push if it is refused; return it. One that a quorum went on without is usual."""
+        """Record and tell of this push if it is refused; return it. One that a quorum went on without is usual.
+
+        Also tell of a clock that has very many, which wait for its end.
+        """
 
         def look(done: Future[PushOutcome]) -> None:
             if done.exception() is None and not done.result().applied:  # else the worker has failed, and is told
@@ -123,6 +130,9 @@ class Meter:
                     self.note_refused("push", table, clock, reason)
 
         self.refusals.note_made("push", table)
+        num = self.open_clocks.note_push(table, clock)
+        if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
+            self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
         pushed.add_done_callback(look)
         return pushed
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+CLOCK_ADVICE = "Call clock() once a step, after its pushes (optimizer.step() of paceline.distributed does)."
+
+
 def tell(text: str) -> None:
     """Write one line for the user; several processes may share the stream, so it is one write."""
     sys.stderr.write(f"paceline: {' '.join(text.splitlines())}\n")
@@ -24,6 +27,32 @@ def is_told(count: int) -> bool:
     [1, 10, 100]
     """
     return str(count).rstrip("0") == "1"
+
+
+@dataclass(slots=True)
+class OpenClocks:
+    """How much one worker has done for each table in a clock that it does not finish; told once a table."""
+
+    worker: int
+    tell: Callable[[str], None]
+    _made: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # at which clock, how many
+    _told: set[str] = field(default_factory=set[str])
+
+    def note_push(self, table: str, clock: int) -> int:
+        """Count one more push; return how many there are in this clock."""
+        at, num = self._made.get(table, (clock, 0))
+        num = num + 1 if at == clock else 1
+        self._made[table] = clock, num
+        return num
+
+    def tell_of(self, table: str, clock: int, done: str) -> None:
+        """Tell once what has been `done` for a table in a clock that goes on and on."""
+        if table not in self._told:
+            self._told.add(table)
+            self.tell(
+                f"worker {self.worker} has {done} in clock {clock} and has not finished that clock: until then no read "
+                f"sees them, and they take memory. {CLOCK_ADVICE}"
+            )
 
 
 @dataclass(slots=True)
