@@ -64,9 +64,13 @@ def test_nothing_is_told_where_nothing_waits(
 
 
 def test_a_script_that_fails_says_only_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError), paceline.connect() as ps:
-        ps.table("w", shape=(1,), update=paceline.update.Add()).push([1.0])
-        raise ZeroDivisionError
+    def fail() -> None:
+        with paceline.connect() as ps:
+            ps.table("w", shape=(1,), update=paceline.update.Add()).push([1.0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert told(capsys) == []
 
 
