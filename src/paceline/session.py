@@ -32,6 +32,7 @@ from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
 from paceline.node.table import Table
 from paceline.node.worker import WorkerNode
+from paceline.observe.notices import CLOCK_ADVICE
 from paceline.parallel.arrangement import Arrangement
 from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
 from paceline.tensors.rules import RuleSpec
@@ -298,10 +299,29 @@ class Session:
             freeing.callback(self.node.close)
             freeing.callback(self.readers.close)
             self._settle_parameters(politely=politely)
+            if politely:
+                self._tell_unfinished()
             self.meter.note_end(self.node.clock)
             if politely:
                 self.exchange.close(politely=True)
                 self.node.leave()
+
+    def _tell_unfinished(self) -> None:
+        """Tell what this worker has done in a clock that it has not finished."""
+        held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
+        if held:
+            self.meter.tell(
+                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {held}: they take effect "
+                f"only now, all in one clock, and no read of this worker has seen them. {CLOCK_ADVICE}"
+            )
+        lost = _listed(
+            [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()], "gradient", "gradients"
+        )
+        if lost:
+            self.meter.tell(
+                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
+                f"pushed: they are lost. {CLOCK_ADVICE}"
+            )
 
     def abandon(self) -> None:
         """Let go of the job in a process that was forked from this worker: its calls are refused, nothing is sent."""
@@ -364,3 +384,12 @@ class Session:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:
+    """Say how many of what there are.
+
+    >>> _listed([("table 'a'", 3), ("table 'b'", 1)], "push", "pushes")
+    "3 pushes of table 'a' and 1 push of table 'b'"
+    """
+    return " and ".join(f"{num} {one if num == 1 else several} of {of}" for of, num in found)

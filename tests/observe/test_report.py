@@ -69,7 +69,8 @@ def test_the_page_has_every_number_of_every_run(folder: Path, runs: dict[str, Ru
         assert cells[1:4] == [f"{summary.seconds:.1f}", f"{summary.num_clocks}", f"{summary.samples_per_s:,.0f}"]
         assert cells[4] == f"{summary.comm_share_mean:.1%}" != "0.0%"
         assert cells[5:7] == [f"{summary.wait_share_mean:.1%}", f"{summary.wait_share_max:.1%}"]
-        assert cells[11:] == [f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
+        assert cells[11] == f"{summary.num_refused}"
+        assert cells[12:] == [f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
         if label == "one process":
             assert cells[7:11] == ["–"] * 4
         else:

@@ -12,12 +12,33 @@ from dataclasses import dataclass, field
 
 from paceline.core.messages import PushId
 
+_WITHOUT, _CLOSED = "was completed without worker", "is closed, the table stands at"
+
 # The lead decides no more clocks than this before all other servers have followed.
 MAX_LEAD = 1 << 13
 # A worker that has more pushes than this withdrawn from clocks that are still open is a misbehaving peer.
 MAX_WITHDRAWN = 1 << 13
 # By one event no more clocks are closed than this, so that a worker whose clock leaps keeps nobody waiting.
 MAX_AT_ONCE = 64
+
+
+def completed_without(worker: int, table: str, clock: int) -> str:
+    """Return why a push that waited for its clock is refused: others have completed the clock."""
+    return f"clock {clock} of table '{table}' {_WITHOUT} {worker}"
+
+
+def closed_before(table: str, clock: int, now: int) -> str:
+    """Return why a push is refused that arrives after its clock was completed."""
+    return f"clock {clock} of table '{table}' {_CLOSED} {now}"
+
+
+def is_late(reason: str) -> bool:
+    """Return whether a push was refused for nothing but its time, as is usual where a quorum completes a clock.
+
+    >>> is_late(closed_before("w", 3, 5)), is_late("3 of its 4 elements are NaN")
+    (True, False)
+    """
+    return _WITHOUT in reason or _CLOSED in reason
 
 
 @dataclass(frozen=True, slots=True)

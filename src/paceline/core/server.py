@@ -13,7 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
-from paceline.core.closing import MAX_AT_ONCE, MAX_WITHDRAWN, Closing, Decision
+from paceline.core.closing import (
+    MAX_AT_ONCE,
+    MAX_WITHDRAWN,
+    Closing,
+    Decision,
+    closed_before,
+    completed_without,
+)
 from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
@@ -176,7 +183,7 @@ class ServerCore:
             table.version += 1
             self._answer(push.id, push.table, Applied(push.id), effects)
         elif push.clock < table.closing.clock:
-            reason = f"clock {push.clock} of table '{push.table}' is closed, the table stands at {table.closing.clock}"
+            reason = closed_before(push.table, push.clock, table.closing.clock)
             self._answer(push.id, push.table, PushRefused(push.id, reason), effects)
         else:
             table.closing.hold(push.id, push.clock)
@@ -250,8 +257,7 @@ class ServerCore:
             reason = f"another server refused its part of this push of table '{name}', clock {clock}"
             self._refuse_held(push_id, name, reason, effects)
         for push_id in late:
-            reason = f"clock {clock} of table '{name}' was completed without worker {push_id.worker}"
-            self._refuse_held(push_id, name, reason, effects)
+            self._refuse_held(push_id, name, completed_without(push_id.worker, name, clock), effects)
         self._release(name, table, effects)
 
     def _refuse_held(self, push_id: PushId, table: str, reason: str, effects: list[ServerEffect]) -> None:

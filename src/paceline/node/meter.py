@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
+from paceline.core.closing import is_late
+from paceline.core.consistency import Consistency
+from paceline.node.outgoing import PushOutcome
 from paceline.node.reads import ReadOutcome
 from paceline.observe import trace as records
+from paceline.observe.notices import OpenClocks, Refusals, tell
 from paceline.observe.resources import Odometer
 from paceline.observe.trace import Trace
+
+MANY_PUSHES = 1000  # of one table in one clock; servers take some thousands
 
 
 @dataclass(slots=True)
@@ -30,6 +38,9 @@ class Meter:
     samples: int = 0
     loss: float | None = None
     odometer: Odometer = field(default_factory=Odometer)
+    tell: Callable[[str], None] = tell
+    refusals: Refusals = field(init=False)
+    open_clocks: OpenClocks = field(init=False)
     # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
     wait_s: float = 0.0
     comm_s: float = 0.0
@@ -40,6 +51,8 @@ class Meter:
     def __post_init__(self) -> None:
         """Let the first clock begin now."""
         self._since = self.now()
+        self.refusals = Refusals(self.worker, self.tell)
+        self.open_clocks = OpenClocks(self.worker, self.tell)
 
     def begin(self) -> None:
         """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
@@ -101,7 +114,35 @@ class Meter:
         self._record_loss(clock)
         self.loss = _finite(loss)
         if loss is not None and self.loss is None:
-            self.trace.record(records.Reported(self.now(), self.worker, clock, None))
+            text = "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
+            self.trace.record(records.Reported(self.now(), self.worker, clock, None, text))
+
+    def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        """Record and tell of this push if it is refused; return it. One that a quorum went on without is usual.
+
+        Also tell of a clock that has very many, which wait for its end.
+        """
+
+        def look(done: Future[PushOutcome]) -> None:
+            if done.exception() is None and not done.result().applied:  # else the worker has failed, and is told
+                reason = done.result().reason
+                if not (is_late(reason) and Consistency.parse(consistency).backups):
+                    self.note_refused("push", table, clock, reason)
+
+        self.refusals.note_made("push", table)
+        num = self.open_clocks.note_push(table, clock)
+        if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
+            self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
+        pushed.add_done_callback(look)
+        return pushed
+
+    def note_refused(
+        self, kind: Literal["push", "step"], table: str, clock: int, reason: str, *, is_told: bool = True
+    ) -> None:
+        """Record a push or a step of this worker that was not applied, and tell of it unless others do."""
+        self.trace.record(records.Refusal(self.now(), records.NO_SERVER, self.worker, table, reason))
+        if is_told:
+            self.refusals.note_refused(kind, table, clock, reason)
 
     def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
         """Record a measurement on held-out data."""
@@ -109,8 +150,9 @@ class Meter:
         self.trace.flush()
 
     def note_end(self, clock: int) -> None:
-        """Record a loss that no clock will take, and what this process has used, where that can be known."""
+        """Record a loss that no clock will take, and what this process has used; tell what was refused in all."""
         self._record_loss(clock)
+        self.refusals.tell_all()
         used = self.odometer.usage()
         if used is not None:
             self.trace.record(

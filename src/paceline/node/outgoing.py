@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,6 +22,10 @@ from paceline.transport.base import Transport
 from paceline.transport.pool import poison
 
 T = TypeVar("T")
+
+NONFINITE_ADVICE = (
+    "See whether the loss is finite, lower the learning rate, clip gradients, or declare nonfinite='zero'."
+)
 
 
 def promise(kind: type[T]) -> Future[T]:
@@ -180,6 +184,22 @@ def objection(spec: TableSpec, gradient: Tensor) -> str:
     if not num_bad:
         return ""
     return (
-        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite; "
-        "it was not sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
+        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite"
+        f"{_where(spec, gradient)}; it was not sent. {NONFINITE_ADVICE}"
     )
+
+
+def _where(spec: TableSpec, gradient: Tensor) -> str:
+    """Name the parameters with values that are not finite, where a table has several."""
+    parts = zip(spec.segments, gradient.split([segment.numel for segment in spec.segments]), strict=True)
+    bad = [segment.name for segment, part in parts if not part.isfinite().all()]
+    return "" if bad == [spec.name] else f", in {some_parameters(bad, len(spec.segments))}"
+
+
+def some_parameters(bad: Sequence[str], num: int) -> str:
+    """Name the first of some parameters, and how many of all there are.
+
+    >>> some_parameters(["0.weight", "0.bias"], 4)
+    "parameter '0.weight' and 1 more of 4"
+    """
+    return f"parameter '{bad[0]}'" + (f" and {len(bad) - 1} more of {num}" if len(bad) > 1 else "")

@@ -42,12 +42,12 @@ class Pushes:
     def has_slot(self, table: str, clock: int) -> bool:
         """Say whether there is memory for one more push during this clock, without waiting for earlier ones."""
         slots = self._slots[table]
-        return slots.available or (slots.held and not any(made < clock for made in self._clocks_of(table)))
+        return slots.available or (slots.held and self._oldest(table, clock) == clock)
 
-    def held_at(self, clock: int) -> str:
-        """Return a table that has pushes which are applied when this clock is finished, or nothing."""
-        held = (table for table, slots in self._slots.items() if slots.held and clock in self._clocks_of(table))
-        return next(held, "")
+    def held_at(self, clock: int) -> list[str]:
+        """Return the tables of the pushes that are applied when this clock is finished, one for each push."""
+        made = [outgoing.frame.push for outgoing in self._under_way.values()]
+        return [push.table for push in made if push.clock == clock and self._slots[push.table].held]
 
     def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
         """Have a push ready that is given its identity by the next call of `outgoing`."""
@@ -79,6 +79,7 @@ class Pushes:
             _, outgoing = self._under_way.popitem()
             outgoing.future.set_exception(error)
 
-    def _clocks_of(self, table: str) -> list[int]:
-        pushes = [outgoing.frame.push for outgoing in self._under_way.values()]
-        return [push.clock for push in pushes if push.table == table]
+    def _oldest(self, table: str, clock: int) -> int:
+        """Return the clock of the oldest push of a table under way, this clock if there is none: they are in order."""
+        pushes = (outgoing.frame.push for outgoing in self._under_way.values())
+        return next((push.clock for push in pushes if push.table == table), clock)

@@ -44,6 +44,7 @@ from paceline.node.peers import Peers
 from paceline.node.requests import Declare, Request, WholeTable
 from paceline.node.roles import check_caller, check_said
 from paceline.node.rows.shelf import RowShelf
+from paceline.node.same_gradients import SameGradients
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
 from paceline.node.toil import Toil
@@ -113,6 +114,7 @@ class ServerNode:
         self._core = ServerCore(self.settings, started=time.monotonic())
         self._loans, self._landing = Loans(self.transport, self.checks_memory), Landing(self.checks_memory)
         allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
+        same = SameGradients()
         self._shelf = Shelf(
             self.settings,
             allocate,
@@ -120,8 +122,9 @@ class ServerNode:
             self.allowed_paths,
             trusts_screening=self.transport.maps_memory,
             checks_memory=self.checks_memory,
+            same=same,
         )
-        self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths)
+        self._rows = RowShelf(self.settings.server, row_ops(), self.allowed_paths, same=same)
         self._inbox = Inbox(self.listener, Allowance(self._shelf, self._rows, self._landing).place)
         self._peers = Peers(
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._inbox.drop

@@ -17,6 +17,7 @@ from paceline.node.layout import as_tensor, spans, torch_dtype
 from paceline.node.mishaps import MISHAPS, broken_story
 from paceline.node.numbers import objection
 from paceline.node.room import require_room
+from paceline.node.same_gradients import SameGradients
 from paceline.node.wire import PushFrame
 from paceline.tensors.shard import Contribution, Shard
 from paceline.tensors.table import TableSpec, differences
@@ -50,6 +51,7 @@ class Shelf:
         trusts_screening: whether a worker's word that it has looked for NaN and infinity is enough. It is where pushes
             lie in the worker's own memory: it could change them after any look.
         checks_memory: see that the memory of a push stays as it came until it is applied.
+        same: looks whether workers push the same gradients.
     """
 
     settings: ServerSettings
@@ -58,6 +60,7 @@ class Shelf:
     allowed_paths: frozenset[str] | None = None
     trusts_screening: bool = False
     checks_memory: bool = False
+    same: SameGradients = field(default_factory=SameGradients)
     specs: dict[str, TableSpec] = field(default_factory=dict[str, TableSpec])
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
@@ -89,7 +92,8 @@ class Shelf:
         consistency = Consistency.parse(spec.consistency)
         if known is None:
             rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
-            span = spans(spec, self.settings)[self.server]
+            parts = spans(spec, self.settings)
+            span = parts[self.server]
             size_bytes = span.length * torch_dtype(spec).itemsize
             held_bytes = sum(memory.nbytes for memory in self.memories.values())
             require_room(spec.name, size_bytes, len(self.specs), f"server {self.server}", held_bytes)
@@ -100,6 +104,8 @@ class Shelf:
             except (RuntimeError, OSError) as error:  # what torch and mmap raise when there is no memory
                 raise UsageError(f"server {self.server} cannot hold table '{spec.name}': {error}") from error
             self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
+            if self.server == next(part.server for part in parts if part.length):  # one server tells it
+                self.same.watch(spec.name, consistency)
         return consistency
 
     def accept(self, frame: PushFrame, body: memoryview, buffer: Buffer | None) -> str:
@@ -130,6 +136,7 @@ class Shelf:
             num_bad = shard.screen(gradient, frozenset(frame.absent))
             if num_bad:
                 return f"{num_bad} of its {gradient.numel()} elements on server {self.server} are NaN or infinite"
+        self.same.note(frame.push, gradient)
         worker = frame.push.id.worker
         contribution = Contribution(
             gradient, frame.count, frozenset(frame.absent), frame.hyper, worker, expected=frame.expected

@@ -92,7 +92,7 @@ class Table:
         """
         with self.meter.communicating():
             flat = self._flat(gradient)
-            return self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper)
+            return self._watched(self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper))
 
     def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
@@ -180,8 +180,8 @@ class Table:
     ) -> Future[PushOutcome]:
         """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
         with self.meter.communicating():
-            return self.node.push_reserved(
-                self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected
+            return self._watched(
+                self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
             )
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
@@ -237,6 +237,9 @@ class Table:
             if called.num_changed:  # the copy that is kept here is older
                 self.node.read(self.name, lambda _: None, refresh=True)
         return called.results
+
+    def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
 
     def _new(self) -> Tensor:
         return torch.empty(self.shape, dtype=torch_dtype(self.spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -310,15 +311,21 @@ class WorkerNode:
         """
         with self._changed:
             self.rows.budgeted.send_all(self._core.clock)
-            table = self._pushes.held_at(self._core.clock) or self.rows.held_at(self._core.clock)
-            if table:
+            held = self.unfinished()
+            if held:
                 raise UsageError(
-                    f"worker {self.settings.sender.worker} has pushed to table '{table}' during clock "
+                    f"worker {self.settings.sender.worker} has pushed to table '{next(iter(held))}' during clock "
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
             self._waiting.wait(
                 lambda: not self._pushes and not self.rows.num_under_way(), "servers to settle this worker's pushes"
             )
+
+    def unfinished(self) -> dict[str, int]:
+        """Return how many pushes of each table wait for this worker to finish its clock."""
+        with self._changed:
+            clock = self._core.clock
+            return dict(Counter([*self._pushes.held_at(clock), *self.rows.held_at(clock)]))
 
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""

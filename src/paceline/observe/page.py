@@ -107,6 +107,11 @@ COLUMNS = (
         lambda run: _count(run.max_lead),
     ),
     Column(
+        "refused",
+        "pushes and steps that were not applied, as they had NaN or infinity for example",
+        lambda run: f"{run.num_refused:,}",
+    ),
+    Column(
         "test loss",
         "on examples never trained on, after the last step",
         lambda run: "–" if run.test_loss is None else f"{run.test_loss:.4f}",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.observe.runs import Tail
-from paceline.observe.trace import Step
+from paceline.observe.trace import NO_SERVER, Refusal, Reported, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +26,10 @@ MAX_LISTED_WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """What the board shows of one worker; `clock` counts the finished clocks, `lead` is over the slowest worker."""
+    """What the board shows of one worker; `clock` counts the finished clocks, `lead` is over the slowest worker.
+
+    `num_refused` counts its pushes and steps that were not applied.
+    """
 
     worker: int
     clock: int
@@ -36,6 +38,7 @@ class WorkerRow:
     lead: int
     comm_share: float  # contains the waiting
     wait_share: float
+    num_refused: int = 0
 
 
 @dataclass(slots=True)
@@ -44,27 +47,46 @@ class _Pace:
 
     # Invariant: in order of time, spanning at most WINDOW_S unless it holds a single step.
     steps: deque[Step] = field(default_factory=deque[Step])
+    # The losses told that are no finite numbers, as no step has them; of the same span.
+    bad_losses: deque[Reported] = field(default_factory=deque[Reported])
+    num_refused: int = 0
 
     def add(self, step: Step) -> None:
         self.steps.append(step)
         while self.steps[0].t < step.t - WINDOW_S:
             self.steps.popleft()
+        self.forget_losses(step.t)
+
+    def add_bad_loss(self, told: Reported) -> None:
+        self.bad_losses.append(told)
+        self.forget_losses(told.t)
+
+    def forget_losses(self, t: float) -> None:
+        while self.bad_losses and self.bad_losses[0].t < t - WINDOW_S:
+            self.bad_losses.popleft()
 
     def clock(self) -> int:
         return self.steps[-1].clock + 1 if self.steps else 0
 
     def row(self, worker: int, slowest: int) -> WorkerRow:
         losses = [step.loss for step in self.steps if step.loss is not None]
+        losses += [float(told.text or "nan") for told in self.bad_losses]
         busy_s = sum(step.step_s for step in self.steps) or 1.0
         return WorkerRow(
             worker=worker,
             clock=self.clock(),
-            loss=fmean(losses) if losses else None,
+            loss=_mean(losses),
             samples_per_s=sum(step.samples for step in self.steps) / busy_s,
             lead=self.clock() - slowest,
             comm_share=sum(step.comm_s for step in self.steps) / busy_s,
             wait_share=sum(step.wait_s for step in self.steps) / busy_s,
+            num_refused=self.num_refused,
         )
+
+
+def _mean(losses: Sequence[float]) -> float | None:
+    """Return the mean, which is NaN or infinite if one of them is; None of none."""
+    return sum(losses) / len(losses) if losses else None
 
 
 class Board:
@@ -109,6 +131,10 @@ class Board:
         for record in self._tail.poll():
             if isinstance(record, Step):
                 self._paces.setdefault(record.worker, _Pace()).add(record)
+            elif isinstance(record, Reported) and record.loss is None:
+                self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
+            elif isinstance(record, Refusal) and record.server == NO_SERVER:
+                self._paces.setdefault(record.worker, _Pace()).num_refused += 1
 
 
 def _open_display(stream: TextIO) -> _Lines | _Table:
@@ -133,7 +159,7 @@ class _Lines:
             self._print(rows, elapsed_s)
 
     def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        if list(rows) != list(self._shown):
+        if repr(list(rows)) != repr(list(self._shown)):  # a loss that is NaN does not equal itself
             self._print(rows, elapsed_s)
 
     def _print(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
@@ -162,16 +188,19 @@ class _Table:
 
 def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     """Say in one line how far all workers are; beyond 8 workers as ranges."""
-    losses = [row.loss for row in rows if row.loss is not None]
+    loss = _mean([row.loss for row in rows if row.loss is not None])
     parts = [
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
         "lead " + _listed([f"+{row.lead}" for row in rows], [row.lead for row in rows]),
-        f"loss {fmean(losses):.4f}" if losses else "loss -",
+        "loss -" if loss is None else f"loss {loss:.4f}",
         f"{sum(row.samples_per_s for row in rows):,.0f} samples/s",
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
     ]
+    if any(row.num_refused for row in rows):
+        refused = [row.num_refused for row in rows]
+        parts.insert(4, "refused " + _listed([f"{num}" for num in refused], refused))
     return "  |  ".join(parts)
 
 
@@ -193,6 +222,9 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
     for heading in ("worker", "clock", "lead", "loss", "samples/s", "communication", "waiting"):
         table.add_column(heading, justify="right", header_style="dim")
     table.add_column("")
+    shows_refused = any(row.num_refused for row in rows)
+    if shows_refused:
+        table.add_column("refused", justify="right", header_style="red")
     for row in rows:
         table.add_row(
             f"{row.worker}",
@@ -203,6 +235,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             _bar(row.wait_share),
+            *([f"{row.num_refused}"] if shows_refused else []),
         )
     return table
 

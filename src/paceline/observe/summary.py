@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from paceline.observe.trace import Membership, MinClock, Read, RowRead, Step
+from paceline.observe.trace import NO_SERVER, Membership, MinClock, Read, RowRead, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +66,8 @@ class RunSummary:
     differentials: Mapping[int, int]
     # The same for the reads that got the newest complete values the servers had at that moment; None without reads.
     freshest: Mapping[int, int] | None
+    # Pushes and steps that were not applied, as the workers count them.
+    num_refused: int
     # Largest difference between the clocks of two workers that were computing at the same time.
     max_lead: int | None
     test_loss: float | None
@@ -137,6 +139,7 @@ def summarize(run: Run) -> RunSummary:
         workers=_workers(run.steps),
         differentials=_differentials(run),
         freshest=_freshest(run),
+        num_refused=sum(refusal.server == NO_SERVER for refusal in run.refusals),
         max_lead=_max_lead(run),
         test_loss=last.loss if last else None,
         test_accuracy=last.accuracy if last else None,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Short enough that what the live board compares between workers is of nearly the same moment.
 FLUSH_INTERVAL_S = 0.02
+NO_SERVER = -1  # in the place of a server, where a worker says something itself
 
 
 class Read(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
@@ -90,12 +91,16 @@ class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
 
 
 class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
-    """A worker told a loss that no step has: one of several in a clock, one after the last, or no finite number."""
+    """A worker told a loss that no step has: one of several in a clock, one after the last, or no finite number.
+
+    Then `loss` is None, as JSON has no other word for it, and `text` says what it was.
+    """
 
     t: float
     worker: int
     clock: int
     loss: float | None
+    text: Literal["", "nan", "inf", "-inf"] = ""
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
@@ -173,7 +178,7 @@ class Applied(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
-    """A server refused a request for good; server -1: all workers together did not take a step."""
+    """A server refused a request for good; server -1: the worker tells that a push or a step of its was not applied."""
 
     t: float
     server: int

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.node.outgoing import NONFINITE_ADVICE, some_parameters
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import NonFinite
 from paceline.training.flat import Flat
@@ -90,3 +91,10 @@ def gradients_of(flat: Flat, nonfinite: NonFinite, where: str) -> dict[int, Tens
     if nonfinite == "halt":
         raise UsageError(f"{where}: a gradient has NaN or infinity: the loss was not finite, or the rate is too high.")
     return None
+
+
+def refusal_of(named: Mapping[str, Tensor]) -> str:
+    """Say why a step is left out: which of these parameters have gradients that are not finite."""
+    dense = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
+    bad = [name for name, gradient in dense.items() if gradient.layout == torch.strided and num_nonfinite(gradient)]
+    return f"the gradient of {some_parameters(bad, len(dense))} has NaN or infinity. {NONFINITE_ADVICE}"

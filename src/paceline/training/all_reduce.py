@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.combined import CombinedOptimizer
@@ -91,6 +91,9 @@ class ReplicatedOptimizer(SteppedTogether):
         weight = self._replica.take_round(samples)
         self._apply()
         return weight
+
+    def _named(self) -> Mapping[str, Tensor]:
+        return self._replica.named
 
     def weigh(self, samples: float) -> None:
         """Say before backward how many samples the gradients of this step stand for, their weight in the mean.

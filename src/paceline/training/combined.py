@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -118,6 +118,9 @@ class CombinedOptimizer(SteppedTogether):
         with checked_by_all(self._job):
             self._set_state(state_dict)
         self._copy_from_first()
+
+    def _named(self) -> Mapping[str, Tensor]:
+        return self._flat.named
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 

@@ -17,11 +17,10 @@ from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.node.outgoing import PushOutcome
 from paceline.node.table import Asked, Table
-from paceline.observe import trace as records
 from paceline.tensors.table import Segment, TableSpec
 from paceline.tensors.torch_rule import from_optimizer, pushed_hyper
 from paceline.tensors.update import Add
-from paceline.training.accrual import Accrual, descend, gradients_of
+from paceline.training.accrual import Accrual, descend, gradients_of, refusal_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.optimizer import Job, Settings, require_fresh
@@ -147,8 +146,11 @@ class DownpourOptimizer(Distributed):
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         gradients = None if self.overflowed else gradients_of(self._flat, self._settings.nonfinite, where)
         if gradients is None:
-            self._refuse()
             gradients = {}
+            if self.overflowed:
+                self.num_refused += 1
+            else:
+                self._note_refused(refusal_of(self._flat.named))
         descend(self._flat, gradients, self._rates())
         self._accrual.add(gradients, weight)
         if self._accrual.num_steps == self._how.push_every:
@@ -285,13 +287,6 @@ class DownpourOptimizer(Distributed):
             rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
             rates += [-rate if group.get("maximize") else rate] * len(group["params"])
         return rates
-
-    def _refuse(self) -> None:
-        """Count a step whose gradients nobody will use."""
-        self.num_refused += 1
-        meter, name = self._job.meter, self._settings.name
-        reason = "a gradient has NaN or infinity: the loss was not finite, or the rate is too high"
-        meter.trace.record(records.Refusal(meter.now(), -1, self._job.rank, name, reason))
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells

@@ -15,6 +15,7 @@ from paceline.node.outgoing import PushOutcome
 from paceline.tensors.rules import RuleSpec
 from paceline.tensors.summing import num_nonfinite, zeroed
 from paceline.tensors.table import Segment, TableSpec
+from paceline.training.accrual import refusal_of
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import Flat, segments_of
 from paceline.training.local_sgd_fragment import Fragment
@@ -251,7 +252,8 @@ class LocalOptimizer(Distributed):
             for gradient in bad:
                 gradient.copy_(zeroed(gradient))
             return True
-        self.num_refused += 1
+        named = {name: tensor for fragment in self._fragments for name, tensor in fragment.flat.named.items()}
+        self._note_refused(refusal_of(named))
         return False
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:

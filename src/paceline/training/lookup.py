@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import IdOutOfRange, UsageError
+from paceline.node.meter import MANY_PUSHES
 from paceline.node.outgoing import PushOutcome
 from paceline.node.rows.table import RowFuture, RowTable
 
@@ -138,6 +139,11 @@ class Lookup:
         self._collected.clear()
 
     @property
+    def num_collected(self) -> int:
+        """How many backward passes have left a gradient since the clock began."""
+        return len(self._collected)
+
+    @property
     def has_gradients(self) -> bool:
         """Say whether something was collected since the clock began."""
         return bool(self._collected)
@@ -197,6 +203,9 @@ class Lookup:
         if gradient is not None:
             gradient = gradient.detach().to("cpu")
             self._collected.append((ids, gradient if times is None else gradient / times.unsqueeze(1)))
+            if len(self._collected) == MANY_PUSHES:
+                name, num, meter = self.table.name, len(self._collected), self.table.meter
+                meter.open_clocks.tell_of(name, self.table.node.clock, f"found {num} gradients for embedding '{name}'")
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
         if pushed.exception() is None:  # else the worker has failed, which the next call tells
@@ -230,6 +239,10 @@ class Lookups:
         """Drop what each has collected."""
         for lookup in self._all:
             lookup.zero_grad()
+
+    def unpushed(self) -> list[tuple[str, int]]:
+        """Return the tables for which gradients were found since the clock began, each with how many."""
+        return [(lookup.table.name, lookup.num_collected) for lookup in self._all if lookup.has_gradients]
 
     @property
     def have_gradients(self) -> bool:

@@ -69,6 +69,7 @@ class Replica:
     """A model attached to those of the other workers, with the same values from the start.
 
     Attributes:
+        named: the parameters, by name.
         weight: of the gradients of this step, where the script has said it.
         problem: why the combined gradients may not be used, or nothing.
     """
@@ -79,7 +80,7 @@ class Replica:
         self._settings = settings
         self._job = job
         self._model = model
-        self._named = named
+        self.named = named
         self._num_samples = job.num_samples  # as of the last backward that was combined
         self._flat_buffers = _flat_buffers(model) if settings.average_buffers else None
         self._num_rounds = 0
@@ -119,7 +120,7 @@ class Replica:
                 "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
                 "some parameters do not take part in every forward."
             )
-        named = enumerate(self._named.items())
+        named = enumerate(self.named.items())
         alone = [name for index, (name, tensor) in named if index in self._alone and tensor.grad is not None]
         if alone:
             raise UsageError(
@@ -134,7 +135,7 @@ class Replica:
     def backward_of_nothing(self) -> None:
         """Run a backward whose gradients are zeros and weigh nothing, while the others run theirs."""
         self.weight = 0.0
-        trained = [tensor for tensor in self._named.values() if tensor.requires_grad]
+        trained = [tensor for tensor in self.named.values() if tensor.requires_grad]
         trained = trained[:1] if self._settings.unused else trained  # what nobody uses stays unused
         with torch.enable_grad():
             self._before((), {})
@@ -185,7 +186,7 @@ class Replica:
 
     def copy_from_first(self) -> None:
         """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
-        for tensor in self._named.values():
+        for tensor in self.named.values():
             self._copy(tensor)
         self._copy_buffers()
 
@@ -203,7 +204,7 @@ class Replica:
 
     def _attached(self, *, first: bool) -> DistributedDataParallel:
         """Have torch watch the backward of the model; the first time it gets the values of worker 0."""
-        model, ours = self._model, set(map(id, self._named.values()))
+        model, ours = self._model, set(map(id, self.named.values()))
         # Under each of their names, as a tensor that two layers share is found once in every layer.
         ignored = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         ignored += [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) not in ours]
@@ -228,7 +229,7 @@ class Replica:
     def _watch(self) -> None:
         """Have autograd tell of gradients that it adds to."""
         look, note = WeakMethod(self._look), WeakMethod(self._note)
-        for index, tensor in enumerate(self._named.values()):
+        for index, tensor in enumerate(self.named.values()):
             if tensor.requires_grad:
                 self._watched.append(tensor.register_post_accumulate_grad_hook(partial(_call, note, index)))
                 if self._settings.scale == "sum":
@@ -236,7 +237,7 @@ class Replica:
 
     def _look(self, index: int, _: Tensor) -> None:
         """Refuse a gradient that would be added to a sum over all workers, to be added up again with it."""
-        name, tensor = list(self._named.items())[index]
+        name, tensor = list(self.named.items())[index]
         if self._done is not None and self._combines and tensor.grad is not None:
             raise UsageError(
                 f"worker {self._job.rank}, backward of '{self._settings.name}': the gradient of '{name}' is the sum "
@@ -255,7 +256,7 @@ class Replica:
         Raises:
             UsageError: other workers train others.
         """
-        trained = _trained(self._named)
+        trained = _trained(self.named)
         if trained == self._trained:
             return
         what = f"forward of '{self._settings.name}'"
@@ -282,7 +283,7 @@ class Replica:
 
     def _hand_on(self, turn: Turn, source: int) -> None:
         """Set gradients to what they are on one worker."""
-        parameters = [parameter for parameter in self._named.values() if parameter.requires_grad]
+        parameters = [parameter for parameter in self.named.values() if parameter.requires_grad]
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -354,7 +355,7 @@ class Replica:
             )
             return turn
 
-        weight, digest = self._own_weight(), digest_of_values(list(self._named.values())) if compared else 0
+        weight, digest = self._own_weight(), digest_of_values(list(self.named.values())) if compared else 0
         call = Call(0, "backward", "sum", weight=weight, digest=digest)
         return Round(weight, self._lane.ask(call, act))
 
@@ -407,7 +408,7 @@ class Replica:
 
     def _without_gradient(self) -> str:
         """Name parameters that have no gradient, for a message."""
-        absent = [name for name, tensor in self._named.items() if tensor.requires_grad and tensor.grad is None]
+        absent = [name for name, tensor in self.named.items() if tensor.requires_grad and tensor.grad is None]
         return f"no gradient came to {_some(absent)}. " if absent else ""
 
 

@@ -13,6 +13,8 @@ from paceline.errors import UsageError
 from paceline.training.lookup import Lookups
 
 OVERFLOW = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
+# A scaler tries some scales that are too high, above all when it begins; so many in a row are more than that.
+USUAL_OVERFLOWS = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.observe.notices import is_told
 from paceline.training.bank import Bank, Slices
-from paceline.training.scaling import Scaling
+from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
 
 if TYPE_CHECKING:
     from paceline.training.optimizer import Job, Settings
@@ -39,6 +40,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     overflowed: bool = False
     # A GradScaler then calls `step` whatever it has found, so that no worker leaves out a clock of the others.
     _step_supports_amp_scaling = True
+    _num_overflows: int = 0  # since the last step that had none
     _bank: Bank | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
     _successor: str = ""  # name of the optimizer that was made later for some of its parameters, and has them since
@@ -136,8 +138,9 @@ class Distributed(torch.optim.Optimizer, ABC):
             samples = self._bank.pay(parameters, samples)
         weight = self.send(samples)
         if self.overflowed:
-            weight, self.overflowed = 0.0, False
+            weight = 0.0
             self._job.lookups.zero_grad()
+        self._note_overflow()
         self._job.lookups.expected = self.expected
         self.turns = self.turns[1], self._job.clock(samples=weight)
         self.receive()
@@ -160,6 +163,27 @@ class Distributed(torch.optim.Optimizer, ABC):
             self.overflowed = True
         else:
             scaling.undo(parameters, self._job.lookups, where)
+
+    def _note_overflow(self) -> None:
+        """Count a step that a GradScaler left out; told only where it does so again and again."""
+        self._num_overflows, overflowed = (self._num_overflows + 1 if self.overflowed else 0), self.overflowed
+        self.overflowed = False
+        if not overflowed:
+            return
+        meter, clock = self._job.meter, self._job.exchange.company.node.clock
+        meter.note_refused("step", self._name, clock, OVERFLOW, is_told=False)
+        if self._num_overflows >= USUAL_OVERFLOWS and is_told(self._num_overflows):
+            meter.tell(
+                f"worker {self._job.rank}, clock {clock}: the last {self._num_overflows} steps of '{self._name}' were "
+                "left out, as the GradScaler found gradients that are not finite at every scale: see whether the loss "
+                "is finite, and train in bfloat16 if it is."
+            )
+
+    def _note_refused(self, reason: str, *, is_told: bool = True) -> None:
+        """Count a step that was not taken, and tell of it unless another worker does."""
+        self.num_refused += 1
+        clock = self._job.exchange.company.node.clock
+        self._job.meter.note_refused("step", self._name, clock, reason, is_told=is_told)
 
     @abstractmethod
     def send(self, samples: float | None) -> float:

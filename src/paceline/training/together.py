@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.observe import trace as records
+from paceline.node.outgoing import NONFINITE_ADVICE, some_parameters
+from paceline.tensors.summing import num_nonfinite
 from paceline.training.agreed_numbers import Numbers
 from paceline.training.optimizer import Job, Settings
-from paceline.training.scaling import OVERFLOW
 from paceline.training.strategy import Distributed
 
 NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
@@ -53,14 +55,25 @@ class SteppedTogether(Distributed):
         A GradScaler has found the same on all of them, in gradients that are combined.
         """
         self.turn_s = time.monotonic()
-        rank, name, meter = self._job.exchange.company.rank, self._settings.name, self._job.meter
-        if not problem and not self.overflowed:
-            self._optimizer.step()
-        elif self._settings.nonfinite == "halt" and not self.overflowed:
-            raise UsageError(f"worker {rank}, step of '{name}': {problem}")
-        else:
+        rank = self._job.exchange.company.rank
+        if self.overflowed:
             self.num_refused += 1
-            meter.trace.record(records.Refusal(meter.now(), -1, rank, name, problem or OVERFLOW))
+        elif not problem:
+            self._optimizer.step()
+        elif self._settings.nonfinite == "halt":
+            raise UsageError(f"worker {rank}, step of '{self._settings.name}': {problem}{self._where()}")
+        else:  # all workers find the same, so one of them tells it
+            self._note_refused(f"{problem}{self._where()}; no worker took it. {NONFINITE_ADVICE}", is_told=rank == 0)
+
+    def _where(self) -> str:
+        """Name parameters whose combined gradients are not finite, as far as they are known here."""
+        found = [(name, tensor.grad) for name, tensor in self._named().items() if tensor.grad is not None]
+        bad = [name for name, gradient in found if num_nonfinite(gradient)]
+        return f", in {some_parameters(bad, len(found))}" if bad else ""
+
+    def _named(self) -> Mapping[str, Tensor]:
+        """Return the parameters that this worker has as a whole, by name."""
+        return {}
 
 
 def weight_said(samples: float) -> float:

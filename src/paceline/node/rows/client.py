@@ -162,9 +162,9 @@ class RowClient:
         """Count the pushes of a table, or of all, that some server has yet to answer."""
         return self._pushes.count(table)
 
-    def held_at(self, clock: int) -> str:
-        """Return a table that has pushes which are applied when this clock is finished, or nothing."""
-        return next(iter(self._pushes.held_at(clock)), "")
+    def held_at(self, clock: int) -> list[str]:
+        """Return the tables of the pushes that are applied when this clock is finished, one for each push."""
+        return self._pushes.held_at(clock)
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

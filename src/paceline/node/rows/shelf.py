@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.core.server import LEAD
 from paceline.errors import PeerError, UsageError
 from paceline.node.bounds import MAX_WAITING_READ_BYTES, most_rows
 from paceline.node.mishaps import MISHAPS, broken_story
@@ -18,6 +19,7 @@ from paceline.node.room import require_memory, require_room
 from paceline.node.rows.opened import layouts
 from paceline.node.rows.parcels import Layout, ids_of
 from paceline.node.rows.subscriptions import Subscription
+from paceline.node.same_gradients import SameGradients
 from paceline.node.wire import Keys, KeysWanted, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.check import check_filters
 from paceline.tensors.filters.keys import KeyLists, digest, key_lists_of
@@ -76,12 +78,14 @@ class RowShelf:
         ops: what moves rows.
         allowed_paths: limits which rules may be imported by path; None allows all.
         may_spill: whether workers may name a directory here, for rows that have no place in main memory.
+        same: looks whether workers push the same gradients.
     """
 
     server: int
     ops: RowOps
     allowed_paths: frozenset[str] | None = None
     may_spill: bool = True
+    same: SameGradients = field(default_factory=SameGradients)
     tables: dict[str, ServedRows] = field(default_factory=dict[str, ServedRows])
 
     def __contains__(self, table: str) -> bool:
@@ -116,6 +120,8 @@ class RowShelf:
             rule = row_rule(spec.rule, self.allowed_paths)
             up, down = layouts(spec, rule)
             self.tables[spec.name] = ServedRows(spec, consistency, RowStore(spec, rule, self.ops), up, down)
+            if self.server == LEAD:  # every server has rows of it, and one tells
+                self.same.watch(spec.name, consistency)
         return consistency
 
     # -- pushes ------------------------------------------------------------------------------------------------------
@@ -149,6 +155,7 @@ class RowShelf:
             served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
         except UsageError as error:
             return str(error)
+        self.same.note(frame.push, parcel.rows.view(-1))
         served.waiting[frame.push.id] = contribution
         return ""
 

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.node.bounds import MAX_PUSH_BYTES, most_rows
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
-from paceline.node.outgoing import PushOutcome, settled
+from paceline.node.outgoing import NONFINITE_ADVICE, PushOutcome, settled
 from paceline.node.rows.files import RowFile
 from paceline.node.rows.ids import Ids, row_ids
 from paceline.node.rows.opened import OpenedRows
@@ -178,13 +178,16 @@ class RowTable:
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             if len(distinct) < len(inverse):
                 values = self.node.rows.ops.sum_rows(values, inverse, len(distinct))
-            problem = self._objection(values)  # of sums: there are fewer, and none of NaN or infinity is finite
+            # Of sums: there are fewer, and none of NaN or infinity is finite.
+            problem = self._objection(distinct, values)
             if problem:
-                return settled(PushOutcome(applied=False, reason=problem))
+                return self._watched(settled(PushOutcome(applied=False, reason=problem)))
             self._require_bounded(len(distinct))
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
-            return self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper, expected=expected)
+            return self._watched(
+                self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper, expected=expected)
+            )
 
     def flush(self) -> Future[PushOutcome]:
         """Send all that filters have kept back, as an update of the current clock."""
@@ -311,6 +314,9 @@ class RowTable:
             if self.opened.cache is not None:
                 self.opened.cache.clear()
 
+    def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
+
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
     def finish(self, asked: RowFuture) -> Tensor:
@@ -388,7 +394,7 @@ class RowTable:
     def _here(self) -> str:
         return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
 
-    def _objection(self, rows: Tensor) -> str:
+    def _objection(self, ids: Tensor, rows: Tensor) -> str:
         """Say why rows are not sent, or nothing; raises UsageError where the table is to halt then."""
         if self.spec.nonfinite in ("zero", "ignore"):
             return ""
@@ -396,8 +402,8 @@ class RowTable:
         if not num_bad:
             return ""
         problem = (
-            f"{num_bad} of {rows.numel()} elements of a push to table '{self.name}' are NaN or infinite; it was not "
-            "sent. Lower the learning rate, clip gradients, or declare nonfinite='zero'."
+            f"{num_bad} of {rows.numel()} elements of a push to table '{self.name}' are NaN or infinite, first in the "
+            f"row of id {int(ids[int((~rows.isfinite()).any(1).nonzero()[0])])}; it was not sent. {NONFINITE_ADVICE}"
         )
         if self.spec.nonfinite == "halt":
             raise UsageError(f"worker {self.meter.worker}, clock {self.node.clock}: {problem}")

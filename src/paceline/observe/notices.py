@@ -1,0 +1,111 @@
+"""What is told on stderr while a script runs well otherwise: one line each, and no line twice."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+CLOCK_ADVICE = "Call clock() once a step, after its pushes (optimizer.step() of paceline.distributed does)."
+
+
+def tell(text: str) -> None:
+    """Write one line for the user; several processes may share the stream, so it is one write."""
+    sys.stderr.write(f"paceline: {' '.join(text.splitlines())}\n")
+    sys.stderr.flush()
+
+
+def is_told(count: int) -> bool:
+    """Return whether the n-th time of something is told: the 1st, 10th, 100th, and so on.
+
+    >>> [count for count in range(1, 200) if is_told(count)]
+    [1, 10, 100]
+    """
+    return str(count).rstrip("0") == "1"
+
+
+@dataclass(slots=True)
+class OpenClocks:
+    """How much one worker has done for each table in a clock that it does not finish; told once a table."""
+
+    worker: int
+    tell: Callable[[str], None]
+    _made: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # at which clock, how many
+    _told: set[str] = field(default_factory=set[str])
+
+    def note_push(self, table: str, clock: int) -> int:
+        """Count one more push; return how many there are in this clock."""
+        at, num = self._made.get(table, (clock, 0))
+        num = num + 1 if at == clock else 1
+        self._made[table] = clock, num
+        return num
+
+    def tell_of(self, table: str, clock: int, done: str) -> None:
+        """Tell once what has been `done` for a table in a clock that goes on and on."""
+        if table not in self._told:
+            self._told.add(table)
+            self.tell(
+                f"worker {self.worker} has {done} in clock {clock} and has not finished that clock: until then no read "
+                f"sees them, and they take memory. {CLOCK_ADVICE}"
+            )
+
+
+@dataclass(slots=True)
+class _Count:
+    """How often something was tried and refused, and at which clocks."""
+
+    num_made: int = 0
+    num_refused: int = 0
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(slots=True)
+class Refusals:
+    """The pushes and steps of one worker that were not applied, by table.
+
+    The first of a table is told at once, the 10th, 100th and so on as well, and all of them once the worker leaves.
+    May be used from several threads.
+    """
+
+    worker: int
+    tell: Callable[[str], None]
+    _counts: dict[tuple[str, str], _Count] = field(default_factory=dict[tuple[str, str], _Count])
+    _lock: Lock = field(default_factory=Lock)
+
+    def note_made(self, kind: Literal["push", "step"], table: str) -> None:
+        """Count one more push or step, refused or not."""
+        with self._lock:
+            self._counts.setdefault((kind, table), _Count()).num_made += 1
+
+    def note_refused(self, kind: Literal["push", "step"], table: str, clock: int, reason: str) -> None:
+        """Count one that was not applied, and tell of it if it is time."""
+        with self._lock:
+            count = self._counts.setdefault((kind, table), _Count())
+            count.first = count.first if count.num_refused else clock
+            count.num_refused, count.last = count.num_refused + 1, clock
+            num = count.num_refused
+        if num == 1:
+            self.tell(f"worker {self.worker}, clock {clock}: a {kind} of '{table}' was refused: {reason}")
+        elif is_told(num):
+            self.tell(f"worker {self.worker}, clock {clock}: {_share(count, kind)} of '{table}' were refused by now")
+
+    def tell_all(self) -> None:
+        """Tell how many there were, of each table that had more than one; call it once, at the end."""
+        for (kind, table), count in self._counts.items():
+            if count.num_refused > 1:
+                self.tell(
+                    f"worker {self.worker}: {_share(count, kind)} of '{table}' were refused and had no effect, from "
+                    f"clock {count.first} to clock {count.last}"
+                )
+
+
+def _share(count: _Count, kind: str) -> str:
+    of_all = f" of {count.num_made}" if count.num_made else ""
+    plural = {"push": "pushes", "step": "steps"}[kind]
+    return f"{count.num_refused}{of_all} {plural}"
