@@ -60,6 +60,7 @@ def run(
     on_crash: OnCrash = "continue",
     on_error: OnError = "stop",
     max_restarts: int = 3,
+    timeout: float | None = None,
     grace_s: float = 5.0,
     run_dir: Path | None = None,
     shares: str | None = None,
@@ -109,6 +110,9 @@ def run(
         What to do when a worker's script fails.
     max_restarts
         How often one worker is started again under --on-crash restart.
+    timeout
+        How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
+        PACELINE_TIMEOUT_S says, and at least three times the longest step so far.
     grace_s
         How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir
@@ -153,6 +157,7 @@ def run(
             trace=trace,
             run_dir=run_dir,
             shares=parts,
+            timeout_s=timeout,
             grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,

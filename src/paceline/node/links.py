@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +12,7 @@ from paceline.node.post import Post
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
 from paceline.transport.base import EMPTY, Frame, Place, Transport
+from paceline.transport.deadline import Stopwatch
 
 _POLL_S = 0.5
 _FIRST_PAUSE_S = 0.02
@@ -108,8 +108,8 @@ class Link:
     def _reconnect(self, problem: str) -> Post | str:
         """Try until connected or out of patience; return the new connection, or why there is none."""
         self._post.close()
-        give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
-        while time.monotonic() < give_up and not self._closing.wait(pause_s):
+        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
+        while watch.look() < self.patience_s and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             try:
                 return self._connect(_POLL_S)
