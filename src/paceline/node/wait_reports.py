@@ -69,7 +69,7 @@ class WaitReports:
         members = self.core.members
         found: dict[int, Waiter] = {}
         for place, present in self.desk.meetings().items():
-            says = "is in barrier() and waits for {}" if place == "barrier" else f"waits for {{}} to come to '{place}'"
+            says = "is in barrier(), waiting for {}" if place == "barrier" else f"waits for {{}} to come to '{place}'"
             absent = tuple(worker for worker in members if worker not in present)
             found.update((worker, Waiter(says, absent)) for worker in present)
         for rank, work, holders in self.desk.dealer.waiting():
@@ -89,7 +89,7 @@ class WaitReports:
             return self._of_clock(rank, report.table[:_MAX_WHAT], report.needs, what)
         there = {worker for (worker, _), other in self._reports.items() if other.what == report.what}
         blockers = tuple(worker for worker in members if worker in set(report.workers) - there)
-        return Waiter(f"waits for {what}: for {{}}" if blockers else f"waits for {what}", blockers)
+        return Waiter(f"waits for {{}} ({what})" if blockers else f"waits for {what}", blockers)
 
     def _of_clock(self, rank: int, table: str, needs: int, what: str) -> Waiter:
         blockers = tuple(worker for worker in self.core.behind(needs) if worker != rank)
