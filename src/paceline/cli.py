@@ -135,12 +135,8 @@ def run(
     """
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
-    from paceline.launch.shares import read_shares
 
     check_consistency(consistency)
-    parts, why = read_shares(shares, servers)
-    if why and not quiet:
-        print(f"paceline: {why}", file=sys.stderr)
     return start(
         engine,
         ray,
@@ -156,7 +152,7 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
-            shares=parts,
+            shares=parts_of(shares, servers, quiet=quiet),
             timeout_s=timeout,
             grace_s=grace_s,
             server_threads=server_threads,
@@ -167,6 +163,16 @@ def run(
             traceback=traceback,
         ),
     )
+
+
+def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:
+    """Return how much of every table each server holds, and tell what was made of the option."""
+    from paceline.launch.shares import read_shares
+
+    parts, why = read_shares(shares, num_servers)
+    if why and not quiet:
+        print(f"paceline: {why}", file=sys.stderr)
+    return parts
 
 
 def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:

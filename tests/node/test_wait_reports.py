@@ -15,8 +15,8 @@ from paceline.node.requests import ReportWait
 from paceline.node.wait_reports import WaitReports
 
 STUCK = (
-    ". None of these can go on: have all workers make the same calls in the same order, and finish as many clocks before "
-    "each barrier(), or let those that are done end"
+    ". None of these can go on: have all workers make the same calls in the same order, and finish as many clocks "
+    "before each barrier(), or let those that are done end"
 )
 
 
@@ -59,7 +59,8 @@ def test_a_barrier_against_a_loop_that_goes_on_is_named_as_what_it_is() -> None:
     for worker, clock in enumerate((5, 4, 9)):
         job.tick(worker, clock)
     job.pull(0, 5, 5)
-    seen = "worker 0 waits for clock 4 of worker 1 (table 'model', bsp); workers 1, 2 are in barrier(), waiting for worker 0"
+    seen = "worker 0 waits for clock 4 of worker 1 (table 'model', bsp); "
+    seen += "workers 1, 2 are in barrier(), waiting for worker 0"
     assert job.report(1, 5.0, "the others to come to the barrier") == f"1{seen}{STUCK}"
 
 
@@ -68,8 +69,8 @@ def test_workers_that_wait_for_the_same_are_told_once() -> None:
     for rank in (1, 2):
         job.tick(rank, 3)
         job.pull(rank, 3, 3)
-    told = "workers 1, 2 wait for clock 2 of worker 0 (table 'model', bsp); worker 0 is at clock 0, in no call that waits: "
-    told += "it computes, or is stopped"
+    told = "workers 1, 2 wait for clock 2 of worker 0 (table 'model', bsp); "
+    told += "worker 0 is at clock 0, in no call that waits: it computes, or is stopped"
     assert job.report(1, 5.0, "values", table="model", needs=3) == f"1{told}"
     assert job.report(2, 5.2, "values", table="model", needs=3) == f"0{told}"
     assert job.report(1, 10.0, "values", table="model", needs=3)[0] == "1", "again when it has lasted twice as long"

@@ -140,7 +140,7 @@ def test_a_worker_that_cannot_go_on_reports_nothing() -> None:
 def test_what_is_no_time_is_refused() -> None:
     waits = Bench().waits
     for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(UsageError, match="timeout_s is .* expected more than 0 seconds"):
+        with pytest.raises(UsageError, match=r"timeout_s is .* expected more than 0 seconds"):
             waits.allow(timeout_s)
     waits.allow(None)
     assert waits.limit_s == 60.0
