@@ -60,6 +60,7 @@ def run(
     on_crash: OnCrash = "continue",
     on_error: OnError = "stop",
     max_restarts: int = 3,
+    timeout: float | None = None,
     grace_s: float = 5.0,
     run_dir: Path | None = None,
     shares: str | None = None,
@@ -109,6 +110,9 @@ def run(
         What to do when a worker's script fails.
     max_restarts
         How often one worker is started again under --on-crash restart.
+    timeout
+        How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
+        PACELINE_TIMEOUT_S says, and at least three times the longest step so far.
     grace_s
         How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir
@@ -131,12 +135,8 @@ def run(
     """
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
-    from paceline.launch.shares import read_shares
 
     check_consistency(consistency)
-    parts, why = read_shares(shares, servers)
-    if why and not quiet:
-        print(f"paceline: {why}", file=sys.stderr)
     return start(
         engine,
         ray,
@@ -152,7 +152,8 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
-            shares=parts,
+            shares=parts_of(shares, servers, quiet=quiet),
+            timeout_s=timeout,
             grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,
@@ -162,6 +163,16 @@ def run(
             traceback=traceback,
         ),
     )
+
+
+def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:
+    """Return how much of every table each server holds, and tell what was made of the option."""
+    from paceline.launch.shares import read_shares
+
+    parts, why = read_shares(shares, num_servers)
+    if why and not quiet:
+        print(f"paceline: {why}", file=sys.stderr)
+    return parts
 
 
 def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:

@@ -11,7 +11,7 @@ from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
 from paceline.joining import start
 from paceline.launch.ending import leave_after_crash, when_script_ends
-from paceline.launch.environment import Place, checks_memory
+from paceline.launch.environment import Place, checks_memory, wait_timeout_s
 from paceline.node.meter import Meter
 from paceline.node.waiting import WorkerOptions
 from paceline.node.worker import WorkerNode
@@ -39,6 +39,7 @@ def connect(
     transport: Transport | None = None,
     place: Place | None = None,
     servers: str | None = None,
+    timeout_s: float | None = None,
 ) -> Session:
     """Join the job that this process was started in, or embed one server when it was started alone; or call a server.
 
@@ -58,6 +59,7 @@ def connect(
         transport: the carrier; by default the one the job's spec names.
         place: which worker of which job this is; by default what the launcher left in the environment.
         servers: where servers are under another launcher than ours; see `paceline.init`.
+        timeout_s: how long this worker waits for others, in any call; see `paceline.init`.
 
     Raises:
         UsageError: arguments that make no sense together, or a host that has no address.
@@ -75,10 +77,16 @@ def connect(
             raise UsageError(
                 "connect: token, keys, ca, certificate, key, rank and workers are for an address: give it."
             )
-        return start(transport=transport, place=place, servers=servers)
+        return _allowing(timeout_s, start(transport=transport, place=place, servers=servers))
     if any(given is not None for given in for_launched):
         raise UsageError("connect: transport, place and servers are for launched jobs, and not for an address.")
-    return _join_remote(Location.parse(address), Pass(token, keys, ca, certificate, key), rank, workers)
+    joined = _join_remote(Location.parse(address), Pass(token, keys, ca, certificate, key), rank, workers)
+    return _allowing(timeout_s, joined)
+
+
+def _allowing(timeout_s: float | None, session: Session) -> Session:
+    session.node.waits.allow(timeout_s)
+    return session
 
 
 def _join_remote(location: Location, shown: Pass, rank: int | None, workers: int | None) -> Session:
@@ -87,7 +95,7 @@ def _join_remote(location: Location, shown: Pass, rank: int | None, workers: int
     entrance = enter(location, shown.access(location, rank), rank, workers)
     admitted = entrance.admitted
     settings = WorkerSettings(Sender(admitted.generation, admitted.rank, admitted.incarnation), num_servers=1)
-    options = WorkerOptions(reconnect_timeout_s=LEASE_S, checks_memory=checks_memory())
+    options = WorkerOptions(wait_timeout_s(), LEASE_S, checks_memory())
     node = WorkerNode(settings, entrance.line, (str(location),), options)
     try:
         node.join()

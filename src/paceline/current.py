@@ -42,7 +42,7 @@ class _Process:
 _process: Final = _Process()
 
 
-def init(session: Session | None = None, *, servers: str | None = None) -> Session:
+def init(session: Session | None = None, *, servers: str | None = None, timeout_s: float | None = None) -> Session:
     """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
 
     What `paceline.connect()` has joined without an address is found. The session belongs to the process, whichever of
@@ -56,6 +56,9 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
         servers: where servers are under another launcher than ours: "first:M" are M processes beside rank 0, "node:M"
             are M beside the first rank of every node, "ranks:M" are the last M ranks, "node:M+ranks:N" are both. By
             default what PACELINE_SERVERS says, else "first:1".
+        timeout_s: how long this worker waits for others, in any call, before it gives up with `DeadlineExceeded`; at
+            least three times the longest step so far. By default what `paceline run --timeout` or PACELINE_TIMEOUT_S
+            says, else 600.
 
     Raises:
         UsageError: another session is given while one is joined, or one that is closed, or with it where servers are.
@@ -79,6 +82,7 @@ def init(session: Session | None = None, *, servers: str | None = None) -> Sessi
             of_thread.set(known)
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
+    known.node.waits.allow(timeout_s)
     return known
 
 

@@ -32,6 +32,7 @@ from paceline.launch.environment import (
     find_place,
     inherited_from,
     is_serving,
+    wait_timeout_s,
 )
 from paceline.launch.keys.holders import Holder
 from paceline.launch.lost_servers import how_server_ended
@@ -40,6 +41,7 @@ from paceline.launch.spec import ClusterSpec, wait_spec
 from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
 from paceline.node.waiting import WorkerOptions
+from paceline.node.waits import Waits
 from paceline.node.wire import Hello
 from paceline.node.worker import WorkerNode
 from paceline.observe.trace import Trace, trace_path
@@ -161,7 +163,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
         exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
         among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
         session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
-        session.readers = _readers(spec, place, transport)
+        session.readers = _readers(spec, place, transport, node.waits)
         undo.pop_all()
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
     session.notice.may_save = lambda: node.is_failing
@@ -171,7 +173,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
     return session
 
 
-def _readers(spec: ClusterSpec, place: Place, transport: Transport) -> Readers:
+def _readers(spec: ClusterSpec, place: Place, transport: Transport, waits: Waits) -> Readers:
     """Return what reads training examples for this worker: data servers where the job has them, else this process."""
     if not spec.num_data_servers:
         return Readers()
@@ -180,8 +182,8 @@ def _readers(spec: ClusterSpec, place: Place, transport: Transport) -> Readers:
     def open_reader(recipe: Recipe, prefetch: int) -> Reader:
         from paceline.feeding.client import ReaderOptions, RemoteReader
 
-        options = ReaderOptions(spec.wait_timeout_s, prefetch)
-        return RemoteReader(recipe, lambda: data_addresses(spec), transport, hello, options)
+        options = ReaderOptions(prefetch=prefetch)
+        return RemoteReader(recipe, lambda: data_addresses(spec), transport, hello, options, waits)
 
     return Readers(open_reader)
 
@@ -194,7 +196,7 @@ def _embed() -> Session:
         server = Embedded.start(transport, checks_memory=checks)
         undo.callback(server.close, politely=False)
         settings = WorkerSettings(Sender(1, 0, 0), num_servers=1)
-        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(checks_memory=checks))
+        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(wait_timeout_s(), checks_memory=checks))
         undo.callback(node.close)
         node.join()
         undo.pop_all()

@@ -237,7 +237,7 @@ def push(name: str, tensor: Tensor, *, later: bool = False) -> Future[PushOutcom
     future = current().named.push(name, tensor)
     if later:
         return future
-    wait(future, timeout_s=current().exchange.company.patience_s)
+    wait(future, timeout_s=current().node.waits.limit_s)
     return None
 
 

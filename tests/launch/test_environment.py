@@ -14,6 +14,7 @@ from paceline.launch.environment import (
     find_launcher,
     find_place,
     start_timeout_s,
+    wait_timeout_s,
     wants_colour,
 )
 
@@ -37,6 +38,13 @@ def test_what_is_asked_of_jobs_on_several_machines() -> None:
     assert not allows_plain_collectives({"PACELINE_PLAIN_COLLECTIVES": "0"})
     with pytest.raises(UsageError, match="PACELINE_START_TIMEOUT_S must be a whole number"):
         start_timeout_s(60.0, {"PACELINE_START_TIMEOUT_S": "soon"})
+
+
+def test_how_long_waits_may_take_is_asked_for_by_a_number_above_0() -> None:
+    assert wait_timeout_s({"PACELINE_TIMEOUT_S": ""}) == wait_timeout_s({}) == 600.0
+    assert wait_timeout_s({"PACELINE_TIMEOUT_S": "7200"}) == 7200.0
+    with pytest.raises(UsageError, match="PACELINE_TIMEOUT_S must be more than 0 seconds"):
+        wait_timeout_s({"PACELINE_TIMEOUT_S": "0"})
 
 
 def test_nobody_launched_us() -> None:

@@ -15,7 +15,7 @@ from paceline.core.closing import MAX_AT_ONCE
 from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
 from paceline.core.server import ServerCore
 from paceline.node.inbox import Inbox
-from paceline.node.orders import Holdings
+from paceline.node.orders import Holdings, Task
 from paceline.node.server import ServerNode
 from paceline.node.wire import Hello
 
@@ -76,6 +76,30 @@ def test_l6_time_in_which_the_server_has_not_run_is_not_held_against_workers(
             if item is None and not slept.is_set():
                 threading.Event().wait(2 * LEASE_S)  # as if it had been stopped
                 slept.set()
+            return item
+
+        monkeypatch.setattr(Inbox, "get", oversleep)
+        assert slept.wait(PATIENCE_S)
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            again.hear(Joined)
+
+
+def test_l6_nor_when_something_has_come_by_the_time_the_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.node.server._OVERSLEPT_S", LEASE_S / 2)
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        with member(servers, 0):
+            pass
+        wait, slept = Inbox.get, threading.Event()
+
+        def oversleep(inbox: Inbox, timeout_s: float | None) -> object | None:
+            item = wait(inbox, timeout_s)
+            if item is None and not slept.is_set():
+                threading.Event().wait(2 * LEASE_S)
+                slept.set()
+                return Task(lambda _: None)
             return item
 
         monkeypatch.setattr(Inbox, "get", oversleep)

@@ -11,7 +11,9 @@ from torch._C._distributed_c10d import Store
 
 from paceline.collective.liveness import Liveness
 from paceline.errors import DeadlineExceeded, PeerError
+from paceline.node import waits
 
+ADVICE: Final = f"{waits.ADVICE}; timeout_s of a call holds for that call"
 _GRACE_S: Final = 1.0
 _POLL_INTERVAL_S: Final = 0.01
 
@@ -71,7 +73,7 @@ class Accounts:
         if silent and waited_s is not None:
             self.give(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
             return DeadlineExceeded(
-                f"{about}: waited {round(waited_s, 1):g} s for {names(silent)}, which did not come in time"
+                f"{about}: waited {round(waited_s, 1):g} s for {names(silent)}, which did not come in time. {ADVICE}"
             )
         if silent and not accounts:
             self.give(f"gave up: it lost its connection to {names(silent)} ({where})")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +20,11 @@ from paceline.collective.call import NUM_WORDS, Call, require_same
 from paceline.collective.liveness import Liveness
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.node.requests import Meet
+from paceline.node.waits import About
 from paceline.node.worker import WorkerNode
 
 STORE_NAME: Final = "collectives.store"
+NEVER: Final = timedelta(days=10_000)  # torch's own deadlines count time in which a job is stopped; ours do not
 _HEADER_TAG: Final = 1
 _ABORT_TAG: Final = 2
 
@@ -52,7 +54,7 @@ class Company:
     @property
     def patience_s(self) -> float:
         """How long a wait may take."""
-        return self.node.options.wait_timeout_s
+        return self.node.waits.limit_s
 
     @property
     def address(self) -> str:
@@ -93,6 +95,7 @@ class Group:
     """
 
     company: Company
+    name: str
     accounts: Accounts
     process_group: ProcessGroup
     _words: list[Tensor] = field(init=False)
@@ -126,18 +129,22 @@ class Group:
             raise PeerError(
                 f"worker {company.rank}: {names(absent)} has left the job or has died before it came to '{name}'"
             )
-        return Group(company, Accounts(store, company.rank, company.liveness), connect(company, store, address))
+        return Group(company, name, Accounts(store, company.rank, company.liveness), connect(company, store, address))
 
     def agree(self, call: Call, deadline_s: float) -> list[Call]:
         """Tell all others of a call and hear theirs, by rank; blocks until all have come to it.
 
         Each is heard by itself, so that it is known who is missing.
 
+        Args:
+            call: what this worker means to do.
+            deadline_s: by when all have to have come, in seconds that this worker has run.
+
         Raises:
             UsageError: another worker means another call. The group can be used on.
             PeerError: a worker is gone, or has not come in time; the group is over.
         """
-        words, began_s = call.words(), time.monotonic()
+        words, began_s = call.words(), self.company.node.waits.ran_s
         self._words[self.company.rank].copy_(words)
         missing: dict[int, str] = {}
         under_way: list[tuple[int, Work]] = []
@@ -147,13 +154,14 @@ class Group:
                 under_way.append((rank, self.process_group.send([words], rank, _HEADER_TAG)))
             except RuntimeError as error:
                 missing[rank] = str(error)
-        for rank, work in under_way:
-            try:
-                work.wait(_left(deadline_s))
-            except RuntimeError as error:
-                missing.setdefault(rank, str(error))
+        with self._waiting(call, deadline_s):
+            for rank, work in under_way:
+                try:
+                    work.wait(NEVER)
+                except RuntimeError as error:
+                    missing.setdefault(rank, str(error))
         if missing:
-            waited_s = deadline_s - began_s if time.monotonic() >= deadline_s else None
+            waited_s = deadline_s - began_s if self.company.node.waits.ran_s >= deadline_s else None
             raise self.accounts.explain(call.where, sorted(missing), waited_s, next(iter(missing.values())))
         calls = [Call.read(told) for told in self._words]
         require_same(call, calls, self.company.rank)
@@ -165,15 +173,22 @@ class Group:
         Raises:
             PeerError: a worker has died meanwhile, or is stopped; the group is over.
         """
-        began_s = time.monotonic()
+        began_s = self.company.node.waits.ran_s
         try:
-            work = begin(self.process_group, _left(deadline_s))
-            if work is not None:
-                work.wait(_left(deadline_s))
+            with self._waiting(call, deadline_s):
+                work = begin(self.process_group, NEVER)
+                if work is not None:
+                    work.wait(NEVER)
         except RuntimeError as error:
-            late = time.monotonic() >= deadline_s
+            late = self.company.node.waits.ran_s >= deadline_s
             waited_s = deadline_s - began_s if late else None
             raise self.accounts.explain(call.where, self.company.others, waited_s, str(error)) from error
+
+    def _waiting(self, call: Call, deadline_s: float) -> AbstractContextManager[object]:
+        """Return a context in which this worker waits for the others: at the deadline all connections are ended."""
+        waits = self.company.node.waits
+        about = About(f"{self.name} {call.pattern}", workers=tuple(self.company.others))
+        return waits.during(f"{self.name}, {call.where}", about, deadline_s - waits.ran_s, self.abort)
 
     def leave(self, *, politely: bool) -> None:
         """Say that this worker is leaving; if it is not polite, end all connections at once."""
@@ -204,8 +219,3 @@ def connect(company: Company, store: Store, address: str) -> ProcessGroup:
         group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
-
-
-def _left(deadline_s: float) -> timedelta:
-    """Return the time that is left, at least a moment."""
-    return timedelta(seconds=max(0.001, deadline_s - time.monotonic()))

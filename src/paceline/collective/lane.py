@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,11 @@ from typing import Final, TypeVar
 
 from torch.distributed import ProcessGroup, Work
 
-from paceline.collective.accounts import names
+from paceline.collective.accounts import ADVICE, names
 from paceline.collective.call import Call
 from paceline.collective.group import Company, Group
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.transport.deadline import seconds
+from paceline.transport.deadline import Stopwatch, seconds
 
 T = TypeVar("T")
 
@@ -28,7 +27,10 @@ _SLACK_S: Final = 5.0  # for a call that is at its deadline to say who is to bla
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A call whose turn it is: the group it goes over, what every worker said of it, and when it has to be over."""
+    """A call whose turn it is: the group it goes over, what every worker said of it, and when it has to be over.
+
+    `deadline_s` is in seconds that this worker has run.
+    """
 
     group: Group
     call: Call
@@ -63,12 +65,12 @@ class Lane:
     def ask(self, call: Call, act: Callable[[Turn], T], timeout_s: float | None = None) -> Future[T]:
         """Make a call as soon as those before are over: agree on it, then `act`. Does not block.
 
-        The future ends within `timeout_s`, by default the patience of the job, with what `act` returned, or with
+        The future ends within `timeout_s`, by default what any wait may take, with what `act` returned, or with
         UsageError, PeerError or DeadlineExceeded.
         """
         self._num_calls += 1
         patience_s = self.company.patience_s if timeout_s is None else timeout_s
-        numbered, deadline_s = replace(call, number=self._num_calls), time.monotonic() + patience_s
+        numbered, deadline_s = replace(call, number=self._num_calls), self.company.node.waits.ran_s + patience_s
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
 
@@ -100,15 +102,17 @@ class Lane:
     def wait(self, future: Future[T], what: str, timeout_s: float | None = None) -> T:
         """Return the result of a call; blocks until it is there. Raises what the call raises."""
         patience_s = self.company.patience_s if timeout_s is None else timeout_s
-        for more_s in (patience_s, _SLACK_S if self._group is not None else 0.0):
+        watch, limit_s = Stopwatch(), patience_s
+        while (left_s := limit_s - watch.look()) > 0:
             try:
-                return future.result(timeout=more_s)
+                return future.result(timeout=min(left_s, 1.0))
             except TimeoutError:
                 if future.done():
                     raise
+            limit_s = patience_s + (_SLACK_S if self._group is not None else 0.0)
         absent = self.company.absent(self.company.store(self.name))
         whom = f"{names(absent)}, which did not come" if absent else "earlier calls to be over"
-        raise DeadlineExceeded(f"worker {self.company.rank}, {what}: waited {seconds(patience_s)} for {whom}")
+        raise DeadlineExceeded(f"worker {self.company.rank}, {what}: waited {seconds(patience_s)} for {whom}. {ADVICE}")
 
     def close(self, *, politely: bool) -> None:
         """End the calls, the thread and the connections. Politely: after all calls that were asked for are over."""

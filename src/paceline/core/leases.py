@@ -138,6 +138,10 @@ class Leases:
         held = (lease.piece.round for leases in self._held.values() for lease in leases)
         return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
 
+    def holders(self) -> list[int]:
+        """Return the ranks of those that hold pieces, in ascending order."""
+        return sorted({rank for (rank, _), leases in self._held.items() if leases})
+
     def _is_too_slow(self, life: Life, place: Round) -> bool:
         """Say whether others would be through with all that is left before this life with one piece more.
 

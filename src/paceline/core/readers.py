@@ -54,6 +54,10 @@ class Readers:
         """Return the waiting pulls that this clock satisfies, lowest rank first (it may have jumped)."""
         return [pull for _, pull in sorted(self._waiting.items()) if pull.needs <= clock]
 
+    def waiting(self) -> list[Pull]:
+        """Return the pulls that wait for a clock, lowest rank first."""
+        return [pull for _, pull in sorted(self._waiting.items())]
+
     def deliverable(self, clock: int) -> list[int]:
         """Return the subscribers that are free and have not been sent this clock; they are busy from now on."""
         return [worker for worker in sorted(self._subscribers) if self.start_delivery(worker, clock)]

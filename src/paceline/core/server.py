@@ -146,6 +146,24 @@ class ServerCore:
         """Return the ranks that take part or are expected, in ascending order."""
         return self._clocks.past(-1)
 
+    def waiting_pulls(self) -> list[Pull]:
+        """Return the pulls that wait for other workers, by table."""
+        return [pull for table in self.tables.values() for pull in table.readers.waiting()]
+
+    def behind(self, clock: int) -> list[int]:
+        """Return the members that have yet to finish some clock below this one, in ascending order."""
+        finished = set(self._clocks.past(clock - 1))
+        return [worker for worker in self.members if worker not in finished]
+
+    def whereabouts(self, worker: int) -> str:
+        """Say what is known of a member that waits for nothing."""
+        life = self.lives.current(worker)
+        if life is None or life.joined_at is None:
+            return "has not joined yet"
+        if life.lease_until is not None:
+            return "has lost its connection"
+        return f"is at clock {self._clocks.of(worker)}, in no call that waits: it computes, or is stopped"
+
     @property
     def _follows(self) -> bool:
         return self.settings.server != LEAD

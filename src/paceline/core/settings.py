@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from paceline.core.messages import Sender
+
+WAIT_TIMEOUT_S: Final = 600.0  # for a wait of a worker, where the user says nothing else
 
 
 @dataclass(frozen=True, slots=True)

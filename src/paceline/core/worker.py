@@ -231,7 +231,17 @@ class WorkerCore:
                 if not self._unseen[clock]:
                     del self._unseen[clock]
 
+    def oldest_push(self, table: str = "") -> int:
+        """Return the oldest clock of a push (of this table) that is under way; -1 where there is none."""
+        of = (pushed.push for pushed in self._pushed.values())
+        return min((push.clock for push in of if not table or push.table == table), default=-1)
+
     # -- reads -------------------------------------------------------------------------------------------------------
+
+    def needs(self, table: str) -> int:
+        """Return the clock below which all updates have to be in what is being read; 0 where none is."""
+        reading = self._tables[table].reading
+        return 0 if reading is None else reading.needs
 
     def _on_read(self, want: WantRead, now: float, effects: list[WorkerEffect]) -> None:
         table = self._tables[want.table]

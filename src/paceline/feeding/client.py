@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 import numpy as np
 
+from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError, UsageError
 from paceline.feeding.batches import Ask, Batch
 from paceline.feeding.borrowed import borrowed, forget_writes
@@ -33,8 +34,10 @@ from paceline.feeding.wire import (
     decode,
     encode,
 )
+from paceline.node.waits import ADVICE, About, Waits
 from paceline.node.wire import Hello
 from paceline.transport.base import Frame, Transport
+from paceline.transport.deadline import Stopwatch
 
 _OPEN: Final = 0  # the number of the one request that opens the recipe; reads have others
 MAX_PREFETCH: Final = MAX_UNANSWERED // 2
@@ -44,7 +47,7 @@ MAX_PREFETCH: Final = MAX_UNANSWERED // 2
 class ReaderOptions:
     """How patient a reader is (`timeout_s`), and how many batches it has made before they are read (`prefetch`)."""
 
-    timeout_s: float = 600.0
+    timeout_s: float = WAIT_TIMEOUT_S
     prefetch: int = 2
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class RemoteReader:
         transport: that of the data servers.
         hello: who this worker is.
         options: see `ReaderOptions`.
+        waits: those of the worker, which says how long they may take then.
 
     Raises:
         UsageError: the recipe is larger than data servers take.
@@ -90,8 +94,10 @@ class RemoteReader:
         transport: Transport,
         hello: Hello,
         options: ReaderOptions | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self._options = options or ReaderOptions()
+        self._waits = waits
         self._addresses = addresses
         self._transport = transport
         self._hello = hello
@@ -209,19 +215,27 @@ class RemoteReader:
             raise UsageError("a reader of training examples is closed: nothing can be read from it any more")
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self._options.timeout_s
-        while not done():
-            self._check()
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise self._too_late(what)
-            self._changed.wait(left_s)
+        if done():
+            return
+        about = About("data servers")
+        with nullcontext() if self._waits is None else self._waits.during(f"{what} from the data servers", about):
+            watch = Stopwatch()
+            while not done():
+                self._check()
+                waited_s, limit_s = watch.look(), self._limit_s
+                if waited_s >= limit_s:
+                    raise self._too_late(what, limit_s)
+                self._changed.wait(min(limit_s - waited_s, 1.0))
 
-    def _too_late(self, what: str) -> PeerError:
-        waited = f"worker {self._hello.rank} waited {self._options.timeout_s:g} s for {what}"
+    @property
+    def _limit_s(self) -> float:
+        return self._options.timeout_s if self._waits is None else self._waits.limit_s
+
+    def _too_late(self, what: str, limit_s: float) -> PeerError:
+        waited = f"worker {self._hello.rank} waited {limit_s:g} s for {what}"
         reached = [source for source in self._sources if source.is_open]
         if reached:
-            return DeadlineExceeded(f"{waited}; it is connected to {', '.join(map(_name, reached))}")
+            return DeadlineExceeded(f"{waited}; it is connected to {', '.join(map(_name, reached))}. {ADVICE}")
         problems = "; ".join(f"{_name(source)}: {source.problem}" for source in self._sources)
         return PeerError(
             f"{waited}, and no data server can be reached ({problems}). Start the job with `--on-crash restart`, "

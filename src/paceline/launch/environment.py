@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 
 SPEC: Final = "PACELINE_SPEC"
@@ -19,6 +20,7 @@ SERVERS: Final = "PACELINE_SERVERS"
 RUN_DIR: Final = "PACELINE_RUN_DIR"
 HOST: Final = "PACELINE_HOST"
 START_TIMEOUT: Final = "PACELINE_START_TIMEOUT_S"
+TIMEOUT: Final = "PACELINE_TIMEOUT_S"
 PLAIN_COLLECTIVES: Final = "PACELINE_PLAIN_COLLECTIVES"
 CHECK_MEMORY: Final = "PACELINE_CHECK_MEMORY"
 TRACEBACK: Final = "PACELINE_TRACEBACK"
@@ -109,6 +111,18 @@ def asked_host(variables: Mapping[str, str] = os.environ) -> str | None:
 def start_timeout_s(default: float, variables: Mapping[str, str] = os.environ) -> float:
     """Return how long processes that another launcher starts wait for each other."""
     return float(whole_number(variables, START_TIMEOUT)) if variables.get(START_TIMEOUT) else default
+
+
+def wait_timeout_s(variables: Mapping[str, str] = os.environ) -> float:
+    """Return how long a worker waits for others at least, before it gives up.
+
+    >>> wait_timeout_s({"PACELINE_TIMEOUT_S": "1800"}), wait_timeout_s({})
+    (1800.0, 600.0)
+    """
+    seconds = whole_number(variables, TIMEOUT) if variables.get(TIMEOUT) else WAIT_TIMEOUT_S
+    if not seconds:
+        raise UsageError(f"the environment variable {TIMEOUT} must be more than 0 seconds")
+    return float(seconds)
 
 
 def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:

@@ -14,7 +14,13 @@ from paceline.errors import UsageError
 from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
-from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
+from paceline.launch.environment import (
+    NUM_THREADS,
+    child_environment,
+    chose_num_threads,
+    nursery_environment,
+    wait_timeout_s,
+)
 from paceline.launch.folders import require_own
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
@@ -94,6 +100,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         scale=run.scale,
         strategy=run.strategy,
         trace=run.trace,
+        wait_timeout_s=wait_timeout_s() if run.timeout_s is None else run.timeout_s,
         grace_s=run.grace_s,
         shares=run.shares,
         server_threads=run.server_threads,

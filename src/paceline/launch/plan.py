@@ -1,5 +1,6 @@
 """What to run on this machine, and how each of its processes is started."""
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class LocalRun:
     policy: Policy = field(default_factory=Policy)
     start_timeout_s: float = 30.0  # until all servers say where they listen
     grace_s: float = 5.0  # from being told to end until being killed
+    timeout_s: float | None = None  # of a wait of a worker; None takes PACELINE_TIMEOUT_S, else the default
     progress: bool = False
     quiet: bool = False
     shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
@@ -77,6 +79,8 @@ class LocalRun:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
         if not self.grace_s > 0:
             raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise UsageError(f"--timeout must be more than 0 seconds, got {self.timeout_s:g}")
         check_shares(self.shares, self.num_servers)
         if self.transport == "memory" and self.num_data_servers:
             raise UsageError(

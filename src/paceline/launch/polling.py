@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from paceline.errors import DeadlineExceeded
+from paceline.transport.deadline import Stopwatch
 
 INTERVAL_S: Final = 0.005
 INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server
@@ -22,9 +23,9 @@ def wait_for(
     >>> wait_for(iter([None, "spec.json"]).__next__, 1.0, lambda: "nobody has written it")
     'spec.json'
     """
-    deadline_s = time.monotonic() + timeout_s
+    watch = Stopwatch()
     while (found := look()) is None:
-        if time.monotonic() >= deadline_s:
+        if watch.look() >= timeout_s:
             raise DeadlineExceeded(late())
         time.sleep(interval_s)
     return found

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 from paceline.launch.polling import wait_for
@@ -45,7 +46,7 @@ class ClusterSpec:
     trace: TraceLevel = "steps"
     generation: int = 1
     join_timeout_s: float = 60.0
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: float = WAIT_TIMEOUT_S
     grace_s: float = 5.0
     shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
     encrypted: bool = False  # then transport is tcp, and the folder `keys` in run_dir holds certificates

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError
 from paceline.node.waiting import Waiting
+from paceline.node.waits import About
 from paceline.transport.base import EMPTY
 
 
@@ -38,13 +39,14 @@ class Calls:
         what: str,
         bodies: Sequence[memoryview] | None = None,
         servers: Sequence[int] | None = None,
+        about: About = About(),  # noqa: B008 - it is frozen
     ) -> list[memoryview]:
         """Send a request to every server, or to some, and return what each sent back; blocks until all have."""
         with self.waiting.changed:
             self.waiting.check()
             wanted = range(self.num_servers) if servers is None else servers
             asked = [self._ask(server, make, bodies[server] if bodies else EMPTY) for server in wanted]
-        return [self.answer(future, what) for future in asked]
+        return [self.answer(future, what, about) for future in asked]
 
     def ask(self, server: int, make: Callable[[int], object], what: str) -> memoryview:
         """Send a request to one server and return what it sent back; blocks until it has."""
@@ -56,10 +58,10 @@ class Calls:
             self.waiting.check()
             return self._ask(server, make, EMPTY)
 
-    def answer(self, future: Future[memoryview], what: str) -> memoryview:
+    def answer(self, future: Future[memoryview], what: str, about: About = About()) -> memoryview:  # noqa: B008
         """Return what a server sent back; blocks until it has."""
         with self.waiting.changed:
-            self.waiting.wait(future.done, what)
+            self.waiting.wait(future.done, what, about)
         return future.result(timeout=0)
 
     def _ask(self, server: int, make: Callable[[int], object], body: memoryview) -> Future[memoryview]:

@@ -99,6 +99,12 @@ class Dealer:
         self.send(*life, Done(request.number), content)
         return True
 
+    def waiting(self) -> list[tuple[int, str, list[int]]]:
+        """Return which workers wait for an answer, about which work, and which workers hold pieces of that."""
+        return [
+            (rank, request.work, self._works[request.work].holders()) for (rank, _), request in self._waiting.items()
+        ]
+
     def settle(self, life: Life) -> None:
         """Count what a life holds: an update of it is applied, and it has taken no piece since it sent that."""
         work = self._at.get(life)

@@ -93,6 +93,10 @@ class Desk:
             self._ask_for_values(min(members))
         self.dealer.release()
 
+    def meetings(self) -> dict[str, list[int]]:
+        """Return the ranks that have come to each meeting point, and wait there."""
+        return {place: sorted(rank for rank, _ in present) for place, present in self._meetings.items()}
+
     def forget(self, life: Life) -> None:
         """Drop what a worker that takes part no longer was waiting for."""
         self.dealer.end(life)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from paceline.node.progress import Progress
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode, is_joined
 from paceline.transport.base import EMPTY, Frame, Place, Transport
-from paceline.transport.deadline import seconds
+from paceline.transport.deadline import Stopwatch, seconds
 
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
@@ -125,14 +124,14 @@ class Link:
         if objection:
             advice = "check the MTU of the path, and look at what the server wrote"
             return f"{objection}; {advice} (it broke as follows: {problem})"
-        give_up, pause_s = time.monotonic() + self.patience_s, _FIRST_PAUSE_S
-        while time.monotonic() < give_up and not self._closing.wait(pause_s):
+        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
+        while watch.look() < self.patience_s and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             how = self.how_ended()
             if how:
                 return f"is over: the server {how}"
             try:
-                return self._connect(max(_POLL_S, min(_ATTEMPT_S, give_up - time.monotonic())))
+                return self._connect(max(_POLL_S, min(_ATTEMPT_S, self.patience_s - watch.look())))
             except AuthenticationFailed as error:
                 return f"was refused when it was made again: {error}"
             except PeerError as error:

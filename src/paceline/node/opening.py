@@ -15,6 +15,7 @@ from paceline.node.requests import AwaitValues, Initialise
 from paceline.node.rows.opened import CacheOptions
 from paceline.node.rows.table import RowTable
 from paceline.node.table import Table
+from paceline.node.waits import About
 from paceline.node.worker import WorkerNode
 from paceline.tensors.rows.spec import First, RowTableSpec
 from paceline.tensors.table import TableSpec
@@ -94,7 +95,9 @@ class Opening:
 
     def _await_values(self, table: str, first: int) -> None:
         self.node.calls.ask_all(
-            lambda number: AwaitValues(number, table), f"worker {first} to give the first values of table '{table}'"
+            lambda number: AwaitValues(number, table),
+            f"the first values of table '{table}'",
+            about=About(workers=(first,)),
         )
 
 

@@ -107,6 +107,23 @@ class TakePiece:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportWait:
+    """I have been waiting for `what` for so many seconds: tell me what you know of that. Without `what`: no longer.
+
+    The wait ends when every worker has finished the clocks below `needs`, unless that is 0, or when each of `workers`
+    has done its part. `table`: whose values or pushes I wait for. What is sent back is "1" or "0", for whether I am to
+    print it, and a sentence.
+    """
+
+    number: int
+    waited_s: float
+    what: str
+    table: str = ""
+    needs: int = 0
+    workers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Errand:
     """Something to be done once with your part of a table, when it has every update below the clock `needs`.
 

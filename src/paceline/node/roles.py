@@ -48,6 +48,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     requests.LoadState: "worker",
     requests.Meet: "worker",
     requests.TakePiece: "worker",
+    requests.ReportWait: "worker",
     requests.CallFunction: "worker",
     requests.CountRows: "worker",
     requests.ReadRows: "worker",

@@ -41,13 +41,14 @@ from paceline.node.landing import Landing
 from paceline.node.loans import Loans
 from paceline.node.orders import Expel, Holdings, Stop, Task
 from paceline.node.peers import Peers
-from paceline.node.requests import Declare, Request, WholeTable
+from paceline.node.requests import Declare, Done, ReportWait, Request, WholeTable
 from paceline.node.roles import check_caller, check_said
 from paceline.node.rows.shelf import RowShelf
 from paceline.node.same_gradients import SameGradients
 from paceline.node.shelf import Shelf
 from paceline.node.snapshots import Snapshots
 from paceline.node.toil import Toil
+from paceline.node.wait_reports import WaitReports
 from paceline.node.warming import Warming
 from paceline.node.whole_tables import WholeTables
 from paceline.node.wire import (
@@ -106,6 +107,7 @@ class ServerNode:
     _errands: Errands = field(init=False)
     _toil: Toil = field(init=False)
     _warming: Warming = field(init=False)
+    _wait_reports: WaitReports = field(init=False)
     # (worker, incarnation, table): who is sent the memory of a table's values itself.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
@@ -133,6 +135,7 @@ class ServerNode:
         whole = WholeTables(self._shelf, self._rows, self._note_changed, self.allowed_paths)
         self._errands = Errands(whole, self._peers.send_worker, self._core.clock_of)
         self._toil = Toil(self.settings.server)
+        self._wait_reports = WaitReports(self._core, self._desk)
         self._warming = Warming(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
@@ -153,10 +156,10 @@ class ServerNode:
         What had come when something became due goes first: a worker that is back is not given up. What comes later does
         not: else what is due would wait until nothing comes any more.
         """
-        deadline = self._core.next_deadline()
-        patience_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        deadline, began = self._core.next_deadline(), time.monotonic()
+        patience_s = None if deadline is None else max(0.0, deadline - began)
         item = self._toil.wait(partial(self._inbox.get, patience_s))
-        if item is None and deadline and time.monotonic() - deadline > _OVERSLEPT_S:
+        if deadline and time.monotonic() - (deadline if item is None else max(deadline, began)) > _OVERSLEPT_S:
             self._handle(Woke())
         if not self._take_item(item):
             return False
@@ -250,6 +253,10 @@ class ServerNode:
         elif isinstance(message, Request):
             if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
                 self._on_request(hello, message, body)
+        elif isinstance(message, ReportWait):
+            life = hello.rank, hello.incarnation
+            answer = self._wait_reports.take(life, message, time.monotonic())
+            self._peers.send_worker(*life, Done(message.number), memoryview(answer))
         elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
             self._errands.ask((hello.rank, hello.incarnation), message, body)
 
@@ -456,6 +463,7 @@ class ServerNode:
         else:
             self._toil.look()
             self._desk.forget(life)
+            self._wait_reports.forget(life)
             self._errands.forget(life)
             self._rows.forget(life)
             self._live = {entry for entry in self._live if entry[:2] != life}

@@ -163,6 +163,7 @@ _CODEC: Final = Codec[object](
     requests.Describe,
     requests.TakePiece,
     RowsUsed,
+    requests.ReportWait,
 )
 _PUSH: Final = _CODEC.kind_byte(PushFrame)
 _JOINED: Final = _CODEC.kind_byte(messages.Joined)

@@ -53,6 +53,7 @@ from paceline.node.rows.opened import CacheOptions, OpenedRows
 from paceline.node.rows.owners import Owners
 from paceline.node.timekeeper import Timekeeper
 from paceline.node.waiting import Waiting, WorkerOptions
+from paceline.node.waits import TURN_S, About, Waits
 from paceline.node.wire import Hello, PushFrame, RowsUsed, encode
 from paceline.tensors.rows.ops import row_ops
 from paceline.tensors.rows.spec import RowTableSpec
@@ -67,8 +68,8 @@ _CONNECT_TIMEOUT_S = 30.0
 class WorkerNode:
     """One worker of a job.
 
-    Every call that waits raises `DeadlineExceeded` after `wait_timeout_s`, naming what it waited for, and `PeerError`
-    as soon as it is known that this will not come.
+    Every call that waits raises `DeadlineExceeded` after `wait_timeout_s`, or three times the longest clock where that
+    is longer, naming what it waited for, and `PeerError` as soon as it is known that this will not come.
     """
 
     settings: WorkerSettings
@@ -78,6 +79,7 @@ class WorkerNode:
     _core: WorkerCore = field(init=False)
     calls: Calls = field(init=False)
     _links: list[Link] = field(default_factory=list[Link])
+    waits: Waits = field(init=False)
     _waiting: Waiting = field(init=False)
     # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
     _changed: threading.Condition = field(init=False)
@@ -92,14 +94,16 @@ class WorkerNode:
     def __post_init__(self) -> None:
         """Make the core; nothing is connected yet."""
         self._core = WorkerCore(self.settings)
-        self._waiting = Waiting(self.settings.sender.worker, self.options.wait_timeout_s, lambda: self._core.clock)
+        rank = self.settings.sender.worker
+        self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.calls.begin(0, make))
+        self._waiting = Waiting(rank, self.waits, lambda: self._core.clock)
         self._changed = self._waiting.changed
         self.calls = Calls(self._send_request, self._waiting, len(self.addresses), self.settings.retry_s)
         ops = row_ops()
         owners = Owners(ops, len(self.addresses), self.settings.shares)
         self.rows = RowClient(self._core, self._waiting, ops, owners, self._send_request, self._handle, self._fail)
         # A quarter of the first pause is fine enough for pauses that double.
-        self._timekeeper = Timekeeper(self.settings.retry_s / 4, self._repeat_due)
+        self._timekeeper = Timekeeper(min(self.settings.retry_s / 4, TURN_S), self._take_turn)
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
@@ -199,6 +203,7 @@ class WorkerNode:
             self._waiting.wait(
                 lambda: self._may_push(table) and self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
+                About(f"push {table}", table, self._core.oldest_push(table) + 1),
             )
             return self._pushes.take(table, shown=shown)
 
@@ -268,6 +273,7 @@ class WorkerNode:
             self.rows.end_clock(self._core.clock)
             self._waiting.check()
             self._handle(WantClock())
+            self.waits.note_clock()
 
     def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
         """Ask for values; the future ends when the copy of the table is fresh enough. Does not block."""
@@ -292,7 +298,11 @@ class WorkerNode:
         began = time.monotonic()
         with self._changed:
             mirror = self._mirror(table)
-            self._waiting.wait(future.done, f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})")
+            self._waiting.wait(
+                future.done,
+                f"values of table '{table}' at clock {clock} ({mirror.spec.consistency})",
+                About(f"pull {table}", table, self._core.needs(table)),
+            )
             waited_s = time.monotonic() - began
             done = future.result(timeout=0)
             take(mirror)
@@ -318,7 +328,9 @@ class WorkerNode:
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
             self._waiting.wait(
-                lambda: not self._pushes and not self.rows.num_under_way(), "servers to settle this worker's pushes"
+                lambda: not self._pushes and not self.rows.num_under_way(),
+                "servers to settle this worker's pushes",
+                About("settle", needs=self._core.oldest_push() + 1),
             )
 
     def unfinished(self) -> dict[str, int]:
@@ -332,7 +344,11 @@ class WorkerNode:
         with self._changed:
             self.rows.budgeted.send_all(self._core.clock)
             self._handle(WantLeave())
-            self._waiting.wait(lambda: self._left, "all servers to settle this worker's pushes and let it leave")
+            self._waiting.wait(
+                lambda: self._left,
+                "all servers to settle this worker's pushes and let it leave",
+                About("leave", needs=self._core.oldest_push() + 1),
+            )
 
     def close(self) -> None:
         """End all connections and threads and let go of all memory; what is not settled stays as it is."""
@@ -406,14 +422,22 @@ class WorkerNode:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def _repeat_due(self) -> bool:
-        """Repeat what is due; say whether there is more to come."""
+    def _take_turn(self) -> bool:
+        """Repeat and tell what is due. Goes on after a failure: collective calls may still have to be given up."""
+        self._repeat_due()
+        lines = self.waits.turn()
+        if lines:
+            self.options.tell(lines)
+        return True
+
+    def _repeat_due(self) -> None:
         with self._changed:
+            if self._waiting.failure:
+                return
             deadline = self._core.next_deadline()
             if deadline is not None and deadline <= time.monotonic():
                 self._handle(Timeout())
             self.calls.repeat_due()
-            return not self._waiting.failure
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
         for effect in self._core.handle(event, time.monotonic()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -21,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.collective.accounts import Accounts, names
 from paceline.collective.call import NUM_WORDS, Call
 from paceline.collective.exchange import Exchange
-from paceline.collective.group import Company
+from paceline.collective.group import NEVER, Company
 from paceline.core.grid import Grid, Spot
 from paceline.errors import PeerError, UsageError
 from paceline.node.requests import Meet
+from paceline.node.waits import About, OpenWait
 from paceline.transport.memory import MemoryTransport
 
 AXES: Final = ("pipeline", "data", "tensor")
@@ -126,15 +129,17 @@ class Mesh:
         """
         if self._failure:
             raise PeerError(f"worker {self.company.rank}, {what}: an earlier call has failed: {self._failure}")
-        began_s = time.monotonic()
+        waits = self.company.node.waits
+        about = About(f"mesh {what}", workers=tuple(self.grid.replica_ranks(self.spot.replica)), computes=True)
+        wait: OpenWait | None = None
         try:
-            yield
+            with waits.during(what, about, waits.limit_s, self.abort) as wait:
+                yield
         except (RuntimeError, ValueError) as error:
             found = _unwrapped(error)
             if not _is_of_connections(found):
                 raise found from None
-            waited_s = time.monotonic() - began_s
-            late = waited_s if waited_s >= self.company.patience_s else None
+            late = wait.waited_s if wait is not None and wait.give_up is None else None
             self._failure = f"{what} has failed"
             told = self.accounts.explain(what, self._missing(), late, str(found))
             self._failure = str(told)
@@ -239,8 +244,20 @@ def _register_backend(address: str) -> str:
 def _connected(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return ProcessGroupGloo(store, rank, size, options)
+    options._timeout = NEVER  # of all that is sent later, too, which `Mesh.explained` gives up in time
+    made: Future[ProcessGroupGloo] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="paceline-mesh", daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds())
+    except TimeoutError:
+        raise RuntimeError(f"not all workers have connected within {timeout.total_seconds():g} s") from None
 
 
 def _unwrapped(error: BaseException) -> BaseException:

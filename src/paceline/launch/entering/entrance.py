@@ -18,7 +18,7 @@ from paceline.launch.entering.beside import Beside
 from paceline.launch.entering.detect import detect
 from paceline.launch.entering.founding import listening_host
 from paceline.launch.entering.gathering import declare_complete, wait_complete
-from paceline.launch.entering.parting import wait_all_ended
+from paceline.launch.entering.parting import telling, wait_all_ended
 from paceline.launch.entering.placement import Servers
 from paceline.launch.entering.presence import Presence
 from paceline.launch.environment import Place, asked_servers, inherited
@@ -42,7 +42,8 @@ class Stay:
         with self.undo:
             self.presence.end()
             if politely and self.hosts:
-                wait_all_ended(self.spec)
+                with telling(self.spec, self.place.rank):
+                    wait_all_ended(self.spec)
                 self.beside.wait(self.spec.grace_s)
 
 

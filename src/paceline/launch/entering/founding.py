@@ -11,7 +11,7 @@ from paceline.launch.entering.cards import VERSION
 from paceline.launch.entering.gathering import START_TIMEOUT_S
 from paceline.launch.entering.meeting import Invitation
 from paceline.launch.entering.placement import Seat
-from paceline.launch.environment import asked_folder, asked_host, cache_folder, start_timeout_s
+from paceline.launch.environment import asked_folder, asked_host, cache_folder, start_timeout_s, wait_timeout_s
 from paceline.launch.folders import ANOTHER_FOLDER, make_private
 from paceline.launch.guard import Guard
 from paceline.launch.keys.holders import KEYS_NAME, Holder
@@ -78,6 +78,7 @@ def settle(
         run_dir=str(run_dir),
         encrypted=spans,
         shares=shares,
+        wait_timeout_s=wait_timeout_s(),
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
     )
     spec.write(run_dir / SPEC_NAME)

@@ -129,6 +129,18 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float =
         pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
 
 
+def takes_part(run_dir: Path, role: Role, index: int) -> bool:
+    """Tell whether one who has come still takes part; does not block."""
+    try:
+        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_held(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_held(descriptor: int) -> bool:
     """Tell whether another process holds this file locked; does not block."""
     try:

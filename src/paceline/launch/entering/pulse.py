@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
+from paceline.transport.deadline import Stopwatch
+
 BEAT_S: Final = 2.0
 SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
 
@@ -43,12 +45,16 @@ class Watch:
     """Tells for how long a file has not been touched, as far as whoever asks has seen."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+        self._ran = Stopwatch(BEAT_S, now)
         self._touched_ns: int | None = None
-        self._since_s = now()
+        self._since_s = 0.0
 
     def silent_s(self, touched_ns: int) -> float:
-        """Return for how many seconds the time of the file has been this one."""
+        """Return for how many seconds the time of the file has been this one; ask every few seconds.
+
+        Time in which whoever asks was stopped does not count: the other may have been stopped with it.
+        """
+        ran_s = self._ran.look()
         if touched_ns != self._touched_ns:
-            self._touched_ns, self._since_s = touched_ns, self._now()
-        return self._now() - self._since_s
+            self._touched_ns, self._since_s = touched_ns, ran_s
+        return ran_s - self._since_s

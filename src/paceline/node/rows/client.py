@@ -25,6 +25,7 @@ from paceline.node.rows.parcels import ID_BYTES, ids_body
 from paceline.node.rows.pushing import Part, RowPush, RowPushes, Say
 from paceline.node.rows.readings import Readings, RowReading
 from paceline.node.waiting import Waiting
+from paceline.node.waits import About
 from paceline.node.wire import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.tensors.filters.sieve import Sifted
 from paceline.tensors.filters.traffic import Bytes, Traffic
@@ -226,7 +227,11 @@ class RowClient:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _wait(self, reading: RowReading) -> None:
-        self.waiting.wait(reading.future.done, f"rows of table '{reading.table}' of clock {reading.needs}")
+        self.waiting.wait(
+            reading.future.done,
+            f"rows of table '{reading.table}' of clock {reading.needs}",
+            About(f"pull {reading.table}", reading.table, reading.needs),
+        )
         reading.future.result(timeout=0)
 
     def _say_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
@@ -398,6 +403,7 @@ class RowClient:
         self.waiting.wait(
             lambda: self._may_push(name) and self._pushes.count(name) - num_held < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",
+            About(f"push {name}", name, self.core.oldest_push(name) + 1),
         )
 
     def _may_push(self, table: str) -> bool:

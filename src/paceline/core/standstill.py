@@ -1,0 +1,68 @@
+"""What the state of a job's waits means: in words, and whether those that wait could ever go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+_MOST_NAMES = 8
+_PLURAL = {"waits": "wait", "is": "are", "has": "have"}
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """What a worker waits in, beginning with a verb ("waits for a batch"), and the workers that keep it waiting.
+
+    `says` may have a place for their names: "waits for clock 3 of {}".
+    """
+
+    says: str
+    blockers: tuple[int, ...] = ()
+
+
+def stuck(waiters: Mapping[int, Waiter]) -> set[int]:
+    """Return the workers that can never go on, as each of them waits for another one of them.
+
+    >>> sorted(stuck({0: Waiter("", (1,)), 1: Waiter("", (0,)), 2: Waiter("", (3,))}))
+    [0, 1]
+    """
+    left = set(waiters)
+    while free := {worker for worker in left if not left.intersection(waiters[worker].blockers)}:
+        left -= free
+    return left
+
+
+def describe(waiters: Mapping[int, Waiter], whereabouts: Callable[[int], str]) -> str:
+    """Say who waits for which workers, and what is known of those that wait for nothing.
+
+    >>> waiters = {1: Waiter("waits for clock 4 of {}", (0,)), 2: Waiter("waits for clock 4 of {}", (0,))}
+    >>> describe(waiters, lambda _: "is at clock 4")
+    'workers 1, 2 wait for clock 4 of worker 0; worker 0 is at clock 4'
+    """
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for worker, waiter in sorted(waiters.items()):
+        alike.setdefault((waiter.says, waiter.blockers), []).append(worker)
+    parts = [_clause(workers, says.replace("{}", names(blockers))) for (says, blockers), workers in alike.items()]
+    others: dict[str, list[int]] = {}
+    for worker in sorted({worker for waiter in waiters.values() for worker in waiter.blockers} - set(waiters)):
+        others.setdefault(whereabouts(worker), []).append(worker)
+    parts += [_clause(workers, says) for says, workers in others.items()]
+    return "; ".join(parts)
+
+
+def names(workers: Sequence[int]) -> str:
+    """Name workers, not all where they are many.
+
+    >>> names([2]), names([0, 3]), names([])
+    ('worker 2', 'workers 0, 3', 'no worker')
+    """
+    if not workers:
+        return "no worker"
+    shown = ", ".join(map(str, workers[:_MOST_NAMES]))
+    more = f" and {len(workers) - _MOST_NAMES} more" if len(workers) > _MOST_NAMES else ""
+    return f"worker {shown}" if len(workers) == 1 else f"workers {shown}{more}"
+
+
+def _clause(workers: Sequence[int], says: str) -> str:
+    verb, _, rest = says.partition(" ")
+    return f"{names(workers)} {verb if len(workers) == 1 else _PLURAL.get(verb, verb)} {rest}"
