@@ -16,6 +16,7 @@ from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
 from paceline.launch.folders import require_own
+from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
 from paceline.launch.notice import CALLED_OFF_NAME
@@ -114,8 +115,8 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         board = open_board(trace_folder, run.num_workers) if run.progress else None
         console = Console(copy)
         environment = _share_cores(run, console)
-        with open_nursery(run, programs, run_dir, environment) as nursery:
-            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets)
+        with Orphans(guard) as orphans, open_nursery(run, programs, run_dir, environment) as nursery:
+            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets, orphans)
             supervisor = Supervisor(terms, stage, AddressBook(spec), console, signals, board)
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
