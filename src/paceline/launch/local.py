@@ -15,6 +15,7 @@ from paceline.launch.addresses import SPEC_NAME, AddressBook
 from paceline.launch.console import Console
 from paceline.launch.cores import cores_here
 from paceline.launch.environment import NUM_THREADS, child_environment, chose_num_threads, nursery_environment
+from paceline.launch.exits import Exits
 from paceline.launch.folders import require_own
 from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
@@ -117,7 +118,9 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         environment = _share_cores(run, console)
         with Orphans(guard) as orphans, open_nursery(run, programs, run_dir, environment) as nursery:
             stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets, orphans)
-            supervisor = Supervisor(terms, stage, AddressBook(spec), console, signals, board)
+            supervisor = Supervisor(
+                terms, stage, AddressBook(spec), console, signals, board, Exits(console, board, run_dir)
+            )
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
 
