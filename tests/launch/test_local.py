@@ -136,10 +136,10 @@ def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: 
     assert result.stdout.count("done") == 1
     told, last = result.stderr.splitlines()
     assert re.fullmatch(r"paceline: worker 1 \(pid \d+\) was killed by SIGKILL; the others go on without it", told)
-    without = r"paceline: the run has ended without worker 1, which was killed by SIGKILL at [\d:]{8} \(exit code 3\)"
+    without = r"paceline: the run has ended without worker 1, which was killed by SIGKILL at [\d:]{8} \(exit code 75\)"
     assert re.fullmatch(without, last)
     [exit] = read_run(run_dir).exits
-    assert (exit.role, exit.rank, exit.exit_code, exit.then) == ("worker", 1, -9, "the others go on without it")
+    assert (exit.name, exit.exit_code, exit.then) == ("worker 1", -9, "the others go on without it")
     assert exit.pid == int(re.findall(r"pid (\d+)", told)[0])
     assert [orders(run_dir, rank) for rank in (0, 1)] == [["ended 0 0", "ended 1 0", "stop"]] * 2
 

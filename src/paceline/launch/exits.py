@@ -69,12 +69,11 @@ class Exits:
     def _tell(self, member: "Member", exit_code: int, then: str) -> None:
         launch, pid = member.launch, member.pid
         number = "" if pid is None else f" (pid {pid})"
-        self._console.say(f"{member.name}{number} {describe_exit(exit_code)}; {then}")
+        happened = describe_exit(exit_code)
+        self._console.say(f"{member.name}{number} {happened}; {then}")
         with suppress(OSError), Trace(self._trace) as trace:  # a full disk ends no run
-            record = Exit(
-                time.monotonic(), launch.role, launch.rank, launch.incarnation, pid, exit_code, self._now(), then
-            )
-            trace.record(record)
+            life = member.name, launch.role, launch.rank, launch.incarnation, pid
+            trace.record(Exit(time.monotonic(), *life, exit_code, self._now(), happened, then))
 
     def _show(self, member: "Member", state: str) -> None:
         if self._board is not None and member.launch.role == "worker":

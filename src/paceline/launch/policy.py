@@ -8,7 +8,7 @@ from typing import Final
 from paceline.launch.choices import OnCrash, OnError
 from paceline.launch.notice import EXIT_TOLD
 
-EXIT_LOST: Final = 3  # the run has come to its end, without some of its workers
+EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 
 
 class Decision(Enum):
