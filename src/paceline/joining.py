@@ -164,6 +164,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
         among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
         session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
         session.readers = _readers(spec, place, transport, node.waits)
+        meter.start_states()
         undo.pop_all()
     session.notice = notice or Notice(run_dir / CALLED_OFF_NAME)
     session.notice.may_save = lambda: node.is_failing

@@ -295,6 +295,7 @@ class Session:
                 freeing.callback(self.server.close, politely=politely)
             freeing.callback(self.notice.close)
             freeing.callback(self.meter.trace.close)
+            freeing.callback(self.meter.stop_states)
             freeing.callback(self.exchange.close, politely=False)
             freeing.callback(self.node.close)
             freeing.callback(self.readers.close)

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tests.faults.running import run_to_end
+from tests.faults.running import run_to_end, went_on_without
+
+from paceline.launch.policy import EXIT_LOST
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -11,7 +13,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
 def test_calls_that_do_not_match_and_a_worker_that_dies_are_told_by_name(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", SCRIPTS / "perils.py", options=("-n", "3"))
 
-    assert code == 0, run.output
+    assert code == EXIT_LOST, run.output
     assert "Traceback" not in run.output
     for what, words, times in (
         ("shape: UsageError", "all_reduce (sum) of float32 (3,) from worker 1", 2),
@@ -21,7 +23,7 @@ def test_calls_that_do_not_match_and_a_worker_that_dies_are_told_by_name(tmp_pat
         ("after: PeerError", "an earlier call has failed", 2),
     ):
         assert len([line for line in run.saying(what) if words in line]) == times, run.output
-    assert run.told() == ["paceline: worker 2 was killed by SIGKILL; the run went on without it"]
+    assert run.told() == went_on_without("worker 2")
 
 
 def test_the_launcher_can_say_all_reduce_and_a_ring_is_all_that_travels(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs real jobs by the command line, and looks at what they say and what they leave behind."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from tests.launch.launching import processes_of, wait_gone
 
 import paceline
+from paceline.launch.policy import EXIT_LOST
 
 TIMEOUT_S = 60.0
 LEFT_WITHIN_S = 2.0
@@ -60,8 +62,9 @@ class Run:
         return [line for line in self.lines if words in line]
 
     def told(self) -> list[str]:
-        """What the launcher itself has said."""
-        return [line for line in self.lines if line.startswith("paceline: ")]
+        """What the launcher itself has said, without numbers of processes and times of day."""
+        told = [line for line in self.lines if line.startswith("paceline: ")]
+        return [re.sub(r" \(pid \d+\)| at \d\d:\d\d:\d\d", "", line) for line in told]
 
     @property
     def output(self) -> str:
@@ -110,6 +113,14 @@ def run_to_end(
     with running(run_dir, script, *args, options=options, wrap=wrap) as run:
         code = run.end()
     return code, run
+
+
+def went_on_without(name: str, happened: str = "was killed by SIGKILL") -> list[str]:
+    """What the launcher says of a run that has lost one worker, and ends with `EXIT_LOST`."""
+    return [
+        f"paceline: {name} {happened}; the others go on without it",
+        f"paceline: the run has ended without {name}, which {happened} (exit code {EXIT_LOST})",
+    ]
 
 
 def write_script(folder: Path, text: str) -> Path:

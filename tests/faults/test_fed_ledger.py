@@ -25,9 +25,9 @@ def run_with_faults(consistency: str, folder: Path) -> Run:
     assert code == 0, run.output
     assert "Traceback" not in run.output
     assert sorted(run.told()) == [
-        "paceline: data server 1 was killed by SIGKILL; started again",
-        "paceline: worker 1 was killed by SIGKILL; started again as incarnation 1",
-        "paceline: worker 2 was killed by SIGKILL; started again as incarnation 1",
+        "paceline: data server 1 was killed by SIGKILL; restart 1 of 3 in 0.5 s",
+        "paceline: worker 1 was killed by SIGKILL; restart 1 of 3 in 0.5 s",
+        "paceline: worker 2 was killed by SIGKILL; restart 1 of 3 in 0.5 s",
     ], "all faults have happened"
     return run
 

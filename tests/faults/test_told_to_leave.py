@@ -52,10 +52,10 @@ def test_a_worker_and_then_all_are_told_to_leave(tmp_path: Path) -> None:
         told = sorted(run.told())
         assert told[:2] == [
             "paceline: stopped by SIGTERM",
-            "paceline: worker 1 was told to leave, and has; the run went on without it",
+            "paceline: worker 1 was told to leave, and has; the others go on without it",
         ]
         # Unless the launcher is told to stop before it hears of that end, which the end of a process does not tell.
-        assert told[2:] in ([], ["paceline: worker 2 was told to leave, and has; the run went on without it"])
+        assert told[2:] in ([], ["paceline: worker 2 was told to leave, and has; the others go on without it"])
         assert "Traceback" not in run.output
 
 
@@ -72,4 +72,7 @@ def test_threads_of_one_process_are_told_together(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGTERM)
         assert run.end() == 143
         assert len(run.saying("] left")) == 2
-        assert run.told() == ["paceline: workers 0-1 was told to leave, and has; no worker was left"]
+        assert run.told() == [
+            "paceline: workers 0-1 was told to leave, and has; no worker is left, and the run ends",
+            "paceline: workers 0-1 was told to leave, and has; no worker was left",
+        ]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.faults.running import SCRIPTS, Run, run_to_end
 
+from paceline.launch.policy import EXIT_LOST
+
 LEDGER = SCRIPTS / "ledger.py"
 NUM_CLOCKS = 6
 
@@ -40,11 +42,14 @@ def kill_at(steps: tuple[str, ...], consistency: str, run_dir: Path) -> None:
 
     code, run = run_to_end(run_dir, LEDGER, consistency, str(NUM_CLOCKS), *plan, options=options)
 
-    assert code == 0, run.output
+    assert code == EXIT_LOST, run.output
     assert "Traceback" not in run.output
-    assert run.told() == [
-        f"paceline: worker {rank} was killed by SIGKILL; the run went on without it" for rank in killed_in_order(run)
+    *at_once, last = run.told()
+    assert at_once == [
+        f"paceline: worker {rank} was killed by SIGKILL; the others go on without it" for rank in killed_in_order(run)
     ]
+    each = "; ".join(f"worker {rank}, which was killed by SIGKILL" for rank in killed_in_order(run))
+    assert last == f"paceline: the run has ended without {each} (exit code {EXIT_LOST})"
     assert sorted(killed_in_order(run)) == list(range(len(steps)))
     for _, applied, counts in ledgers(run):
         assert applied == NUM_CLOCKS or consistency.startswith("backup")
@@ -54,7 +59,7 @@ def kill_at(steps: tuple[str, ...], consistency: str, run_dir: Path) -> None:
 
 
 def killed_in_order(run: Run) -> list[int]:
-    return [int(line.split()[2]) for line in run.told()]
+    return [int(line.split()[2]) for line in run.told() if line.startswith("paceline: worker ")]
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:2"])
@@ -79,6 +84,6 @@ def test_a_killed_worker_started_again_takes_part_as_a_new_life(tmp_path: Path) 
     code, run = run_to_end(tmp_path / "run", LEDGER, "bsp", str(NUM_CLOCKS), "0:between-parts", options=options)
 
     assert code == 0, run.output
-    assert run.told() == ["paceline: worker 0 was killed by SIGKILL; started again as incarnation 1"]
+    assert run.told() == ["paceline: worker 0 was killed by SIGKILL; restart 1 of 3 in 0.5 s"]
     assert sorted(incarnation for incarnation, _, _ in ledgers(run)) == [0, 1]
     assert all(applied == NUM_CLOCKS for _, applied, _ in ledgers(run)), run.output

@@ -14,7 +14,9 @@ def start_sleeper() -> subprocess.Popen[bytes]:
 
 
 def test_orders_are_followed() -> None:
-    assert keep_watch(["watch 1\n", "watch 2\n", "forget 1\n", "forget 9\n"]) == {2}
+    groups = ["watch 1\n", "watch 2\n", "forget 1\n", "forget 9\n"]
+    processes = ["watch-process 2\n", "watch-process 3\n", "forget-process 2\n"]
+    assert keep_watch([*groups, *processes]) == ({2}, {3})
 
 
 def test_it_kills_what_it_still_watches_and_spares_the_rest(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -13,8 +14,9 @@ from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 from paceline.errors import UsageError
 from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.plan import LocalRun
-from paceline.launch.policy import Policy
+from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.launch.spec import read_token, write_token
+from paceline.observe.runs import read_run
 
 PAUSE = "print('ready'); signal.pause()\n"
 
@@ -111,9 +113,9 @@ def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
 
     result = launch(script, policy={"on_error": "continue"}, run_dir=str(run_dir))
 
-    assert result.code == 0
+    assert result.code == EXIT_LOST
     assert "[worker 0] done" in result.stdout
-    assert "worker 1 ended with exit code 3; the run went on without it" in result.stderr
+    assert "ended with exit code 3; the others go on without it" in result.stderr
     assert orders(run_dir) == ["ended 0 0", "ended 1 0", "stop"]
 
 
@@ -130,9 +132,15 @@ def test_a_crashed_worker_is_told_to_all_servers_and_the_others_go_on(tmp_path: 
 
     result = launch(write_script(tmp_path, CRASH), num_servers=2, run_dir=str(run_dir))
 
-    assert result.code == 0
+    assert result.code == EXIT_LOST
     assert result.stdout.count("done") == 1
-    assert "worker 1 was killed by SIGKILL; the run went on without it" in result.stderr
+    told, last = result.stderr.splitlines()
+    assert re.fullmatch(r"paceline: worker 1 \(pid \d+\) was killed by SIGKILL; the others go on without it", told)
+    without = r"paceline: the run has ended without worker 1, which was killed by SIGKILL at [\d:]{8} \(exit code 75\)"
+    assert re.fullmatch(without, last)
+    [exit] = read_run(run_dir).exits
+    assert (exit.name, exit.exit_code, exit.then) == ("worker 1", -9, "the others go on without it")
+    assert exit.pid == int(re.findall(r"pid (\d+)", told)[0])
     assert [orders(run_dir, rank) for rank in (0, 1)] == [["ended 0 0", "ended 1 0", "stop"]] * 2
 
 
@@ -153,7 +161,8 @@ def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
     assert result.code == 0
     assert "[worker 1] done as 2" in result.stdout
     assert orders(run_dir) == ["ended 0 0", "ended 1 0", "ended 1 1", "ended 1 2", "stop"]
-    assert "started again as incarnation 2" in result.stderr
+    assert "was killed by SIGKILL; restart 1 of 3 in 0.5 s" in result.stderr
+    assert "was killed by SIGKILL; restart 2 of 3 in 1 s" in result.stderr
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
@@ -163,6 +172,7 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
     assert result.code == 137
     assert result.stdout.count("[worker 1] try") == 2
+    assert "worker 1 was killed by SIGKILL; the run was stopped after restart 1 of 1" in result.stderr
 
 
 def test_a_run_without_any_worker_left_has_failed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a worker counts of each clock, on a clock of the test's own."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,3 +134,24 @@ def test_a_measurement_that_is_no_number_can_be_read_back(tmp_path: Path) -> Non
         Meter(trace, 0, Watch()).note_evaluation(3, float("nan"), 0.1)
     (measured,) = read_run(tmp_path).evaluations
     assert (measured.loss, measured.accuracy) == (None, 0.1)
+
+
+def test_a_worker_says_what_it_does_when_it_has_done_it_for_a_while(metered: Metered, tmp_path: Path) -> None:
+    meter, watch = metered.meter, metered.watch
+    meter.record_state()
+    watch.forward(2.0)
+    meter.record_state()
+    meter.finish_clock(0)
+    with meter.communicating():
+        watch.forward(1.0)
+        meter.record_state()
+        watch.forward(2.0)
+        meter.record_state()
+    meter.record_state()
+
+    lines = trace_path(tmp_path, "worker", 0).read_text().splitlines()
+    states = [record for record in map(json.loads, lines) if record["kind"] == "state"]
+    assert [(state["clock"], state["doing"], state["for_s"]) for state in states] == [
+        (0, "computing", 2.0),
+        (1, "communicating", 3.0),
+    ]

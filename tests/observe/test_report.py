@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.observe.report import LabelledRun, write_report
 from paceline.observe.runs import Run, gather
 from paceline.observe.summary import summarize
-from paceline.observe.trace import Step
+from paceline.observe.trace import Exit, Step
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FACTS = {"data": "digits & more", "workers": "4"}
@@ -131,3 +131,15 @@ def test_without_matplotlib_the_error_names_what_to_install(
 
 def test_an_empty_run_can_be_reported(tmp_path: Path) -> None:
     assert "<img" not in write_report([LabelledRun("empty", Run())], tmp_path, title="", facts={}).read_text()
+
+
+def test_processes_that_were_lost_are_listed(tmp_path: Path) -> None:
+    step = Step(10.0, 0, 0, 1, 1.0, 0.0, 1.0)
+    killed = Exit(
+        11.5, "worker 1", "worker", 1, 0, 4242, -9, 1e9, "was killed by SIGKILL", "the others go on without it"
+    )
+    write_report([LabelledRun("bsp", gather([step, killed]))], tmp_path, title="t", facts={})
+    page = (tmp_path / "report.html").read_text()
+    assert "After 2.5 s worker 1 was killed by SIGKILL; the others go on without it." in page
+    write_report([LabelledRun("bsp", gather([step]))], tmp_path, title="t", facts={})
+    assert "were lost" not in (tmp_path / "report.html").read_text()

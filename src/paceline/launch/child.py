@@ -1,6 +1,7 @@
 """One process of the job: how to start it, and the handle on it while it runs."""
 
 import os
+import secrets
 import subprocess
 import sys
 from collections import deque
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Final, Literal, Protocol, final
 
 from paceline.launch.environment import Place
-from paceline.launch.guard import Guard, kill_group
+from paceline.launch.guard import MARK, Guard, kill_group, kill_marked
 from paceline.launch.pipes import Pipe
 
 NUM_LAST_LINES: Final = 20
@@ -51,6 +52,11 @@ class Launch:
         if self.place is None:
             return replace(self, num_restarts=self.num_restarts + 1)
         return replace(self, place=replace(self.place, incarnation=self.place.incarnation + 1))
+
+    def marked(self, *marks: str) -> "Launch":
+        """Return how to start the same process so that it and all that it starts carry these marks."""
+        before = filter(None, (self.environment.get(MARK),))  # this launcher may belong to a job itself
+        return replace(self, environment={**self.environment, MARK: ":".join((*before, *marks))})
 
 
 class Process(Protocol):
@@ -115,7 +121,9 @@ class Child:
         self._console = console
         self._guard = guard
         self._is_held = is_held
-        self._process = start(launch)
+        # What the nursery forks is not its own, and may be listed under its environment.
+        self._marks = () if launch.role == "nursery" else (secrets.token_hex(8),)
+        self._process = start(launch.marked(guard.mark, *self._marks))
         self._pid = self._process.pid
         self._guard.watch(self._pid)
         self.pipes = self._open_pipes()
@@ -125,6 +133,11 @@ class Child:
         """What it is called in messages: "worker 0"."""
         return self.launch.name
 
+    @property
+    def pid(self) -> int:
+        """Its number, and that of its group."""
+        return self._pid
+
     def reap(self) -> int | None:
         """Return the exit code (negative: the signal that killed it), or None while it runs.
 
@@ -133,7 +146,7 @@ class Child:
         if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
         # In this order: the group's number cannot be given to others before its leader is waited for.
-        kill_group(self._pid)
+        self.kill()
         self._guard.forget(self._pid)
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -144,8 +157,10 @@ class Child:
         os.kill(self._pid, number)
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all that it started, also what has left its group."""
         kill_group(self._pid)
+        for mark in self._marks:
+            kill_marked(mark)
 
     def tell(self, line: str) -> None:
         """Write a line to the process's standard input; a process that is gone does not listen."""

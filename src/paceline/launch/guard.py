@@ -2,17 +2,23 @@
 
 It reads what to watch over from a pipe that only the launcher holds. The pipe ends when the launcher does, even if it
 was killed by SIGKILL; then the guard kills every process group it still watches (and so the processes that workers
-started) and clears the run directory. It runs as a plain script, without site packages: nothing but the standard
-library belongs here.
+started), what carries the mark of its job, and clears the run directory. It runs as a plain script, without site
+packages: nothing but the standard library belongs here.
+
+A process that has left its group is known by a mark that all processes of a job inherit in their environment. What
+cleans up after others is left to end by itself: Python's resource tracker, which removes the semaphores of processes
+that were killed, and the guard of a job that was started within this one.
 """
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +27,10 @@ SECRETS: Final = ("token", "token.previous", "keys/*.pem", "keys/*.key", "keys/r
 LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "called.off")
 NUM_ATTEMPTS: Final = 50
 RETRY_INTERVAL_S: Final = 0.02
+MARK: Final = "PACELINE_JOB"  # the marks of all jobs that a process belongs to, from the outermost on, joined by colons
+CLEANERS: Final = (b"from multiprocessing.resource_tracker import main", b"paceline/launch/guard.py\0")
+CLEANING_TIMEOUT_S: Final = 3.0
+PROC: Final = Path("/proc")
 
 
 class Guard:
@@ -32,10 +42,11 @@ class Guard:
         As an `orphan` it is nobody's child, for a process whose master kills its children with it. Then `pid` is not
         the guard's.
         """
+        self.mark = secrets.token_hex(8)
         keep = "temporary" if temporary else "kept"
         # No inherited output: the guard must not hold open a pipe that somebody reads until the launcher ends.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(run_dir), keep, *(("orphan",) if orphan else ())],
+            [sys.executable, "-I", "-S", __file__, str(run_dir), keep, self.mark, *(("orphan",) if orphan else ())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if orphan else subprocess.DEVNULL,  # its end is the guard's
             stderr=subprocess.DEVNULL,
@@ -54,6 +65,14 @@ class Guard:
         """Stop watching over a group: call it before its number can be given to somebody else."""
         self._tell("forget", group)
 
+    def watch_process(self, pid: int) -> None:
+        """Watch over a process, and what it starts, that has left the group it was started in."""
+        self._tell("watch-process", pid)
+
+    def forget_process(self, pid: int) -> None:
+        """Stop watching over a process: call it before its number can be given to somebody else."""
+        self._tell("forget-process", pid)
+
     def dismiss(self, timeout_s: float) -> None:
         """Let the guard do its last duty, and wait until it is gone."""
         try:
@@ -62,10 +81,10 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, order: str, group: int) -> None:
+    def _tell(self, order: str, number: int) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{order} {group}\n".encode())
+            self._process.stdin.write(f"{order} {number}\n".encode())
         except BrokenPipeError:
             return  # a guard that was killed leaves a run without its safety net, not a broken run
 
@@ -82,31 +101,112 @@ def clear(run_dir: Path, *, temporary: bool) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill every process of a group, if there is one left."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+    """Kill every process of a group, if there is one left, but those that clean up after the others."""
+    if any(cleans_up(pid) for pid in _members(group)):
+        _kill_all(lambda: _members(group))
         return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
-def keep_watch(orders: Iterable[str]) -> set[int]:
-    """Follow the launcher's orders until it is gone; return the groups still watched then."""
-    watched: set[int] = set()
+def kill_marked(mark: str) -> None:
+    """Kill every process that has inherited a mark, but those that clean up after the others. Linux only."""
+    _kill_all(lambda: _marked(mark))
+
+
+def _kill_all(find: Callable[[], set[int]]) -> None:
+    """Kill what is found until all that is found was told: a process that was told starts no others."""
+    told: set[int] = set()
+    for _ in range(NUM_ATTEMPTS):
+        found = {pid for pid in find() - told if not cleans_up(pid)}
+        if not found:
+            return
+        kill_each(found)
+        told |= found
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """Kill these processes, as far as they are there."""
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> set[int]:
+    """Return the processes with this mark; one that has ended shows no environment."""
+    name, wanted = f"{MARK}=".encode(), mark.encode()
+    return {
+        pid
+        for pid in _processes()
+        for line in _content(pid, "environ").split(b"\0")
+        if line.startswith(name) and wanted in line[len(name) :].split(b":")
+    }
+
+
+def _members(group: int) -> set[int]:
+    """Return the processes of a group that have not ended."""
+    return {pid for pid, (_, own) in _living().items() if own == group}
+
+
+def _descendants(pids: set[int]) -> set[int]:
+    """Return those of these processes that have not ended, with all that they have started and still stands by them."""
+    living = _living()
+    found = new = pids & living.keys()
+    while new:
+        new = {pid for pid, (parent, _) in living.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def _living() -> dict[int, tuple[int, int]]:
+    """Return the parent and the group of every process that has not ended."""
+    # The name of the program is in brackets and may hold anything: the state, the parent and the group come behind it.
+    found = {pid: _content(pid, "stat").rpartition(b")")[2].split()[:3] for pid in _processes()}
+    return {pid: (int(fields[1]), int(fields[2])) for pid, fields in found.items() if fields and fields[0] not in b"ZX"}
+
+
+def cleans_up(pid: int) -> bool:
+    """Tell whether a process removes what others leave, and ends by itself when they have ended."""
+    command = _content(pid, "cmdline")
+    return any(words in command for words in CLEANERS)
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdecimal()] if PROC.exists() else []
+
+
+def _content(pid: int, name: str) -> bytes:
+    """Return what the kernel tells of a process; nothing of one that is gone, or not ours."""
+    try:
+        return (PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return b""
+
+
+def keep_watch(orders: Iterable[str]) -> tuple[set[int], set[int]]:
+    """Follow the launcher's orders until it is gone; return the groups, and the processes, still watched then."""
+    groups: set[int] = set()
+    processes: set[int] = set()
     for line in orders:
-        order, group = line.split()
-        if order == "watch":
-            watched.add(int(group))
+        order, number = line.split()
+        watched = processes if order.endswith("-process") else groups
+        if order.startswith("watch"):
+            watched.add(int(number))
         else:
-            watched.discard(int(group))
-    return watched
+            watched.discard(int(number))
+    return groups, processes
 
 
-def main(run_dir: Path, *, temporary: bool) -> None:
+def main(run_dir: Path, mark: str, *, temporary: bool) -> None:
     """Watch, and clean up once the launcher is gone: also where whoever stops the launcher tells all its processes."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for group in keep_watch(sys.stdin):
+    groups, processes = keep_watch(sys.stdin)
+    _kill_all(lambda: _descendants(processes))
+    for group in groups:
         kill_group(group)
+    kill_marked(mark)
+    kill_each(wait_cleaned(lambda: _marked(mark).union(*map(_members, groups))))
     for _ in range(NUM_ATTEMPTS):  # a process may still write into the directory until the kill has reached it
         clear(run_dir, temporary=temporary)
         if not (temporary and run_dir.exists()):
@@ -114,7 +214,15 @@ def main(run_dir: Path, *, temporary: bool) -> None:
         time.sleep(RETRY_INTERVAL_S)
 
 
+def wait_cleaned(find: Callable[[], set[int]]) -> set[int]:
+    """Block while anything is found, but not for ever; return what is left."""
+    deadline_s = time.monotonic() + CLEANING_TIMEOUT_S
+    while (left := find()) and time.monotonic() < deadline_s:
+        time.sleep(RETRY_INTERVAL_S)
+    return left
+
+
 if __name__ == "__main__":
-    if sys.argv[3:] and os.fork():
+    if sys.argv[4:] and os.fork():
         os._exit(0)
-    main(Path(sys.argv[1]), temporary=sys.argv[2] == "temporary")
+    main(Path(sys.argv[1]), sys.argv[3], temporary=sys.argv[2] == "temporary")

@@ -21,7 +21,9 @@ from paceline.launch.environment import (
     nursery_environment,
     wait_timeout_s,
 )
+from paceline.launch.exits import Exits
 from paceline.launch.folders import require_own
+from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard, clear
 from paceline.launch.output import unblocked_output
@@ -119,9 +121,11 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
         board = open_board(trace_folder, run.num_workers) if run.progress else None
         console = Console(copy)
         environment = _share_cores(run, console)
-        with open_nursery(run, programs, run_dir, environment) as nursery:
-            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets)
-            supervisor = Supervisor(terms, stage, AddressBook(spec), console, signals, board)
+        with Orphans(guard) as orphans, open_nursery(run, programs, run_dir, environment) as nursery:
+            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets, orphans)
+            supervisor = Supervisor(
+                terms, stage, AddressBook(spec), console, signals, board, Exits(console, board, run_dir)
+            )
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
 

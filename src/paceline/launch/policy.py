@@ -3,9 +3,12 @@
 import signal
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from paceline.launch.choices import OnCrash, OnError
 from paceline.launch.notice import EXIT_TOLD
+
+EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 
 
 class Decision(Enum):
@@ -37,9 +40,13 @@ class Policy:
             return Decision.CONTINUE
         if exit_code > 0:
             return Decision(self.on_error)
-        if self.on_crash == "restart" and num_restarts >= self.max_restarts:
+        if self.is_used_up(exit_code, num_restarts):
             return Decision.STOP
         return Decision(self.on_crash)
+
+    def is_used_up(self, exit_code: int, num_restarts: int) -> bool:
+        """Tell whether a process that ended so would be started again, if it had not been as often as it may."""
+        return exit_code < 0 and self.on_crash == "restart" and num_restarts >= self.max_restarts
 
 
 def describe_exit(exit_code: int) -> str:

@@ -5,6 +5,7 @@ from typing import final
 
 from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.console import Console
+from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard
 from paceline.launch.output import Outlets
@@ -17,7 +18,13 @@ class LocalStage:
     """Starts processes here, has them forked where there is a nursery, and reads what they write."""
 
     def __init__(
-        self, console: Console, guard: Guard, wakeup_fd: int, nursery: Nursery | None, outlets: Outlets
+        self,
+        console: Console,
+        guard: Guard,
+        wakeup_fd: int,
+        nursery: Nursery | None,
+        outlets: Outlets,
+        orphans: Orphans,
     ) -> None:
         """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
 
@@ -28,7 +35,8 @@ class LocalStage:
         self._nursery = nursery
         self._outlets = outlets
         self._pump = Pump(wakeup_fd, outlets)
-        self._pipes: dict[Member, Sequence[Pipe]] = {}
+        self._orphans = orphans
+        self._pipes: dict[Child, Sequence[Pipe]] = {}
 
     def prepare(self) -> Sequence[Member]:
         """Start the nursery, if there is one."""
@@ -45,10 +53,11 @@ class LocalStage:
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""
         self._pump.wait(timeout_s)
+        self._orphans.reap([child.pid for child in self._pipes])
 
     def release(self, member: Member) -> None:
         """Read the rest of what it wrote."""
-        for pipe in self._pipes.pop(member):
+        for pipe in self._pipes.pop(next(child for child in self._pipes if child is member)):
             self._pump.remove(pipe)
 
     def close(self) -> None:

@@ -16,9 +16,11 @@ from typing import Final, Protocol, final
 
 from paceline.launch.child import Launch
 from paceline.launch.console import Console
+from paceline.launch.exits import Exits
 from paceline.launch.lost_servers import tell_server_ended
 from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD
 from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
+from paceline.launch.restarts import Pauses
 from paceline.launch.signals import Signals
 
 STARTING_TURN_S: Final = 0.01
@@ -32,6 +34,10 @@ class Board(Protocol):
 
     def refresh(self, now: float) -> None:
         """Show the state of things at `now` (monotonic seconds)."""
+        ...
+
+    def note(self, worker: int, state: str) -> None:
+        """Take it that a worker does not run any more, and why; that it runs, where the state is empty."""
         ...
 
     def close(self) -> None:
@@ -62,6 +68,11 @@ class Member(Protocol):
     @property
     def name(self) -> str:
         """What it is called in messages."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Its number, where that is known."""
         ...
 
     @property
@@ -148,6 +159,7 @@ class Supervisor:
         console: Console,
         signals: Signals,
         board: Board | None,
+        exits: Exits,
     ) -> None:
         self._terms = terms
         self._stage = stage
@@ -160,7 +172,9 @@ class Supervisor:
         self._servers_stopped = False
         self._ending: Ending | None = None
         self._num_finished = 0
-        self._summary: list[str] = []  # one line for each worker that did not end well and did not end the run
+        self._exits = exits
+        self._pauses = Pauses()
+        self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
 
     def run(self, launches: Sequence[Launch]) -> int:
         """Run the job to its end; blocks, and returns the exit code of the whole."""
@@ -170,7 +184,7 @@ class Supervisor:
             self._prepare()
             if self._ending is None:
                 self._start_all(launches)
-            while self._ending is None and self._alive("worker"):
+            while self._ending is None and self._has_workers():
                 self._turn()
             self._stop_workers()
             self._stop_servers()
@@ -193,6 +207,7 @@ class Supervisor:
             if exit_code is not None:
                 self._on_exit(child, exit_code)
         now = time.monotonic()
+        self._start_due(now)
         self._meet(now)
         if self._board is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
@@ -237,6 +252,7 @@ class Supervisor:
         self._tell_servers_of_end(child.launch)
         if exit_code == 0:
             self._num_finished += 1
+            self._exits.note_end(child)
         elif self._ending is None:
             self._on_worker_loss(child, exit_code)
 
@@ -251,18 +267,18 @@ class Supervisor:
         """Go on with the others: none decides anything, so that each can serve what another was to."""
         if self._ending is not None or (self._servers_stopped and exit_code == 0):
             return
-        happened, launch = f"{child.name} {describe_exit(exit_code)}", child.launch
-        decision = self._terms.policy.decide(exit_code, launch.incarnation)
+        happened = f"{child.name} {describe_exit(exit_code)}"
+        decision = self._terms.policy.decide(exit_code, child.launch.incarnation)
         if self._servers_stopped:
-            self._summary.append(f"{happened} when it was told to stop")
+            self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
         elif decision == Decision.RESTART:
-            self._summary.append(f"{happened}; started again")
-            self._start(launch.again())
+            self._restart(child, exit_code)
         elif decision == Decision.STOP or not self._met:
-            self._ending = Ending(1, f"{happened}; the run was stopped", culprit=child)
-        elif self._alive("data"):
-            self._summary.append(f"{happened}; the run went on without it")
+            self._stop(child, exit_code, 1)
+        elif self._alive("data") or self._is_due("data"):
+            self._exits.note_death(child, exit_code, "the other data servers go on without it")
         else:
+            self._exits.note_death(child, exit_code, "no data server is left, and the run stops")
             self._ending = Ending(1, f"{happened}; no data server was left", culprit=child)
 
     def _tell_servers_of_end(self, launch: Launch) -> None:
@@ -271,20 +287,36 @@ class Supervisor:
             server.tell(f"ended {launch.rank} {launch.incarnation}")
 
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
-        launch = child.launch
-        happened = f"{child.name} {describe_exit(exit_code)}"
-        match self._terms.policy.decide(exit_code, launch.incarnation):
-            case Decision.CONTINUE if self._num_finished or self._alive("worker"):
-                self._summary.append(f"{happened}; the run went on without it")
-            case Decision.CONTINUE:
-                culprit = None if exit_code == EXIT_TOLD else child
+        was_told = exit_code == EXIT_TOLD
+        match self._terms.policy.decide(exit_code, child.launch.incarnation):
+            case Decision.CONTINUE if not (self._num_finished or self._has_workers()):
+                self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
+                happened = f"{child.name} {describe_exit(exit_code)}"
+                culprit = None if was_told else child
                 self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit)
+            case Decision.CONTINUE if was_told:
+                self._exits.note_left(child, exit_code, "the others go on without it")
+            case Decision.CONTINUE:
+                self._exits.note_loss(child, exit_code)
             case Decision.RESTART:
-                again = launch.again()
-                self._summary.append(f"{happened}; started again as incarnation {again.incarnation}")
-                self._start(again)
+                self._restart(child, exit_code)
             case Decision.STOP:
-                self._ending = Ending(shell_code(exit_code), f"{happened}; the run was stopped", culprit=child)
+                self._stop(child, exit_code, shell_code(exit_code))
+
+    def _stop(self, child: Member, exit_code: int, code: int) -> None:
+        """End the run, because a process has ended."""
+        policy, num = self._terms.policy, child.launch.incarnation
+        after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
+        self._exits.note_death(child, exit_code, f"the run stops{after}")
+        self._ending = Ending(code, f"{child.name} {describe_exit(exit_code)}; the run was stopped{after}", child)
+
+    def _restart(self, child: Member, exit_code: int) -> None:
+        """Start a process again after a pause."""
+        again, now = child.launch.again(), time.monotonic()
+        pause_s = self._pauses.after_crash(child.name, now)
+        self._due.append((now + pause_s, again))
+        most = self._terms.policy.max_restarts
+        self._exits.note_death(child, exit_code, f"restart {again.incarnation} of {most} in {pause_s:g} s")
 
     # What is done
 
@@ -298,8 +330,18 @@ class Supervisor:
         for launch in launches:
             self._start(launch)
 
+    def _start_due(self, now: float) -> None:
+        """Start what has waited long enough to be started again, unless the run ends."""
+        for due in tuple(self._due):
+            if self._ending is None and not self._servers_stopped and due[0] <= now:
+                self._due.remove(due)
+                self._start(due[1])
+
     def _start(self, launch: Launch) -> None:
-        self._running.append(self._stage.start(launch))
+        member = self._stage.start(launch)
+        self._running.append(member)
+        self._pauses.note_start(member.name, time.monotonic())
+        self._exits.note_start(member)
 
     def _stop_workers(self) -> None:
         if self._ending is None:
@@ -334,7 +376,7 @@ class Supervisor:
         self._wait_until_gone(children, deadline_s)
         late = [child for child in children if child in self._running]
         for child in late:
-            self._summary.append(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
+            self._console.say(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
         self._kill(late)
         self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
 
@@ -350,16 +392,20 @@ class Supervisor:
     def _alive(self, role: str) -> list[Member]:
         return [child for child in self._running if child.launch.role == role]
 
+    def _has_workers(self) -> bool:
+        return bool(self._alive("worker")) or self._is_due("worker")
+
+    def _is_due(self, role: str) -> bool:
+        return any(launch.role == role for _, launch in self._due)
+
     # What is told
 
     def _conclude(self) -> int:
         ending = self._ending
         if ending is not None and ending.culprit is not None:
             self._quote(ending.culprit)
-        for line in self._summary:
-            self._console.say(line)
         if ending is None:
-            return 0
+            return self._exits.conclude()
         self._console.say(ending.reason)
         return ending.code
 

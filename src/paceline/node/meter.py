@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from torch import Tensor
 
@@ -16,12 +16,14 @@ from paceline.core.closing import is_late
 from paceline.core.consistency import Consistency
 from paceline.node.outgoing import PushOutcome
 from paceline.node.reads import ReadOutcome
+from paceline.node.timekeeper import Timekeeper
 from paceline.observe import trace as records
 from paceline.observe.notices import OpenClocks, Refusals, tell
 from paceline.observe.resources import Odometer
 from paceline.observe.trace import Trace
 
-MANY_PUSHES = 1000  # of one table in one clock; servers take some thousands
+MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
+STATE_INTERVAL_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -47,12 +49,16 @@ class Meter:
     _since: float = field(init=False)
     _communicating_since: float | None = None  # up to where communication is counted; None outside of it
     _has_finished: bool = False
+    _clock: int = 0  # that is under way
+    _computing_since: float = field(init=False)
+    _states: Timekeeper = field(init=False)
 
     def __post_init__(self) -> None:
         """Let the first clock begin now."""
-        self._since = self.now()
+        self._since = self._computing_since = self.now()
         self.refusals = Refusals(self.worker, self.tell)
         self.open_clocks = OpenClocks(self.worker, self.tell)
+        self._states = Timekeeper(STATE_INTERVAL_S, self.record_state)
 
     def begin(self) -> None:
         """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
@@ -72,7 +78,8 @@ class Meter:
         try:
             yield
         finally:
-            self._count_communication(self.now())
+            self._computing_since = self.now()
+            self._count_communication(self._computing_since)
             self._communicating_since = None
 
     def note_read(self, table: str, outcome: ReadOutcome) -> None:
@@ -106,7 +113,7 @@ class Meter:
             now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since, self.comm_s
         )
         self.trace.record(step)
-        self.samples, self.loss, self._has_finished = 0, None, True
+        self.samples, self.loss, self._has_finished, self._clock = 0, None, True, clock + 1
         self._begin_clock(now)
 
     def note_loss(self, clock: int, loss: float | None) -> None:
@@ -158,6 +165,25 @@ class Meter:
             self.trace.record(
                 records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)
             )
+
+    def start_states(self) -> None:
+        """Record from now on what this worker does, whenever it has done one thing for a while."""
+        self._states.start()
+
+    def stop_states(self) -> None:
+        """Record that no more: before the trace is closed."""
+        self._states.stop()
+        self._states.join()
+
+    def record_state(self) -> bool:
+        """Record what this worker does, if it has for a while, and write out what was recorded; True."""
+        now, communicating_since = self.now(), self._communicating_since
+        since = self._computing_since if communicating_since is None else communicating_since
+        if now - max(since, self._since) >= STATE_INTERVAL_S:
+            doing = "computing" if communicating_since is None else "communicating"
+            self.trace.record(records.State(now, self.worker, self._clock, doing, now - max(since, self._since)))
+        self.trace.flush()
+        return True
 
     def _record_loss(self, clock: int) -> None:
         if self.loss is not None:

@@ -139,6 +139,7 @@ def render_page(
             _facts(facts),
             *map(_section, panels),
             _numbers(subjects, notes),
+            _deaths(subjects),
         ]
     )
     return (
@@ -196,6 +197,16 @@ def _numbers(subjects: Sequence[Subject], notes: Mapping[str, str]) -> str:
         f'\n<div class="wide"><table>\n<thead><tr>{headings}</tr></thead>\n'
         f'<tbody>\n{rows}\n</tbody>\n</table></div>\n<dl class="terms">{terms}</dl>\n</section>'
     )
+
+
+def _deaths(subjects: Sequence[Subject]) -> str:
+    """List the processes that have not ended as they were to; nothing where there are none."""
+    terms = "".join(
+        f"<dt>{escape(subject.label)}</dt><dd>{escape(death)}</dd>"
+        for subject in subjects
+        for death in subject.summary.deaths
+    )
+    return f'<section>\n<h2>Processes that were lost</h2>\n<dl class="terms">{terms}</dl>\n</section>' if terms else ""
 
 
 def _row(subject: Subject, note: str) -> str:

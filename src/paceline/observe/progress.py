@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.observe.runs import Tail
-from paceline.observe.trace import NO_SERVER, Refusal, Reported, Step
+from paceline.observe.states import Life, describe
+from paceline.observe.trace import NO_SERVER, Read, Refusal, Reported, Resources, RowRead, State, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,38 +21,48 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 2.0
 # Rates and shares are taken over the latest steps, so that a change shows soon and noise does not.
 WINDOW_S = 5.0
+# A step counts as late when it takes this much, or as long as the steps before it: traces are written in pieces.
+LATE_S = 1.0
+# How the state of a worker begins whose process did not end as it was to.
+DEAD = "dead"
+ENDED = "ended"
 # A plain line lists each worker up to this many, and only the range beyond.
 MAX_LISTED_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """What the board shows of one worker; `clock` counts the finished clocks, `lead` is over the slowest worker.
+    """What the board shows of one worker; `clock` counts the finished clocks, `lead` is over the slowest that runs.
 
-    `num_refused` counts its pushes and steps that were not applied.
+    `num_refused` counts its pushes and steps that were not applied. `state` is what there is to say of what it does:
+    nothing while it computes as usual. A dead one has no lead.
     """
 
     worker: int
     clock: int
     loss: float | None
     samples_per_s: float
-    lead: int
+    lead: int | None
     comm_share: float  # contains the waiting
     wait_share: float
     num_refused: int = 0
+    state: str = ""
 
 
 @dataclass(slots=True)
 class _Pace:
-    """The latest steps of one worker."""
+    """The latest steps of one worker, and what is known of its process."""
 
     # Invariant: in order of time, spanning at most WINDOW_S unless it holds a single step.
     steps: deque[Step] = field(default_factory=deque[Step])
     # The losses told that are no finite numbers, as no step has them; of the same span.
     bad_losses: deque[Reported] = field(default_factory=deque[Reported])
     num_refused: int = 0
+    life: Life = field(default_factory=Life)
+    stepped_s: float = 0.0  # when the last step came, on the clock of the board
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Step, now: float) -> None:
+        self.stepped_s = now
         self.steps.append(step)
         while self.steps[0].t < step.t - WINDOW_S:
             self.steps.popleft()
@@ -68,7 +79,7 @@ class _Pace:
     def clock(self) -> int:
         return self.steps[-1].clock + 1 if self.steps else 0
 
-    def row(self, worker: int, slowest: int) -> WorkerRow:
+    def row(self, worker: int, lead: int | None, state: str, now: float) -> WorkerRow:
         losses = [step.loss for step in self.steps if step.loss is not None]
         losses += [float(told.text or "nan") for told in self.bad_losses]
         busy_s = sum(step.step_s for step in self.steps) or 1.0
@@ -76,12 +87,24 @@ class _Pace:
             worker=worker,
             clock=self.clock(),
             loss=_mean(losses),
-            samples_per_s=sum(step.samples for step in self.steps) / busy_s,
-            lead=self.clock() - slowest,
+            samples_per_s=self.samples_per_s(now),
+            lead=lead,
             comm_share=sum(step.comm_s for step in self.steps) / busy_s,
             wait_share=sum(step.wait_s for step in self.steps) / busy_s,
             num_refused=self.num_refused,
+            state=state,
         )
+
+    def samples_per_s(self, now: float) -> float:
+        """Return the rate over the latest steps, which falls when the next one does not come, to 0 in the end."""
+        if self.life.end.startswith(DEAD) or not self.steps:
+            return 0.0
+        busy_s = sum(step.step_s for step in self.steps)
+        usual_s, idle_s = busy_s / len(self.steps), now - self.stepped_s
+        if idle_s > max(WINDOW_S, 3 * usual_s):
+            return 0.0
+        late_s = max(0.0, idle_s - max(usual_s, LATE_S))
+        return sum(step.samples for step in self.steps) / ((busy_s or 1.0) + late_s)
 
 
 def _mean(losses: Sequence[float]) -> float | None:
@@ -108,12 +131,17 @@ class Board:
         self._display = _open_display(sys.stderr if stream is None else stream)
         self._start_t: float | None = None
         self._elapsed_s = 0.0
+        self._now = 0.0
+
+    def note(self, worker: int, state: str) -> None:
+        """Take it that a worker does not run any more, and why; that it was started, where the state is empty."""
+        self._paces.setdefault(worker, _Pace()).life.note(state, self._now)
 
     def refresh(self, now: float) -> None:
         """Take in what the workers wrote and show it; `now` is in seconds on the caller's steady clock."""
         if self._start_t is None:
             self._start_t = now
-        self._elapsed_s = now - self._start_t
+        self._elapsed_s, self._now = now - self._start_t, now
         self._take_in()
         self._display.show(self.rows(), self._elapsed_s)
 
@@ -124,17 +152,29 @@ class Board:
 
     def rows(self) -> list[WorkerRow]:
         """Return what is shown, by rank."""
-        slowest = min((pace.clock() for pace in self._paces.values()), default=0)
-        return [pace.row(worker, slowest) for worker, pace in sorted(self._paces.items())]
+        lives = {worker: pace.life for worker, pace in sorted(self._paces.items())}
+        paced = [worker for worker, life in lives.items() if not life.end] or [
+            worker for worker, life in lives.items() if life.end == ENDED
+        ]
+        slowest = min((self._paces[worker].clock() for worker in paced), default=0)
+        leads = {worker: self._paces[worker].clock() - slowest for worker in paced}
+        return [
+            self._paces[worker].row(worker, leads.get(worker), state, self._now)
+            for worker, state in describe(lives, self._now).items()
+        ]
 
     def _take_in(self) -> None:
         for record in self._tail.poll():
-            if isinstance(record, Step):
-                self._paces.setdefault(record.worker, _Pace()).add(record)
-            elif isinstance(record, Reported) and record.loss is None:
+            if isinstance(record, Reported) and record.loss is None:
                 self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
             elif isinstance(record, Refusal) and record.server == NO_SERVER:
                 self._paces.setdefault(record.worker, _Pace()).num_refused += 1
+            if not isinstance(record, Step | State | Resources | Read | RowRead):
+                continue
+            pace = self._paces.setdefault(record.worker, _Pace())
+            pace.life.take(record, self._now)
+            if isinstance(record, Step):
+                pace.add(record, self._now)
 
 
 def _open_display(stream: TextIO) -> _Lines | _Table:
@@ -159,7 +199,10 @@ class _Lines:
             self._print(rows, elapsed_s)
 
     def close(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
-        if repr(list(rows)) != repr(list(self._shown)):  # a loss that is NaN does not equal itself
+        # As text: a loss that is NaN does not equal itself.
+        if [f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in rows] != [
+            f"{row.clock} {row.loss} {row.state} {row.num_refused}" for row in self._shown
+        ]:
             self._print(rows, elapsed_s)
 
     def _print(self, rows: Sequence[WorkerRow], elapsed_s: float) -> None:
@@ -187,16 +230,17 @@ class _Table:
 
 
 def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
-    """Say in one line how far all workers are; beyond 8 workers as ranges."""
-    loss = _mean([row.loss for row in rows if row.loss is not None])
+    """Say in one line how far all workers are, and what those do that do not compute; beyond 8 workers as ranges."""
+    loss = _mean([row.loss for row in rows if row.loss is not None and not row.state.startswith(DEAD)])
     parts = [
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
-        "lead " + _listed([f"+{row.lead}" for row in rows], [row.lead for row in rows]),
+        "lead " + _listed(["-" if row.lead is None else f"+{row.lead}" for row in rows], [row.lead for row in rows]),
         "loss -" if loss is None else f"loss {loss:.4f}",
         f"{sum(row.samples_per_s for row in rows):,.0f} samples/s",
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
+        *_states(rows),
     ]
     if any(row.num_refused for row in rows):
         refused = [row.num_refused for row in rows]
@@ -204,14 +248,24 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     return "  |  ".join(parts)
 
 
+def _states(rows: Sequence[WorkerRow]) -> list[str]:
+    """Say what workers do, unless all of them do the usual: compute, or have ended."""
+    told = [f"worker {row.worker} {row.state}" for row in rows if row.state]
+    if all(row.state in ("", ENDED) for row in rows):
+        return []
+    more = len(told) - MAX_LISTED_WORKERS
+    return [", ".join(told[:MAX_LISTED_WORKERS]) + (f" and {more} more" if more > 0 else "")]
+
+
 def _shares(shares: Sequence[float]) -> str:
     return _listed([f"{share:.0%}" for share in shares], shares)
 
 
-def _listed(texts: Sequence[str], values: Sequence[float]) -> str:
+def _listed(texts: Sequence[str], values: Sequence[float | None]) -> str:
     if len(texts) <= MAX_LISTED_WORKERS:
         return " ".join(texts)
-    return f"{texts[values.index(min(values))]} .. {texts[values.index(max(values))]}"
+    known = [value for value in values if value is not None]
+    return f"{texts[values.index(min(known))]} .. {texts[values.index(max(known))]}" if known else "-"
 
 
 def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
@@ -220,8 +274,8 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
     # Two columns apart, so that the table fits into a terminal of 80.
     table = Table(title=f"{elapsed_s:.0f} s", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("worker", "clock", "lead", "loss", "samples/s", "communication", "waiting"):
-        table.add_column(heading, justify="right", header_style="dim")
-    table.add_column("")
+        table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
+    table.add_column("")  # its words are broken where they are too long
     shows_refused = any(row.num_refused for row in rows)
     if shows_refused:
         table.add_column("refused", justify="right", header_style="red")
@@ -229,12 +283,12 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
         table.add_row(
             f"{row.worker}",
             f"{row.clock}",
-            f"+{row.lead}" if row.lead else "slowest",
+            "-" if row.lead is None else f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
             f"{row.samples_per_s:,.0f}",
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
-            _bar(row.wait_share),
+            row.state or _bar(row.wait_share),
             *([f"{row.num_refused}"] if shows_refused else []),
         )
     return table

@@ -13,6 +13,7 @@ from paceline.observe.trace import (
     Applied,
     Epoch,
     Evaluated,
+    Exit,
     Fed,
     Handled,
     Load,
@@ -47,6 +48,7 @@ _R = TypeVar(
     Applied,
     Refusal,
     Membership,
+    Exit,
     Handled,
 )
 
@@ -68,6 +70,7 @@ class Run:
     applied: tuple[Applied, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     memberships: tuple[Membership, ...] = ()
+    exits: tuple[Exit, ...] = ()
     handled: tuple[Handled, ...] = ()
 
 
@@ -102,6 +105,7 @@ def gather(records: Iterable[Record]) -> Run:
         applied=_of_kind(ordered, Applied),
         refusals=_of_kind(ordered, Refusal),
         memberships=_of_kind(ordered, Membership),
+        exits=_of_kind(ordered, Exit),
         handled=_of_kind(ordered, Handled),
     )
 

@@ -74,6 +74,8 @@ class RunSummary:
     test_accuracy: float | None
     loss_by_time: tuple[CurvePoint, ...]
     loss_by_clock: tuple[CurvePoint, ...]
+    # A sentence for each process that has not ended as it was to.
+    deaths: tuple[str, ...] = ()
 
     @property
     def num_reads(self) -> int:
@@ -145,6 +147,9 @@ def summarize(run: Run) -> RunSummary:
         test_accuracy=last.accuracy if last else None,
         loss_by_time=curve([(step.t - start_t, step.loss) for step in run.steps if step.loss is not None]),
         loss_by_clock=curve(_mean_by_clock(run.steps)),
+        deaths=tuple(
+            f"After {max(0.0, end.t - start_t):.1f} s {end.name} {end.happened}; {end.then}." for end in run.exits
+        ),
     )
 
 

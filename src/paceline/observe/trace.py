@@ -197,6 +197,35 @@ class Membership(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"
     event: Literal["joined", "left", "died"]
 
 
+class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
+    """The launcher saw a process end otherwise than it was to.
+
+    `exit_code` is negative for the signal that killed it, `unix_s` the time in seconds since 1970; `happened` and
+    `then` say in words how it ended, and what the run did about it.
+    """
+
+    t: float
+    name: str
+    role: str
+    rank: int
+    incarnation: int
+    pid: int | None
+    exit_code: int
+    unix_s: float
+    happened: str
+    then: str
+
+
+class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
+    """A worker that has finished no clock for a while does this, and has for `for_s`: a sign that its process runs."""
+
+    t: float
+    worker: int
+    clock: int
+    doing: Literal["computing", "communicating"]
+    for_s: float
+
+
 class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
     """A core handled one event with these effects: the full protocol log, written only when asked for."""
 
@@ -220,11 +249,13 @@ Record = (
     | Applied
     | Refusal
     | Membership
+    | Exit
+    | State
     | Handled
 )
 
 
-def trace_path(run_folder: Path, role: Literal["worker", "server", "data"], rank: int) -> Path:
+def trace_path(run_folder: Path, role: Literal["worker", "server", "data", "launcher"], rank: int) -> Path:
     """Return where a process of a run writes its trace."""
     return run_folder / "trace" / f"{role}-{rank}.jsonl"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.launch.console import Console
+from paceline.launch.exits import Exits
 from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
 from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
@@ -42,5 +43,5 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
         with joined(ray, run, options, console) as cluster, Signals() as signals, unblocked_output() as outlets:
             board = open_board(trace_folder, run.num_workers) if run.progress else None
             stage = RayStage(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
-            supervisor = Supervisor(terms, stage, stage, console, signals, board)
+            supervisor = Supervisor(terms, stage, stage, console, signals, board, Exits(console, board, run_dir))
             return supervisor.run(plan_launches(run, DEFAULT_PROGRAMS, run_dir, {}))

@@ -76,6 +76,11 @@ class Remote:
         """What it is called in messages: "worker 0"."""
         return self.launch.name
 
+    @property
+    def pid(self) -> int | None:
+        """Its number is that of another machine, and not told."""
+        return None
+
     def reap(self) -> int | None:
         """Return its exit code, or None while it runs."""
         return self._exit_code

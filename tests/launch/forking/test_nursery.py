@@ -246,7 +246,7 @@ def test_a_run_goes_on_without_its_nursery(tmp_path: Path) -> None:
     code, run = run_to_end(tmp_path / "run", script, options=("-n", "1", "--on-crash", "restart"))
 
     assert code == 0, run.output
-    assert run.told() == ["paceline: worker 0 was killed by SIGKILL; started again as incarnation 1"]
+    assert run.told() == ["paceline: worker 0 was killed by SIGKILL; restart 1 of 3 in 0.5 s"]
     assert run.saying("[worker 0] killed the nursery")
     assert run.saying("[worker 0] came to the end")
 
