@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
+from paceline.errors import UsageError
 from paceline.observe.runs import Tail
 from paceline.observe.trace import Step
+from paceline.observe.trace_file import tell_on_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +83,7 @@ class Board:
     """
 
     def __init__(self, trace_folder: Path, num_workers: int, stream: TextIO | None = None) -> None:
-        self._tail = Tail(trace_folder)
+        self._tail: Tail | None = Tail(trace_folder)  # None when the traces cannot be read
         self._paces = {worker: _Pace() for worker in range(num_workers)}
         self._display = _open_display(sys.stderr if stream is None else stream)
         self._start_t: float | None = None
@@ -106,7 +108,15 @@ class Board:
         return [pace.row(worker, slowest) for worker, pace in sorted(self._paces.items())]
 
     def _take_in(self) -> None:
-        for record in self._tail.poll():
+        if self._tail is None:
+            return
+        try:
+            records = self._tail.poll()
+        except (OSError, UsageError) as error:  # what is shown is no reason to end what it shows
+            self._tail = None
+            tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
+            return
+        for record in records:
             if isinstance(record, Step):
                 self._paces.setdefault(record.worker, _Pace()).add(record)
 
@@ -163,12 +173,13 @@ class _Table:
 def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     """Say in one line how far all workers are; beyond 8 workers as ranges."""
     losses = [row.loss for row in rows if row.loss is not None]
+    samples_per_s = sum(row.samples_per_s for row in rows)
     parts = [
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
         "lead " + _listed([f"+{row.lead}" for row in rows], [row.lead for row in rows]),
-        f"loss {fmean(losses):.4f}" if losses else "loss -",
-        f"{sum(row.samples_per_s for row in rows):,.0f} samples/s",
+        *([f"loss {fmean(losses):.4f}"] if losses else []),  # what the script does not tell is left out
+        *([f"{samples_per_s:,.0f} samples/s"] if samples_per_s else []),
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
     ]
@@ -199,7 +210,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"{row.clock}",
             f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.samples_per_s:,.0f}",
+            f"{row.samples_per_s:,.0f}" if row.samples_per_s else "-",
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             _bar(row.wait_share),
