@@ -83,7 +83,7 @@ def test_a_script_that_no_worker_could_begin_is_refused_once(tmp_path: Path, con
 def test_without_a_temporary_folder_a_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     monkeypatch.setattr(local.tempfile, "tempdir", str(missing))
-    with pytest.raises(UsageError, match="cannot make a temporary folder .*missing.*Point TMPDIR"):
+    with pytest.raises(UsageError, match=r"cannot make a temporary folder .*missing.*Point TMPDIR"):
         local.prepare_run_dir(None)
 
 

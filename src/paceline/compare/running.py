@@ -86,7 +86,7 @@ def last_words(output: str) -> str:
     r"""Return the line that says best why a run has failed.
 
     Example:
-        >>> last_words("[worker 0] paceline: no data\n[worker 0]   at a.py:3\npaceline: worker 0 ended with exit code 1")
+        >>> last_words("[worker 0] paceline: no data\npaceline: worker 0 ended with exit code 1")
         'no data'
         >>> last_words("paceline: stopped by SIGINT")
         'paceline: stopped by SIGINT'
