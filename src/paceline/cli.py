@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter, Token
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.choices import Engine, OnCrash, OnError, ScaleName, TraceLevel, TransportName
+from paceline.launch.limits import explain, is_shortage
 from paceline.ray.options import RayOptions
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def run(
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
-    traceback: Annotated[bool, Parameter(negative="", show=False)] = False,
+    traceback: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Run a script as several workers and servers, on this machine or where an engine places them.
 
@@ -131,7 +132,7 @@ def run(
     progress
         Show live progress.
     traceback
-        Show where the errors of workers and servers come from.
+        Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
     """
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
@@ -268,6 +269,11 @@ def answer(tokens: Sequence[str]) -> int:
             traceback.print_exception(error)
         print(f"paceline: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, UsageError | CycloptsError) else EXIT_FAILURE
+    except (OSError, MemoryError, RuntimeError) as error:
+        if wants_traceback or not is_shortage(error):
+            raise
+        print(f"paceline: {explain(error)}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:

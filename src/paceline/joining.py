@@ -158,7 +158,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Notice |
     with ExitStack() as undo:
         undo.callback(node.close)
         node.join()
-        meter = Meter(Trace(trace_path(run_dir, "worker", rank)), rank)
+        meter = Meter(Trace(trace_path(run_dir, "worker", rank), spec.trace_bytes), rank)
         consistency = Consistency.parse(spec.consistency) if spec.consistency else None
         exchange = Exchange(Company(rank, size, node, run_dir, allows_plain_collectives()))
         among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())

@@ -48,7 +48,7 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> int:
             listener,
             transport,
             lambda: addresses,
-            Trace(trace_path(Path(spec.run_dir), "server", rank)),
+            Trace(trace_path(Path(spec.run_dir), "server", rank), spec.trace_bytes),
             full_trace=spec.trace == "full",
             checks_memory=checks_memory(),
         )

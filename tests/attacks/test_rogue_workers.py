@@ -207,7 +207,7 @@ HOPELESS: dict[str, tuple[Attack, str]] = {
     "a table of 2**62 numbers": (declare(2**62), "cannot hold table 'z': it needs 18446744073709551616 bytes"),
     "a table beyond all numbers": (declare(*(MOST,) * 20), "cannot hold table 'z'"),
     "a table of 16 TiB": (declare(2**42), "cannot hold table 'z'"),
-    "a table of less than nothing": (declare(-4, -4), "no elements"),
+    "a table of less than nothing": (declare(-4, -4), "expected sizes of 0 or more"),
     "a long name": (declare(name="n" * 400_000), "400000 characters, expected at most 500"),
     "other settings": (declare(5, name="w"), "exists on server 0 with other settings"),
     "the name of rows": (declare(name="r"), "exists on server 0 with rows"),

@@ -131,20 +131,19 @@ def test_gradients_that_are_not_finite_never_reach_the_values(mistaken: Run) -> 
 
 
 def test_a_mistake_nobody_catches_ends_the_job_without_a_traceback(tmp_path: Path) -> None:
-    code, run = run_script(tmp_path, f"{OPEN}\nif ps.rank == 1:\n    table(size=0)\nps.barrier()", "-n", "2")
+    code, run = run_script(tmp_path, f"{OPEN}\nif ps.rank == 1:\n    table(size=-1)\nps.barrier()", "-n", "2")
 
     assert code == 1
     assert "Traceback" not in run.output
     assert run.lines[:2] == [
-        "[worker 1] paceline: Table 'w': parameter 0 ('w') has shape (0,) and so no elements. "
-        "Leave it out of the table.",
+        "[worker 1] paceline: Table 'w': parameter 0 ('w') has shape (-1,), expected sizes of 0 or more.",
         f"[worker 1]   at {tmp_path / 'script.py'}:6; run with --traceback for more",  # where `table` calls ours
     ]
     assert run.told()[-1] == "paceline: worker 1 ended with exit code 1; the run was stopped"
 
 
 def test_a_traceback_is_shown_when_it_is_asked_for(tmp_path: Path) -> None:
-    code, run = run_script(tmp_path, OPEN + "table(size=0)", "-n", "1", "--transport", "memory", "--traceback")
+    code, run = run_script(tmp_path, OPEN + "table(size=-1)", "-n", "1", "--transport", "memory", "--traceback")
 
     assert code == 1
     assert "Traceback (most recent call last)" in run.output

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.launch.launching import wait_gone
 
-from paceline.launch.guard import Guard, clear, keep_watch
+from paceline.launch.guard import LIFE, Guard, clear, keep_watch, remove_abandoned
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:
@@ -57,3 +57,22 @@ def test_clearing_a_kept_directory_takes_secrets_sockets_and_addresses(tmp_path:
 
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
     assert left == kept | {"keys", "keys/of-the-script"}, "what a script keeps in its run directory is its own"
+
+
+def test_folders_whose_guard_was_killed_are_removed_and_no_others(tmp_path: Path) -> None:
+    alive, dead, other, mine = (tmp_path / name for name in ("paceline-a", "paceline-b", "paceline-c", "elsewhere"))
+    for folder in (alive, dead, other, mine):
+        folder.mkdir(mode=0o700)
+    (other / "notes").touch()
+    guards = [Guard(folder, temporary=True) for folder in (alive, dead, mine)]
+    for guard in guards[1:]:
+        os.kill(guard.pid, 9)
+        assert wait_gone({guard.pid}, 5.0) == set()
+    (tmp_path / "paceline-d").mkdir()
+    (tmp_path / "paceline-d" / LIFE).write_text("another machine")
+
+    remove_abandoned(tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"paceline-a", "paceline-c", "paceline-d", "elsewhere"}
+    for guard in guards:
+        guard.dismiss(timeout_s=5.0)

@@ -12,6 +12,7 @@ import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.errors import UsageError
+from paceline.launch.console import SCREEN_LINES, Console
 from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
@@ -99,12 +100,23 @@ for number in range(30): print('line', number, file=sys.stderr)
     result = launch(script)
 
     assert result.code == code
-    quoted = [line for line in result.stderr.splitlines() if line.startswith("    ")]
-    assert len(quoted) == 20
-    assert "    line 29" in quoted
-    assert "    line 5" not in quoted
+    assert result.stderr.count("line 29") == 1, "what is on the screen is not told twice"
     last = result.stderr.splitlines()[-1]
     assert last == f"paceline: worker 1 ended with exit code {code}; the run was stopped"
+
+
+def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    for number in range(20):
+        console.relay("worker 1", 1, f"line {number}", to_stderr=True)
+    words = [f"line {number}" for number in range(20)]
+    console.quote("worker 1", words)
+    assert "the last" not in capsys.readouterr().err
+    for _ in range(SCREEN_LINES):
+        console.relay("worker 0", 0, "another", to_stderr=True)
+    console.quote("worker 1", words)
+    quoted = [line for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
+    assert quoted == [f"    {word}" for word in words]
 
 
 def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
@@ -186,7 +198,7 @@ def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, PAUSE), num_servers=2, behaviour="fail-at-start")
 
     assert result.code == 1
-    assert "    no room for the parameters" in result.stderr.splitlines()
+    assert "[server 1] no room for the parameters" in result.stderr.splitlines()
     assert "server 1 ended with exit code 7 before the run was over" in result.stderr
 
 

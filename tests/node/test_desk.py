@@ -23,7 +23,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_the_reason(tmp_path: Pat
         assert "there is no table 'x'" in failure(SaveState(3, "x"))
         assert failure(LoadState(3, "w"), memoryview(b"\xff" * 40))
         assert "'bps'" in failure(Declare(3, table("v", 4, "bps")))
-        assert "has shape (0,) and so no elements" in failure(Declare(3, table("v", 0, "bsp")))
+        assert "has shape (-1,), expected sizes of 0 or more" in failure(Declare(3, table("v", -1, "bsp")))
         assert "parameter 0 is 'w' (5,) here and 'w' (4,) there" in failure(Declare(3, table("w", 5, "asynchronous")))
         assert "cannot hold table 'v'" in failure(Declare(3, table("v", 2**55, "bsp")))
 

@@ -73,8 +73,7 @@ def test_without_a_terminal_the_last_line_tells_what_came_since(tmp_path: Path) 
 def test_a_line_for_many_workers_says_the_range() -> None:
     rows = [WorkerRow(worker, 10 + worker, None, 5.0, worker, worker / 15, worker / 20) for worker in range(12)]
     assert plain_line(rows, 60.0) == (
-        "60 s  |  clock 10 .. 21  |  lead +0 .. +11  |  loss -  |  60 samples/s  |  "
-        "communication 0% .. 73%  |  waiting 0% .. 55%"
+        "60 s  |  clock 10 .. 21  |  lead +0 .. +11  |  60 samples/s  |  communication 0% .. 73%  |  waiting 0% .. 55%"
     )
 
 

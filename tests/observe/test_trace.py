@@ -1,3 +1,5 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,74 @@ def test_the_tail_follows_every_worker_and_no_server(tmp_path: Path) -> None:
         with Trace(trace_path(tmp_path, role, rank)) as trace:
             trace.record(step(1.0, rank))
     assert Tail(tmp_path / "trace").poll() == [step(1.0, 0), step(1.0, 1)]
+
+
+def test_a_full_disk_ends_the_trace_in_one_line_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, told = trace_path(tmp_path, "worker", 0), list[str]()
+    trace = Trace(path, tell=told.append)
+    trace.record(step(1.0))
+
+    def fail(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)
+    for clock in range(3):
+        trace.record(step(2.0 + clock, clock=clock))
+    trace.flush()
+    monkeypatch.undo()
+    trace.record(step(9.0))
+    trace.close()
+
+    (line,) = told
+    assert "worker-0.jsonl ends here: No space left on device. Training goes on" in line
+    assert read_run(tmp_path).steps == (step(1.0),)
+
+
+def test_a_trace_that_cannot_be_made_is_told_and_left_out(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("in the way")
+    told = list[str]()
+    with Trace(trace_path(tmp_path, "worker", 0), tell=told.append) as trace:
+        trace.record(step(1.0))
+    assert len(told) == 1
+
+
+def test_a_bounded_trace_keeps_the_latest_records_and_is_followed_without_a_gap(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    tail, seen = Tail(path.parent), list[Record]()
+    with Trace(path, max_bytes=2000) as trace:
+        for clock in range(200):
+            trace.record(step(float(clock), clock=clock))
+            trace.flush()
+            seen += tail.poll()
+    assert seen == [step(float(clock), clock=clock) for clock in range(200)]
+    files = {file.name: file.stat().st_size for file in path.parent.iterdir()}
+    assert set(files) == {"worker-0.jsonl", "worker-0.jsonl.old"}
+    assert max(files.values()) <= 2000
+    assert read_run(tmp_path).steps[-1] == step(199.0, clock=199)
+
+
+def test_a_worker_that_returns_reads_no_more_of_its_trace_than_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trace_path(tmp_path, "worker", 0)
+    with Trace(path) as trace:
+        for clock in range(5000):
+            trace.record(step(float(clock), clock=clock))
+    torn = b'{"kind":"step",' + b"x" * 100_000
+    whole = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(torn)
+    num_read = 0
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal num_read
+        num_read += size
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    Trace(path).close()
+    assert num_read < len(torn) + 2 * 65536 < whole
+    assert path.stat().st_size == whole

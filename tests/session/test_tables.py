@@ -291,7 +291,7 @@ def met_in_the_middle_of_a_clock(ps: Session) -> None:
         (pushed_in_the_wrong_shape, r"a push to table 'w' has shape \(3,\), expected \(2,\); worker 0, clock 0"),
         (met_in_the_middle_of_a_clock, r"pushed to table 'w' during clock 0.*call clock\(\) first"),
         (misuse(init=torch.zeros(3)), r"table 'w': init has shape \(3,\), expected \(2,\)"),
-        (misuse(shape=(0, 2)), r"has shape \(0, 2\) and so no elements"),
+        (misuse(shape=(-1, 2)), r"has shape \(-1, 2\), expected sizes of 0 or more"),
         (misuse(dtype="int8"), "dtype is 'int8', expected one of float32"),
         (misuse(scale="median"), "scale is 'median', expected one of sum, mean, samples"),
         (misuse(consistency="sometimes"), "unknown consistency 'sometimes'"),

@@ -265,10 +265,6 @@ def stepped() -> torch.optim.Optimizer:
     return optimizer
 
 
-def of_nothing() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(0, 2))], lr=0.1)
-
-
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
@@ -276,7 +272,6 @@ def of_nothing() -> torch.optim.Optimizer:
         (lambda: Custom([small()], lr=0.1), {}, "Custom is not a class of torch.optim"),
         (mixed, {}, r"dtypes float32 \('a'\), float64 \('b'\); expected one of .* make one optimizer for each dtype"),
         (stepped, {}, "already taken steps: distribute a new one"),
-        (of_nothing, {}, "has shape .* and so no elements"),
         (lambda: torch.optim.SGD([small()], lr=torch.tensor(0.1)), {}, "lr of .* is a Tensor"),
         (lambda: torch.optim.SGD([small()]), {"consistency": "asynchronous", "fetch_every": None}, "give a number"),
         (lambda: torch.optim.SGD([small()]), {"fetch_every": 0}, "fetch_every is 0"),

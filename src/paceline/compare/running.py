@@ -15,8 +15,9 @@ from paceline.launch.policy import Policy
 # Over the first the kernel counts what travels, over the second nobody.
 Carrier = Literal["tcp", "shm"]
 
-# What somebody is quoted with at the end of a failed run; lines that are indented further only say where it was.
-_QUOTED: Final = re.compile(r"^    (?:paceline: )?(\S.*)$", re.MULTILINE)
+# Who made a run fail, as its last line says, and what that one wrote; lines that are indented only say where it was.
+_CULPRIT: Final = re.compile(r"^paceline: (.+?) (?:ended with|was killed by) [^\n]*\Z", re.MULTILINE)
+_WRITTEN: Final = r"^\[{name}\] (?:paceline: )?(\S.*)$"
 _FROM_SIGNALS: Final = range(129, 160)
 
 
@@ -85,11 +86,12 @@ def last_words(output: str) -> str:
     r"""Return the line that says best why a run has failed.
 
     Example:
-        >>> last_words("paceline: the last lines of worker 0:\n    paceline: no data\n      at a.py:3")
+        >>> last_words("[worker 0] paceline: no data\npaceline: worker 0 ended with exit code 1")
         'no data'
         >>> last_words("paceline: stopped by SIGINT")
         'paceline: stopped by SIGINT'
     """
-    quoted = _QUOTED.findall(output)
+    culprit = _CULPRIT.search(output.rstrip())
+    written = re.findall(_WRITTEN.format(name=re.escape(culprit[1])), output, re.MULTILINE) if culprit else []
     lines = [line for line in output.splitlines() if line.strip()]
-    return quoted[-1] if quoted else lines[-1] if lines else "it has said nothing"
+    return written[-1] if written else lines[-1] if lines else "it has said nothing"

@@ -55,7 +55,7 @@ def partition(
     weights = check_shares(shares, num_servers) or (1,) * num_servers
     total, num_holders = sum(lengths), sum(weight > 0 for weight in weights)
     pieces = total if cut == "anywhere" else len(lengths)
-    if num_holders > pieces:
+    if num_holders > pieces and total:  # a table without elements has no holder
         what = "parameters" if cut == "anywhere" else "tensors, and its update rule needs each of them whole"
         raise UsageError(
             f"{num_holders} servers for a table of {pieces} {what}. Use at most {pieces} server(s) for it."
@@ -65,6 +65,16 @@ def partition(
     wanted = [round(total * weight / before[-1]) for weight in before[:-1]]
     cuts = [0, *(_nearest_cut(starts, each, cut) for each in wanted), total]
     return tuple(Range(server, a, max(a, b)) for server, (a, b) in enumerate(pairwise(_rising(cuts))))
+
+
+def holders(spans: Sequence[Range]) -> tuple[int, ...]:
+    """Return the servers that hold part of a table: the first where it has no elements, to answer reads and pushes.
+
+    Example:
+        >>> holders(partition([100], 2)), holders(partition([0], 2))
+        ((0, 1), (0,))
+    """
+    return tuple(span.server for span in spans if span.length) or (spans[0].server,)
 
 
 def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """What the person at the terminal reads: the children's lines with their names, and the launcher's own."""
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Final, TextIO, final
 
@@ -8,6 +9,7 @@ from paceline.launch.environment import wants_colour
 
 COLOURS: Final = (36, 32, 33, 35, 34)  # cyan, green, yellow, magenta, blue
 RESET: Final = "\x1b[0m"
+SCREEN_LINES: Final = 40
 
 
 @final
@@ -21,10 +23,12 @@ class Console:
     def __init__(self, copy: TextIO | None = None) -> None:
         """Write to the standard streams, and to `copy`."""
         self._copy = copy
+        self._latest: deque[str] = deque(maxlen=SCREEN_LINES)  # who wrote the last lines to stderr, "" for stdout
 
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Write one line of a child's output, after the child's name."""
         stream = sys.stderr if to_stderr else sys.stdout
+        self._latest.append(name if to_stderr else "")
         prefix = f"[{name}]"
         self._keep(f"{prefix} {line}\n")
         if stream is not None and stream.isatty() and wants_colour():
@@ -35,9 +39,11 @@ class Console:
         """Write a message of the launcher itself, on stderr."""
         self._tell(f"paceline: {message}\n")
 
-    def quote(self, heading: str, lines: Sequence[str]) -> None:
-        """Write somebody's last words under a heading, on stderr."""
-        self.say(heading)
+    def quote(self, name: str, lines: Sequence[str]) -> None:
+        """Write the last lines that a process wrote to stderr once more, unless they are still on the screen."""
+        if self._latest.count(name) >= len(lines):
+            return
+        self.say(f"the last {len(lines)} lines that {name} wrote to stderr:")
         self._tell("".join(f"    {line}\n" for line in lines))
 
     def _tell(self, text: str) -> None:

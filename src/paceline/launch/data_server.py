@@ -25,7 +25,7 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
     transport = make_transport(spec, Holder("data", rank), lambda text: print(text, file=sys.stderr))
     listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
-    trace = Trace(trace_path(run_dir, "data", rank))
+    trace = Trace(trace_path(run_dir, "data", rank), spec.trace_bytes)
     node = FeedNode(
         rank,
         listener,

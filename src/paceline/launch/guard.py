@@ -10,6 +10,7 @@ cleans up after others is left to end by itself: Python's resource tracker, whic
 that were killed, and the guard of a job that was started within this one.
 """
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -25,6 +26,8 @@ from typing import Final
 # Names of ours alone: in a folder that is kept a script may keep its own, a tokenizer.json for example.
 SECRETS: Final = ("token", "token.previous", "keys/*.pem", "keys/*.key", "keys/revoked")
 LEFTOVERS: Final = (*SECRETS, "*.address", "*.sock", "*.store", "*.life", "called.off")
+PREFIX: Final = "paceline-"  # of the names of temporary folders
+LIFE: Final = "guard.life"
 NUM_ATTEMPTS: Final = 50
 RETRY_INTERVAL_S: Final = 0.02
 MARK: Final = "PACELINE_JOB"  # the marks of all jobs that a process belongs to, from the outermost on, joined by colons
@@ -44,6 +47,7 @@ class Guard:
         """
         self.mark = secrets.token_hex(8)
         keep = "temporary" if temporary else "kept"
+        life = _begin_life(run_dir) if temporary else None
         # No inherited output: the guard must not hold open a pipe that somebody reads until the launcher ends.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(run_dir), keep, self.mark, *(("orphan",) if orphan else ())],
@@ -52,7 +56,10 @@ class Guard:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
+            pass_fds=() if life is None else (life,),
         )
+        if life is not None:
+            os.close(life)
         self.pid = self._process.pid
         if orphan:
             self._process.wait()  # it has started the guard
@@ -87,6 +94,38 @@ class Guard:
             self._process.stdin.write(f"{order} {number}\n".encode())
         except BrokenPipeError:
             return  # a guard that was killed leaves a run without its safety net, not a broken run
+
+
+def _begin_life(run_dir: Path) -> int:
+    """Return a locked file, which says that a temporary folder is in use for as long as the guard has it open."""
+    unfinished = run_dir / f".{LIFE}"
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # before the file has its name, by which others may take us for dead
+    os.write(descriptor, os.uname().nodename.encode())
+    unfinished.rename(run_dir / LIFE)
+    return descriptor
+
+
+def remove_abandoned(place: Path) -> None:
+    """Remove temporary folders of this user's runs on this machine whose launcher and guard were both killed.
+
+    Others are left alone: those of other users and machines, and those in which no guard has said that it lives.
+    """
+    for life in place.glob(f"{PREFIX}*/{LIFE}"):
+        try:
+            descriptor = os.open(life, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            is_own = os.fstat(descriptor).st_uid == os.geteuid() == life.parent.lstat().st_uid
+            is_of_here = os.read(descriptor, 256) == os.uname().nodename.encode()
+            if is_own and is_of_here and not life.parent.is_symlink():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                clear(life.parent, temporary=True)
+        except OSError:  # in use, or gone meanwhile
+            continue
+        finally:
+            os.close(descriptor)
 
 
 def clear(run_dir: Path, *, temporary: bool) -> None:

@@ -25,7 +25,8 @@ from paceline.launch.exits import Exits
 from paceline.launch.folders import require_own
 from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
-from paceline.launch.guard import Guard, clear
+from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
+from paceline.launch.limits import check_limits
 from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
@@ -33,6 +34,7 @@ from paceline.launch.signals import Signals
 from paceline.launch.spec import ClusterSpec, write_token
 from paceline.launch.stage import LocalStage
 from paceline.launch.supervise import Board, Supervisor, Terms
+from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
@@ -47,6 +49,7 @@ def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
     """
     run.validate()
     require_startable(run.script, "run_local")
+    check_limits(run.num_workers + run.num_servers + run.num_data_servers)
     with guarded_folder(run.run_dir) as (run_dir, guard):
         return _supervise(run, programs, run_dir, guard)
 
@@ -62,7 +65,11 @@ def require_startable(script: Path, caller: str) -> None:
 def guarded_folder(wanted: Path | None) -> Generator[tuple[Path, Guard]]:
     """Have a folder for a run, and a guard over its processes, which clears up even if this process is killed."""
     run_dir, temporary = prepare_run_dir(wanted), wanted is None
-    guard = Guard(run_dir, temporary=temporary)
+    try:
+        guard = Guard(run_dir, temporary=temporary)
+    except OSError:
+        clear(run_dir, temporary=temporary)
+        raise
     try:
         yield run_dir, guard
     finally:
@@ -77,7 +84,7 @@ def prepare_run_dir(wanted: Path | None) -> Path:
         UsageError: it is another user's, holds something already, or cannot be made.
     """
     if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="paceline-"))
+        return make_temporary()
     run_dir = wanted.absolute()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,6 +95,22 @@ def prepare_run_dir(wanted: Path | None) -> Path:
     except OSError as error:
         raise UsageError(f"cannot use the run directory {run_dir}: {error.strerror}") from error
     return run_dir
+
+
+def make_temporary() -> Path:
+    """Return a new temporary folder, short, as sockets in it have 107 bytes for a path; remove abandoned ones first.
+
+    Raises UsageError where none can be made.
+    """
+    try:
+        remove_abandoned(Path(tempfile.gettempdir()))
+        return Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        raise UsageError(
+            f"cannot make a temporary folder for this run: {named}{error.strerror}. Point TMPDIR at a folder that you "
+            "can write and that has room"
+        ) from error
 
 
 def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
@@ -107,6 +130,7 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         shares=run.shares,
         server_threads=run.server_threads,
         num_data_servers=run.num_data_servers,
+        trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
 
 

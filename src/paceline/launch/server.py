@@ -55,7 +55,7 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
     def addresses() -> tuple[str, ...]:
         return wait_spec(run_dir / CLUSTER_NAME, spec.join_timeout_s).addresses
 
-    trace = Trace(trace_path(run_dir, "server", rank))
+    trace = Trace(trace_path(run_dir, "server", rank), spec.trace_bytes)
     settings = server_settings(spec, rank)
     node = ServerNode(
         settings,

@@ -9,6 +9,7 @@ from typing import Final
 from paceline.errors import PacelineError
 from paceline.launch.carriers import tell_user
 from paceline.launch.environment import begin_serving, wants_traceback
+from paceline.launch.limits import explain, is_shortage
 from paceline.launch.notice import ignore_telling
 
 _EXIT_FAILURE: Final = 1
@@ -39,6 +40,11 @@ def run_program(serving: Callable[[], None]) -> None:
         if wants_traceback():
             raise
         tell_user(str(error))
+        sys.exit(_EXIT_FAILURE)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if wants_traceback() or not is_shortage(error):
+            raise
+        tell_user(explain(error))
         sys.exit(_EXIT_FAILURE)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -53,6 +53,7 @@ class ClusterSpec:
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
     num_data_servers: int = 0
     data_addresses: tuple[str, ...] = ()
+    trace_bytes: int = 0  # that bound the trace of each process, see `TraceFile`; 0 keeps all of it
 
     @staticmethod
     def read(path: Path) -> "ClusterSpec":

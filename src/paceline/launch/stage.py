@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import final
 
+from paceline.errors import PacelineError
 from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.console import Console
 from paceline.launch.forking.adoption import Orphans
 from paceline.launch.forking.nursery import Nursery
 from paceline.launch.guard import Guard
+from paceline.launch.limits import explain
 from paceline.launch.output import Outlets
 from paceline.launch.pipes import Pipe, Pump
 from paceline.launch.supervise import Member
@@ -64,7 +66,10 @@ class LocalStage:
         """Nothing is left to release: pipes are closed with their processes."""
 
     def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> Child:
-        child = Child(launch, self._console, self._guard, start, self._is_held)
+        try:
+            child = Child(launch, self._console, self._guard, start, self._is_held)
+        except OSError as error:
+            raise PacelineError(f"cannot start {launch.name}: {explain(error)}") from error
         self._pipes[child] = child.pipes
         for pipe in child.pipes:
             self._pump.add(pipe)

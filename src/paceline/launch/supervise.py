@@ -413,7 +413,4 @@ class Supervisor:
         if not culprit.last_lines:
             self._console.say(f"{culprit.name} wrote nothing to stderr")
             return
-        self._console.quote(
-            f"the last {len(culprit.last_lines)} lines that {culprit.name} wrote to stderr:",
-            tuple(culprit.last_lines),
-        )
+        self._console.quote(culprit.name, tuple(culprit.last_lines))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.core.partition import Range
+from paceline.core.partition import Range, holders
 from paceline.errors import PeerError
 from paceline.node.layout import as_tensor, torch_dtype
 from paceline.tensors.table import Hyper, TableSpec
@@ -36,11 +36,13 @@ class Readable:
     def slice(self, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop`: a view if they lie in one piece, else a tensor of their own."""
         found = self._pieces(start, stop)
+        if start == stop:  # of a parameter without elements, which may lie at either end of a part
+            return self.parts[0][1][:0]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def lie_together(self, start: int, stop: int) -> bool:
         """Say whether the elements from `start` to `stop` lie in one piece."""
-        return len(self._pieces(start, stop)) == 1
+        return start == stop or len(self._pieces(start, stop)) == 1
 
     def _pieces(self, start: int, stop: int) -> list[Tensor]:
         return [
@@ -101,8 +103,8 @@ class Mirror:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The servers that hold a part of the table."""
-        return tuple(span.server for span in self.spans if span.length)
+        """The servers that hold a part of the table; the first where it has no elements at all."""
+        return holders(self.spans)
 
     def part(self, flat: Tensor, server: int) -> Tensor:
         """Return the view of a flat tensor that belongs to a server."""
@@ -207,7 +209,7 @@ class Mirror:
             return Readable(((0, whole),))
         if self._flat is not None:
             return Readable(((0, self._flat),))
-        return Readable(tuple((span.start, self._parts[span.server]) for span in self.spans if span.length))
+        return Readable(tuple((self.spans[server].start, self._parts[server]) for server in self.servers))
 
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:

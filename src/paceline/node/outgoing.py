@@ -7,14 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from paceline.core.effects import Release
 from paceline.core.ledger import WINDOW
 from paceline.core.worker import WorkerCore
 from paceline.errors import ProtocolBug, UsageError
-from paceline.node.layout import torch_dtype
+from paceline.node.layout import as_tensor, torch_dtype
 from paceline.node.wire import PushFrame
 from paceline.tensors.summing import num_nonfinite
 from paceline.tensors.table import TableSpec
@@ -99,7 +98,7 @@ def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
     """Return new memory for pushes of a table."""
     dtype = torch_dtype(spec)
     memory = transport.allocate(spec.numel * dtype.itemsize)
-    return PushBuffer(memory, torch.frombuffer(memory, dtype=dtype))
+    return PushBuffer(memory, as_tensor(memory, dtype))
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
+from paceline.core.partition import holders
 from paceline.errors import UsageError
 from paceline.node.layout import spans, torch_dtype
 from paceline.node.meter import Meter
@@ -232,7 +233,7 @@ class Table:
             tensor([1., 1., 1.])
         """
         with self.meter.communicating():
-            servers = [span.server for span in spans(self.spec, self.node.settings) if span.length]
+            servers = holders(spans(self.spec, self.node.settings))
             called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the copy that is kept here is older
                 self.node.read(self.name, lambda _: None, refresh=True)

@@ -7,9 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
+from paceline.errors import UsageError
 from paceline.observe.runs import Tail
 from paceline.observe.states import Life, describe
 from paceline.observe.trace import NO_SERVER, Read, Refusal, Reported, Resources, RowRead, State, Step
+from paceline.observe.trace_file import tell_on_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +128,7 @@ class Board:
     """
 
     def __init__(self, trace_folder: Path, num_workers: int, stream: TextIO | None = None) -> None:
-        self._tail = Tail(trace_folder)
+        self._tail: Tail | None = Tail(trace_folder)  # None when the traces cannot be read
         self._paces = {worker: _Pace() for worker in range(num_workers)}
         self._display = _open_display(sys.stderr if stream is None else stream)
         self._start_t: float | None = None
@@ -164,7 +166,15 @@ class Board:
         ]
 
     def _take_in(self) -> None:
-        for record in self._tail.poll():
+        if self._tail is None:
+            return
+        try:
+            records = self._tail.poll()
+        except (OSError, UsageError) as error:  # what is shown is no reason to end what it shows
+            self._tail = None
+            tell_on_stderr(f"the live display stands still from here on: {error}. The run goes on")
+            return
+        for record in records:
             if isinstance(record, Reported) and record.loss is None:
                 self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
             elif isinstance(record, Refusal) and record.server == NO_SERVER:
@@ -232,19 +242,21 @@ class _Table:
 def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     """Say in one line how far all workers are, and what those do that do not compute; beyond 8 workers as ranges."""
     loss = _mean([row.loss for row in rows if row.loss is not None and not row.state.startswith(DEAD)])
+    samples_per_s = sum(row.samples_per_s for row in rows)
+    tells_samples = samples_per_s > 0 or any(row.loss is not None for row in rows)
     parts = [
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
         "lead " + _listed(["-" if row.lead is None else f"+{row.lead}" for row in rows], [row.lead for row in rows]),
-        "loss -" if loss is None else f"loss {loss:.4f}",
-        f"{sum(row.samples_per_s for row in rows):,.0f} samples/s",
+        *([] if loss is None else [f"loss {loss:.4f}"]),  # what the script does not tell is left out
+        *([f"{samples_per_s:,.0f} samples/s"] if tells_samples else []),
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
         *_states(rows),
     ]
     if any(row.num_refused for row in rows):
         refused = [row.num_refused for row in rows]
-        parts.insert(4, "refused " + _listed([f"{num}" for num in refused], refused))
+        parts.insert(3, "refused " + _listed([f"{num}" for num in refused], refused))
     return "  |  ".join(parts)
 
 
@@ -285,7 +297,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"{row.clock}",
             "-" if row.lead is None else f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.samples_per_s:,.0f}",
+            f"{row.samples_per_s:,.0f}" if row.samples_per_s else "-",
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             row.state or _bar(row.wait_share),

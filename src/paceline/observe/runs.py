@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -135,17 +136,23 @@ class Tail:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Invariant: every offset is just behind a newline of its file.
-        self._offsets: dict[Path, int] = {}
+        # Invariant: every offset is just behind a newline of its file, which has this number: a bounded trace begins
+        # a new one.
+        self._places: dict[Path, tuple[int, int]] = {}
 
     def poll(self) -> list[Record]:
         """Return the records that were written since the last call; never blocks; a missing folder is empty."""
         return [record for path in sorted(self._folder.glob("worker-*.jsonl")) for record in self._news(path)]
 
     def _news(self, path: Path) -> list[Record]:
-        offset = self._offsets.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            content = file.read()
-        self._offsets[path] = offset + content.rfind(b"\n") + 1
+        number, offset = self._places.get(path, (0, 0))
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno()).st_ino
+                offset = offset if found == number else 0
+                file.seek(offset)
+                content = file.read()
+        except FileNotFoundError:  # between two files of a bounded trace
+            return []
+        self._places[path] = found, offset + content.rfind(b"\n") + 1
         return decode_lines(content, path)

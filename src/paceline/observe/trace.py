@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import msgspec
 
+from paceline.observe.trace_file import TraceFile, tell_on_stderr
+
 if TYPE_CHECKING:
-    from io import BufferedWriter
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
@@ -265,19 +267,20 @@ class Trace:
 
     Records are buffered and written at the latest by the first `record` that is 20 ms younger than the last write,
     and by `flush` and `close`. Appends to an existing file (a worker that returns), whose torn last line it drops.
-    May be used from several threads. Raises OSError when the file cannot be written.
+    May be used from several threads. A file that cannot be written, on a full disk for example, ends the trace and is
+    told once; `max_bytes` bounds it, see `TraceFile`.
 
         with Trace(trace_path(run_folder, "worker", 0)) as trace:
             trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01, comm_s=0.002))
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, max_bytes: int = 0, tell: Callable[[str], None] = tell_on_stderr) -> None:
         self._lock = Lock()
         self._encoder = msgspec.json.Encoder()
         # Invariant: in the order of record(); empty when there is no file.
         self._buffer: list[Record] = []
         self._flushed_t = 0.0
-        self._file = None if path is None else _open_mended(path)
+        self._file = None if path is None else TraceFile(path, max_bytes, tell)
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +293,7 @@ class Trace:
     def record(self, record: Record) -> None:
         """Add one record; writes to the file when the last write is 20 ms older than the record."""
         with self._lock:
-            if self._file is None:
+            if self._file is None or not self._file.is_open:
                 return
             self._buffer.append(record)
             if record.t - self._flushed_t >= FLUSH_INTERVAL_S:
@@ -312,14 +315,5 @@ class Trace:
 
     def _write(self) -> None:
         if self._file is not None and self._buffer:
-            self._file.write(self._encoder.encode_lines(self._buffer))
-            self._file.flush()
+            self._file.append(self._encoder.encode_lines(self._buffer))
             self._buffer.clear()
-
-
-def _open_mended(path: Path) -> BufferedWriter:
-    """Open for appending, without the torn line that a killed process may have left at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("ab")
-    file.truncate(path.read_bytes().rfind(b"\n") + 1)
-    return file

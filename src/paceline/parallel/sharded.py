@@ -50,6 +50,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
             f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
             "shape (1,)."
         )
+    empty = {parameter for parameter in parameters if not parameter.numel()}  # torch slices none of these
     share = Share.of(mesh)
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
@@ -57,7 +58,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)
-        sharded = fully_shard(layer, mesh=mesh)
+        sharded = fully_shard(layer, mesh=mesh, ignored_params=empty)
         sharded.set_custom_all_gather(GatherSlices(guard))  # pyright: ignore[reportArgumentType] - torch hides the bases
         sharded.set_custom_reduce_scatter(ScatterSums(guard))  # pyright: ignore[reportArgumentType]
 

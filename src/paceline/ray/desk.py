@@ -17,6 +17,7 @@ from paceline.launch.machines import LOOPBACK
 from paceline.launch.notice import CALLED_OFF_NAME
 from paceline.launch.spec import TOKEN_NAME, write_private
 from paceline.observe.trace import trace_path
+from paceline.observe.trace_file import TraceFile
 from paceline.ray.orders import Arrival, News, Order, Role
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Desk:
         self._is_here = where == {here}
         self._folder = str(run_dir) if self._is_here else None
         spec = make_spec(run, run_dir)
+        self._trace_bytes, self._traces = spec.trace_bytes, dict[Path, TraceFile]()
         self._authority = Authority.make(spec.job) if self.encrypted else None
         spec = replace(spec, transport="tcp", encrypted=True) if self.encrypted else spec
         spec.write(run_dir / SPEC_NAME)
@@ -90,8 +92,15 @@ class Desk:
         if news.address and role != "worker":
             write_private(address_path(self._run_dir, role, launch.rank), news.address.encode())
         if news.trace:
-            with trace_path(self._run_dir, role, launch.rank).open("ab") as file:
-                file.write(news.trace)
+            path = trace_path(self._run_dir, role, launch.rank)
+            if path not in self._traces:
+                self._traces[path] = TraceFile(path, self._trace_bytes)
+            self._traces[path].append(news.trace)
+
+    def close(self) -> None:
+        """Close what it keeps open; nothing is kept any more."""
+        for trace in self._traces.values():
+            trace.close()
 
     def news(self, name: str) -> dict[str, bytes]:
         """Return a file of the launcher's folder for those who do not see it, if it is there."""

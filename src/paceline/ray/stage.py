@@ -111,6 +111,8 @@ class RayStage:
 
     def close(self) -> None:
         """Give the room back."""
+        if self._desk is not None:
+            self._desk.close()
         self._places.give_back()
 
     # The rendezvous

@@ -47,8 +47,26 @@ class Tail:
             if not self._trace.exists():
                 return b""
             self._file = self._trace.open("rb")
-        chunk = self._file.read(CHUNK_BYTES)
+        chunk = self._file.read(CHUNK_BYTES) or self._begin_next()
         # Whole lines, so that what a killed process has begun is left out; but a line may be longer than a chunk.
         whole = chunk[: chunk.rfind(b"\n") + 1] or (chunk if len(chunk) == CHUNK_BYTES else b"")
         self._file.seek(len(whole) - len(chunk), os.SEEK_CUR)
         return whole
+
+    def _begin_next(self) -> bytes:
+        """Go on with the next file of a bounded trace, if there is one; see `TraceFile`."""
+        assert self._file is not None
+        try:
+            next_file = self._trace.open("rb")
+        except FileNotFoundError:
+            return b""
+        if os.path.sameopenfile(next_file.fileno(), self._file.fileno()):
+            next_file.close()
+            return b""
+        last = self._file.read(CHUNK_BYTES)  # written after we had come to its end
+        if last:
+            next_file.close()
+            return last
+        self._file.close()
+        self._file = next_file
+        return self._file.read(CHUNK_BYTES)

@@ -130,8 +130,8 @@ class TableSpec:
                 yield f"{where} has the name of an earlier parameter. Give each its own."
             if len(segment.shape) > MAX_DIMS:
                 yield f"{where} has {len(segment.shape)} dimensions, expected at most {MAX_DIMS}."
-            if any(size < 1 for size in segment.shape):
-                yield f"{where} has shape {segment.shape} and so no elements. Leave it out of the table."
+            if any(size < 0 for size in segment.shape):
+                yield f"{where} has shape {segment.shape}, expected sizes of 0 or more."
             if not 0 <= segment.group < len(self.rule.groups):
                 yield f"{where} is in group {segment.group}, but its rule has {len(self.rule.groups)} group(s)."
             seen.add(segment.name)

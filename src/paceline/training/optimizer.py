@@ -254,6 +254,7 @@ class DistributedOptimizer(Distributed):
         A plain `torch.optim` optimizer can load it, and the other way round. Blocks; take it at a barrier, where no
         pushes are under way, so that all its parts are of one state.
         """
+        self.arrive()  # with `overlap` the last step may be under way
         state: StateOf = {}
         for bucket in self._buckets:
             found = fetch_state(bucket.table)

@@ -170,4 +170,6 @@ def _can_view(tensor: Tensor, values: Tensor) -> bool:
 
 def _alone(values: Tensor) -> Tensor:
     """Return the same memory as a storage of its own: who saves a tensor does not save what lies around it."""
+    if not values.numel():
+        return values.new_empty(0)
     return torch.frombuffer(values.view(torch.uint8).numpy(), dtype=values.dtype)

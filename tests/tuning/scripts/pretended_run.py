@@ -31,7 +31,7 @@ def report(turn: int, loss: float | None) -> None:
 do, x = options.get("do", "good"), float(options.get("x", 1.0))
 match do:
     case "crash":
-        print("paceline: the last 1 lines that worker 0 wrote to stderr:\n    paceline: no data here")
+        print("[worker 0] paceline: no data here\npaceline: worker 0 ended with exit code 3; the run was stopped")
         raise SystemExit(3)
     case "hang":
         signal.pause()

@@ -13,9 +13,9 @@ from paceline.launch.entering.meeting import Invitation
 from paceline.launch.entering.placement import Seat
 from paceline.launch.environment import asked_folder, asked_host, cache_folder, start_timeout_s, wait_timeout_s
 from paceline.launch.folders import ANOTHER_FOLDER, make_private
-from paceline.launch.guard import Guard
+from paceline.launch.guard import PREFIX, Guard
 from paceline.launch.keys.holders import KEYS_NAME, Holder
-from paceline.launch.local import TRACE_NAME
+from paceline.launch.local import TRACE_NAME, make_temporary
 from paceline.launch.machines import (
     LOOPBACK,
     Machine,
@@ -27,6 +27,7 @@ from paceline.launch.machines import (
     this_machine,
 )
 from paceline.launch.spec import ClusterSpec, write_private, write_token
+from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
 
 FOUNDER_NAME: Final = "founder.address"  # in the folder of the job: where this process is, for others to find a way to
 
@@ -41,7 +42,7 @@ def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
     place = asked or (cache_folder() if shared else None)
     if place is not None:
         make_private(place, ANOTHER_FOLDER)
-    run_dir = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))  # short: sockets in it have 107 bytes for a path
+    run_dir = make_temporary() if place is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     guard = Guard(run_dir, temporary=asked is None)
     write_token(run_dir)
     (run_dir / TRACE_NAME).mkdir()
@@ -79,6 +80,7 @@ def settle(
         encrypted=spans,
         shares=shares,
         wait_timeout_s=wait_timeout_s(),
+        trace_bytes=UNNAMED_TRACE_BYTES if asked_folder() is None else 0,
         join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
     )
     spec.write(run_dir / SPEC_NAME)
