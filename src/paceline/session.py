@@ -25,7 +25,7 @@ from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
 from paceline.node.named import Named
-from paceline.node.opening import Opening, first_values
+from paceline.node.opening import Opening, dense_options, first_values, row_options
 from paceline.node.requests import Meet
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions
@@ -164,7 +164,8 @@ class Session:
         """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
 
         Every worker must call this with the same settings. Blocks until all servers have agreed and, for a shape, until
-        worker 0 has given the first values.
+        worker 0 has given the first values. A second call with the same settings, as where a notebook runs a cell
+        again, returns the same table with the values that it has.
 
         Args:
             name: unique in the job.
@@ -190,14 +191,15 @@ class Session:
 
         Raises:
             Refused: another worker declared the table differently; the message lists the first differences.
-            UsageError: settings that make no sense.
+            UsageError: settings that make no sense, or others than in an earlier call of this worker.
         """
         declared = Declaration(
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
         if rows is not None and shape is None and not view:
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
-            return self.tables.rows(declared.rows(rows, init, life, tuple(filters)), options)
+            row_spec = declared.rows(rows, init, life, tuple(filters))
+            return self.tables.known(row_spec, row_options(options)) or self.tables.rows(row_spec, options)
         only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
         if shape is None or rows is not None or any(only_rows):
             raise UsageError(
@@ -206,7 +208,8 @@ class Session:
             )
         spec = declared.dense(tuple(shape))
         first = first_values(init, spec, tuple(shape))
-        return self.tables.dense(
+        known = self.tables.known(spec, dense_options(read_my_writes=read_my_writes, live=view))
+        return known or self.tables.dense(
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
 
@@ -326,7 +329,11 @@ class Session:
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
         part = self.arrangement.part_of(model, settings.name)
-        made = distribute_part(strategy, optimizer, model, settings, self, part)
+        with self.tables.claiming(settings.name):
+            for known in [known for known in self._optimizers if known.shares_parameters(optimizer)]:
+                known.release()
+                self._optimizers.discard(known)
+            made = distribute_part(strategy, optimizer, model, settings, self, part)
         self._optimizers.add(made)
         return made
 

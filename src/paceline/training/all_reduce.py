@@ -76,6 +76,11 @@ class ReplicatedOptimizer(SteppedTogether):
         self._replica = Replica(model, named, how, job)
         job.exchange.when_closed(WeakMethod(self._replica.close))
 
+    def release(self) -> None:
+        """Let go of the parameters; backward combines none of their gradients any more."""
+        super().release()
+        self._replica.close(True)
+
     def send(self, samples: float | None) -> float:
         """Step with the gradients that the last backward has combined.
 

@@ -179,6 +179,12 @@ class GroupedOptimizer(Distributed):
         """Return how many steps or pushes of this worker were not applied, over all parts."""
         return sum(part.optimizer.num_refused for part in self._parts)
 
+    def release(self) -> None:
+        """Let go of the parameters of all parts."""
+        super().release()
+        for part in self._parts:
+            part.optimizer.release()
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -165,6 +165,12 @@ class DistributedOptimizer(Distributed):
         self._fetch(refresh=True)
         self.arrive()
 
+    def release(self) -> None:
+        """Let go of the parameters; backward sends none of their gradients any more."""
+        super().release()
+        if self._overlap is not None:
+            self._overlap.close()
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def send(self, samples: float | None) -> float:

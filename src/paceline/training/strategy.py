@@ -38,6 +38,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True
     _bank: Bank | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
+    _is_released: bool = False  # another optimizer has its parameters
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: Job) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -63,6 +64,16 @@ class Distributed(torch.optim.Optimizer, ABC):
         """Drop the gradients of the parameters, and with them those that embeddings have collected."""
         super().zero_grad(set_to_none)
         self._job.lookups.zero_grad()
+
+    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether another optimizer has some of the same parameters."""
+        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+    def release(self) -> None:
+        """Let go of the parameters, which another optimizer takes; waits until values under way are there."""
+        self.arrive()
+        self._is_released = True
 
     def begin_slices(self, slices: Slices) -> None:
         """Let `step` finish a clock only with the last slice that this worker is given in it.
@@ -100,6 +111,11 @@ class Distributed(torch.optim.Optimizer, ABC):
             PeerError: a server or a worker is gone, or this worker was given up.
             SystemExit: this worker was told to leave, and has; see `paceline.preempted`.
         """
+        if self._is_released:
+            raise UsageError(
+                f"worker {self._job.rank}, step of '{self._name}': paceline.distributed was called again for its "
+                "parameters, so they follow the optimizer which that call returned: step that one."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
