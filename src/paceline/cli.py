@@ -74,12 +74,13 @@ def run(
 ) -> int:
     """Run a script as several workers and servers, on this machine or where an engine places them.
 
-    Options stand before the script; everything after it goes to the script untouched.
+    Options stand before the script; everything after it goes to the script untouched. `-m NAME` in place of the script
+    runs a module by its name, as python does; `-m 2` says how many servers there are.
 
     Parameters
     ----------
     script
-        The Python script that every worker runs.
+        The Python script that every worker runs, or -m and the name of a module.
     args
         Its arguments.
     config
@@ -138,11 +139,13 @@ def run(
     from paceline.launch.policy import Policy
 
     check_consistency(consistency)
+    path, module, args = read_program(script, args)
     return start(
         engine,
         ray,
         LocalRun(
-            script=script,
+            script=path,
+            module=module,
             args=(*config_args(config), *args),
             num_workers=workers,
             num_servers=servers,
@@ -227,6 +230,17 @@ def config_args(config: Path | None) -> tuple[str, ...]:
     return () if config is None else read_config(config).args
 
 
+def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:
+    """Return the file to run, the module that it is where `-m` names one, and the arguments."""
+    from paceline.launch.module import OPTION, search_path, source_of
+
+    if str(script) != OPTION:
+        return script, None, args
+    if not args:
+        raise UsageError("-m needs the name of a module: paceline run -m package.module")
+    return source_of(args[0], search_path()), args[0], args[1:]
+
+
 def check_consistency(text: str | None) -> None:
     """Raise UsageError when the text names no consistency."""
     from paceline.core.consistency import Consistency
@@ -281,6 +295,8 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
     >>> split_at_script(["run", "-n", "4", "--quiet", "train.py", "-n", "9"])
     (['run', '-n', '4', '--quiet'], ['train.py', '-n', '9'])
+    >>> split_at_script(["run", "-m", "2", "-m", "package.train", "-n", "9"])
+    (['run', '-m', '2'], ['-m', 'package.train', '-n', '9'])
     """
     flags = switches()
     position, before = 1, SCRIPT_PLACES.get(tokens[0], 0) if tokens else 0
@@ -292,8 +308,17 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
             before -= 1
             if not before:
                 return list(tokens[:position]), list(tokens[position:])
+        elif names_module(tokens, position):
+            return list(tokens[:position]), list(tokens[position:])
         position += 1 if token in flags or "=" in token or not token.startswith("-") else 2
     return list(tokens), []
+
+
+def names_module(tokens: Sequence[str], position: int) -> bool:
+    """Tell whether a module stands here in place of a script: `-m NAME`, where `-m 2` is a number of servers."""
+    following = tokens[position + 1 : position + 2]
+    takes_module = SCRIPT_PLACES.get(tokens[0]) == 1
+    return takes_module and tokens[position] == "-m" and bool(following) and following[0][:1].isidentifier()
 
 
 def switches() -> frozenset[str]:

@@ -37,6 +37,7 @@ class _Process:
     """The session of this process, for all of its threads."""
 
     session: Session | None = None
+    servers: str | None = None  # what `init` was told of them when it made the session
 
 
 _process: Final = _Process()
@@ -61,7 +62,8 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
             says, else 600.
 
     Raises:
-        UsageError: another session is given while one is joined, or one that is closed, or with it where servers are.
+        UsageError: another session is given while one is joined, or one that is closed, or with it where servers are;
+            or other servers than in the first call.
         PacelineError: the job cannot be joined.
 
     Example:
@@ -70,6 +72,7 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
         >>> paceline.rank(), paceline.size(), paceline.local_rank()
         (0, 1, 0)
     """
+    _check_given(session)
     if session is not None and (session.closed or servers is not None):
         problem = "it is closed: connect again" if session.closed else "it has its server: leave out servers=..."
         raise UsageError(f"init was given a session, as worker {session.rank}, and {problem}.")
@@ -77,13 +80,29 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
     if known is None or known.closed:
         known = session or open_session() or start(servers=servers)
         if of_thread.get(None) is None:
-            _process.session = known
+            _process.session, _process.servers = known, servers
         else:
             of_thread.set(known)
+    elif servers not in (None, _process.servers):
+        raise UsageError(
+            f"paceline.init(servers={servers!r}): this process has joined already, with servers={_process.servers!r}, "
+            "and a second call changes nothing: give servers in the first, or PACELINE_SERVERS in the environment."
+        )
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
     known.node.waits.allow(timeout_s)
     return known
+
+
+def _check_given(session: object) -> None:
+    if isinstance(session, str):
+        raise UsageError(f"paceline.init({session!r}): an address is for connect: init(connect({session!r})).")
+    if session is not None and not isinstance(session, Session):
+        raise UsageError(
+            f"paceline.init({session!r}): expected nothing, or the session that paceline.connect() returns, and got "
+            f"{type(session).__name__}. How many workers there are is said where they are started: "
+            "paceline run --workers N script.py."
+        )
 
 
 def bind(session: Session) -> None:
@@ -325,7 +344,7 @@ def distributed(
     views: bool | None = None,
     overlap: bool = False,
     model: nn.Module | None = None,
-    name: str = "model",
+    name: str | None = None,
 ) -> Distributed:
     """Move an optimizer's update to the servers: the one changed line of an ordinary training loop.
 
@@ -359,7 +378,9 @@ def distributed(
             of its own: one that is not finite leaves the others' updates as they are.
         model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and its
             names are used in messages.
-        name: of the table on the servers; unique in the job.
+        name: of the table on the servers; unique in the job. By default "model", and for further calls "model-2" and so
+            on, the same on all workers that make these calls in the same order; so a notebook can run a cell again,
+            and goes on from the values that the model has.
 
     Raises:
         Refused: another worker has a different model or optimizer; the first differences are listed.
@@ -376,6 +397,7 @@ def distributed(
     session = current()
     served = (consistency or session.consistency) is not None
     chosen = choose_strategy(strategy, session.arrangement.between_replicas(served=served))
+    name = session.tables.default_name("model") if name is None else name
     if consistency is not None and chosen != ParameterServer():
         raise UsageError(f"'{name}' is told both {chosen} and consistency={consistency!r}, which is for servers.")
     policy = session.policy(consistency)

@@ -121,7 +121,9 @@ class Embedding(_RowLayer):
         update: how gradients become values, `paceline.update.Adagrad(lr=0.1)` for example.
         consistency: of this table alone, whatever the rest of the model has; by default as for `Session.table`.
         scale: as for `Session.table`, as all that follow.
-        name: of the table; unique in the job.
+        name: of the table; unique in the job. By default "embedding", and for further layers "embedding-2" and so on,
+            the same on all workers that make them in the same order. A second layer of the same name and settings, as
+            where a notebook runs a cell again, reads and trains the same rows.
         init: first values; by default normal with deviation 1, as torch has them, each table by a seed of its name.
         dtype: of the rows; torch's default dtype if None.
         nonfinite: what happens to a gradient with NaN or infinity.
@@ -162,7 +164,7 @@ class Embedding(_RowLayer):
         update: RuleSpec,
         consistency: Consistency | str | None = None,
         scale: Scale | None = None,
-        name: str = "embedding",
+        name: str | None = None,
         init: float | First | None = None,
         dtype: torch.dtype | None = None,
         nonfinite: NonFinite = "reject",
@@ -174,8 +176,9 @@ class Embedding(_RowLayer):
         ps: Session | None = None,
     ) -> None:
         super().__init__()
-        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
         ps = ps or current()
+        name = ps.tables.default_name("embedding") if name is None else name
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
         table = ps.table(
             name,
             rows=embedding_dim,
@@ -249,7 +252,7 @@ class EmbeddingBag(_RowLayer):
         update: RuleSpec,
         consistency: Consistency | str | None = None,
         scale: Scale | None = None,
-        name: str = "embedding",
+        name: str | None = None,
         init: float | First | None = None,
         dtype: torch.dtype | None = None,
         nonfinite: NonFinite = "reject",
@@ -261,6 +264,8 @@ class EmbeddingBag(_RowLayer):
         ps: Session | None = None,
     ) -> None:
         super().__init__()
+        ps = ps or current()
+        name = ps.tables.default_name("embedding") if name is None else name
         if mode not in get_args(Mode):
             raise UsageError(f"table '{name}': mode is '{mode}', expected one of {', '.join(get_args(Mode))}.")
         if mode == "max" and scale_grad_by_freq:
@@ -268,7 +273,6 @@ class EmbeddingBag(_RowLayer):
                 f"table '{name}': scale_grad_by_freq goes with the modes 'sum' and 'mean', not with 'max'."
             )
         padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
-        ps = ps or current()
         table = ps.table(
             name,
             rows=embedding_dim,

@@ -25,7 +25,7 @@ from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
 from paceline.node.meter import Meter
 from paceline.node.named import Named
-from paceline.node.opening import Opening, first_values
+from paceline.node.opening import Opening, dense_options, first_values, row_options
 from paceline.node.requests import Meet
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.opened import CacheOptions
@@ -165,7 +165,8 @@ class Session:
         """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
 
         Every worker must call this with the same settings. Blocks until all servers have agreed and, for a shape, until
-        worker 0 has given the first values.
+        worker 0 has given the first values. A second call with the same settings, as where a notebook runs a cell
+        again, returns the same table with the values that it has.
 
         Args:
             name: unique in the job.
@@ -191,14 +192,15 @@ class Session:
 
         Raises:
             Refused: another worker declared the table differently; the message lists the first differences.
-            UsageError: settings that make no sense.
+            UsageError: settings that make no sense, or others than in an earlier call of this worker.
         """
         declared = Declaration(
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
         if rows is not None and shape is None and not view:
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
-            return self.tables.rows(declared.rows(rows, init, life, tuple(filters)), options)
+            row_spec = declared.rows(rows, init, life, tuple(filters))
+            return self.tables.known(row_spec, row_options(options)) or self.tables.rows(row_spec, options)
         only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
         if shape is None or rows is not None or any(only_rows):
             raise UsageError(
@@ -207,7 +209,8 @@ class Session:
             )
         spec = declared.dense(tuple(shape))
         first = first_values(init, spec, tuple(shape))
-        return self.tables.dense(
+        known = self.tables.known(spec, dense_options(read_my_writes=read_my_writes, live=view))
+        return known or self.tables.dense(
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
 
@@ -349,14 +352,14 @@ class Session:
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
         part = self.arrangement.part_of(model, settings.name)
-        given = _parameters_of(optimizer)
-        former = [one for one in self._optimizers if not given.isdisjoint(_parameters_of(one))]
-        for one in former:
-            one.arrive()
-        made = distribute_part(strategy, optimizer, model, settings, self, part)
-        for one in former:  # stepping both would step values that are in one of them only
-            one.hand_over(settings.name)
-            self._optimizers.discard(one)
+        with self.tables.claiming(settings.name):
+            former = [known for known in self._optimizers if known.shares_parameters(optimizer)]
+            for known in former:
+                known.arrive()
+            made = distribute_part(strategy, optimizer, model, settings, self, part)
+            for known in former:  # stepping both would step values that are in one of them only
+                known.hand_over(settings.name)
+                self._optimizers.discard(known)
         made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
         return made
@@ -381,10 +384,6 @@ class Session:
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
                 optimizer.follow()
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:

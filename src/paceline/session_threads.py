@@ -1,17 +1,20 @@
 """A whole job as threads of one process: `python -m paceline.session_threads script.py args...`.
 
-The workers run the script as separate modules, each with a session of its own; nothing leaves the process.
+Or `-m module args...`. The workers run the script as separate modules, each with a session of its own; nothing leaves
+the process.
 """
 
 from __future__ import annotations
 
 import contextvars
-import importlib.machinery
+import importlib
 import importlib.util
 import os
 import sys
 import threading
 from dataclasses import replace
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 
 from paceline.current import bind
@@ -20,6 +23,7 @@ from paceline.joining import join
 from paceline.launch.complaint import complain
 from paceline.launch.environment import Place, checks_memory, claim_place, find_place
 from paceline.launch.lifeline import die_with_launcher
+from paceline.launch.module import OPTION, find_module
 from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD, Notice
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -31,7 +35,7 @@ _START_TIMEOUT_S = 30.0
 _EXIT_FAILURE = 1
 
 
-def run_job(spec: ClusterSpec, place: Place, script: str) -> int:
+def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
     """Run servers and workers to their end, and return the exit code.
 
     The first worker that fails ends the process with its traceback. All are told to leave at once, by one notice.
@@ -72,7 +76,7 @@ def run_job(spec: ClusterSpec, place: Place, script: str) -> int:
     return EXIT_TOLD if told else 0
 
 
-def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: str) -> int:
+def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: ModuleSpec) -> int:
     """Run the script in a context whose session is this worker's; return 0, or 143 where it was told to leave."""
     context = contextvars.copy_context()
     try:
@@ -84,20 +88,24 @@ def _run_worker(spec: ClusterSpec, place: Place, transport: MemoryTransport, not
             os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
     except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
-        complain(error, script)
+        complain(error, script.origin or "")
         os._exit(_EXIT_FAILURE)
     return 0
 
 
-def _run_script(spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: str) -> None:
+def _run_script(
+    spec: ClusterSpec, place: Place, transport: MemoryTransport, notice: Notice, script: ModuleSpec
+) -> None:
     joined = join(spec, place, transport, notice=notice)
     bind(joined)
-    loader = importlib.machinery.SourceFileLoader("__main__", script)
-    module_spec = importlib.util.spec_from_loader("__main__", loader)
-    if module_spec is None:
-        raise UsageError(f"{script} is not a Python script")
+    assert isinstance(script.loader, InspectLoader), "it has code"
     with joined:
-        loader.exec_module(importlib.util.module_from_spec(module_spec))
+        if script.parent:
+            importlib.import_module(script.parent)
+        module, code = importlib.util.module_from_spec(script), script.loader.get_code(script.name)
+        module.__name__ = "__main__"
+        assert code is not None, "it was found as what can be run"
+        exec(code, vars(module))  # noqa: S102 - by the loader it would not be __main__
 
 
 def main() -> None:
@@ -108,8 +116,24 @@ def main() -> None:
     if place is None:
         raise UsageError("this program is started by `paceline run --transport memory`")
     del sys.argv[0]
-    sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
-    sys.exit(run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, sys.argv[0]))
+    script = _module_told() if sys.argv[0] == OPTION else _script_told()
+    sys.exit(run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, script))
+
+
+def _module_told() -> ModuleSpec:
+    found = find_module(sys.argv.pop(1), sys.path)
+    sys.argv[0] = found.origin or ""
+    return found
+
+
+def _script_told() -> ModuleSpec:
+    script = sys.argv[0]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    found = importlib.util.spec_from_loader("__main__", SourceFileLoader("__main__", script))
+    if found is None:
+        raise UsageError(f"{script} is not a Python script")
+    return found
 
 
 if __name__ == "__main__":

@@ -272,7 +272,12 @@ def misuse(**settings: object) -> Callable[[Session], object]:
 
 def opened_twice(ps: Session) -> None:
     ps.table("w", shape=(2,), update=ADD)
+    ps.table("w", shape=(3,), update=ADD)
+
+
+def opened_twice_with_other_options(ps: Session) -> None:
     ps.table("w", shape=(2,), update=ADD)
+    ps.table("w", shape=(2,), update=ADD, read_my_writes=False)
 
 
 def pushed_in_the_wrong_shape(ps: Session) -> None:
@@ -287,7 +292,8 @@ def met_in_the_middle_of_a_clock(ps: Session) -> None:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (opened_twice, "worker 0 has already opened table 'w'"),
+        (opened_twice, r"worker 0 has already opened table 'w', .* is 'w' \(3,\) here and 'w' \(2,\) there"),
+        (opened_twice_with_other_options, "read_my_writes=False, view=False here and read_my_writes=True, view=False"),
         (pushed_in_the_wrong_shape, r"a push to table 'w' has shape \(3,\), expected \(2,\); worker 0, clock 0"),
         (met_in_the_middle_of_a_clock, r"pushed to table 'w' during clock 0.*call clock\(\) first"),
         (misuse(init=torch.zeros(3)), r"table 'w': init has shape \(3,\), expected \(2,\)"),

@@ -419,10 +419,19 @@ def test_a_layer_is_not_pickled_and_the_error_says_what_to_do(ps: Session) -> No
         pickle.dumps(paceline.Embedding(NUM, WIDTH, update=SGD, name="words", ps=ps))
 
 
-def test_two_modules_need_two_names(ps: Session) -> None:
-    paceline.Embedding(NUM, WIDTH, update=SGD, ps=ps)
-    with pytest.raises(UsageError, match=r"already opened table 'embedding': .* a name of its own"):
-        paceline.EmbeddingBag(NUM, WIDTH, update=SGD, ps=ps)
+def test_modules_without_names_have_tables_of_their_own(ps: Session) -> None:
+    layers = [kind(NUM, WIDTH, update=SGD, ps=ps) for kind in (paceline.Embedding, paceline.EmbeddingBag)]
+    assert [layer.table.name for layer in layers] == ["embedding", "embedding-2"]
+
+
+def test_modules_of_one_name_train_the_same_rows_in_one_push(ps: Session) -> None:
+    first, second = (paceline.Embedding(NUM, 1, update=SGD, init=0.0, name="words", ps=ps) for _ in range(2))
+    for layer in (first, second):
+        layer(torch.tensor([3])).sum().backward()
+    ps.clock()
+    assert first(torch.tensor([3])).item() == second(torch.tensor([3])).item() == -2 * SGD.groups[0]["lr"]
+    with pytest.raises(UsageError, match=r"'words' has a layer with num_embeddings=\d+ and padding_idx=None, and this"):
+        paceline.Embedding(NUM + 1, 1, update=SGD, init=0.0, name="words", ps=ps)
 
 
 def test_a_model_does_not_see_the_rows_and_says_where_they_are(ps: Session) -> None:

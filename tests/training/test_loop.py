@@ -297,8 +297,8 @@ def test_more_servers_than_parameters_are_refused(tmp_path: Path) -> None:
 
 def test_two_optimizers_need_two_names(tmp_path: Path) -> None:
     def work(worker: Session) -> None:
-        paceline.distributed(sgd(mlp()))
-        paceline.distributed(sgd(mlp()))
+        paceline.distributed(sgd(mlp()), name="model")
+        paceline.distributed(sgd(mlp()), name="model")
 
     with pytest.raises(UsageError, match=r"already opened table 'model': .* a name of its own"):
         run_job(tmp_path, work)

@@ -164,7 +164,7 @@ def open_nursery(
     """Plan a nursery for this run, or none: it forks our own programs only, and one process alone needs none."""
     if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
         return nullcontext()
-    return Nursery(nursery_environment(environment, run.script.absolute().parent), run_dir, run.script)
+    return Nursery(nursery_environment(environment, run.folder), run_dir, run.script)
 
 
 def open_board(trace_folder: Path, num_workers: int) -> Board:

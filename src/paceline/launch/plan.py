@@ -14,6 +14,7 @@ from paceline.launch.child import Launch
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 from paceline.launch.cores import cores_here, share_of
 from paceline.launch.environment import Place, with_import_path
+from paceline.launch.module import OPTION
 from paceline.launch.policy import Policy
 
 
@@ -45,6 +46,7 @@ class LocalRun:
 
     script: Path
     args: tuple[str, ...] = ()
+    module: str | None = None  # under whose name the script runs, as by `python -m`; without it, as a file
     num_workers: int = 2
     num_servers: int = 1
     transport: TransportName = "shm"
@@ -65,6 +67,16 @@ class LocalRun:
     pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a worker is told to run, as Python takes it."""
+        return (str(self.script), *self.args) if self.module is None else (OPTION, self.module, *self.args)
+
+    @property
+    def folder(self) -> Path:
+        """Where modules are looked for first: beside the script, or where the run was started."""
+        return self.script.absolute().parent if self.module is None else Path.cwd()
 
     def validate(self) -> None:
         """Raise UsageError for numbers that make no run."""
@@ -96,10 +108,9 @@ class LocalRun:
 
 def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]) -> list[Launch]:
     """Say how each process of the job is started: servers first, so that they listen soon."""
-    script = (str(run.script), *run.args)
     if run.transport == "memory":
-        return [_plan_threads(run, (*programs.threads, *script), run_dir, environment)]
-    importing = with_import_path(environment, run.script.absolute().parent)
+        return [_plan_threads(run, (*programs.threads, *run.words), run_dir, environment)]
+    importing = with_import_path(environment, run.folder)
     servers = [_plan_serving("server", rank, programs.server, run_dir, importing) for rank in range(run.num_servers)]
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
@@ -110,7 +121,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             role="worker",
             name=f"worker {rank}",
             rank=rank,
-            command=(*programs.worker, *script),
+            command=(*programs.worker, *run.words),
             environment=environment,
             place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
             cores=share_of(cores, rank, run.num_workers) if run.pin else (),

@@ -1,7 +1,8 @@
-"""The entry of a worker process: `python -m paceline.launch.worker script.py args...`.
+"""The entry of a worker process: `python -m paceline.launch.worker script.py args...`, or `-m module args...`.
 
 The script runs as it would under plain `python script.py args...`: as `__main__`, with its own folder first on the
-import path. When it has ended, well or not, this worker leaves the job: after an error without waiting for anybody.
+import path; a module as under `python -m module args...`, with the working folder there. When it has ended, well or
+not, this worker leaves the job: after an error without waiting for anybody.
 """
 
 import os
@@ -14,6 +15,7 @@ from paceline.launch.complaint import complain
 from paceline.launch.ending import ended_well, script_ended
 from paceline.launch.environment import claim_place
 from paceline.launch.lifeline import die_with_launcher
+from paceline.launch.module import OPTION, source_of
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -23,23 +25,29 @@ def main() -> None:
     die_with_launcher()
     claim_place()
     del sys.argv[0]
-    script = sys.argv[0]
-    if not sys.flags.safe_path:
+    script, module = sys.argv[0], None
+    if script == OPTION:
+        module = sys.argv.pop(1)
+        script = str(source_of(module, sys.path))  # the working folder is the first: this was started as a module, too
+    elif not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     sys.excepthook = lambda _kind, error, _origin: complain(error, script)
     try:
-        run_script(script)
+        run_script(script, module)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 
 
-def run_script(script: str) -> None:
-    """Run the script and leave the job; raises what the script, or the leaving, raised.
+def run_script(script: str, module: str | None = None) -> None:
+    """Run the script, as a module if it has a name, and leave the job; raises what the script, or the leaving, raised.
 
     Where threads of the script go on, the job is left when they have ended, as the interpreter waits for them, too.
     """
     try:
-        runpy.run_path(script, run_name="__main__")
+        if module is None:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except BaseException as error:
         script_ended(well=ended_well(error))
         raise

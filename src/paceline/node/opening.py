@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -17,8 +19,17 @@ from paceline.node.rows.table import RowTable
 from paceline.node.table import Table
 from paceline.node.waits import About
 from paceline.node.worker import WorkerNode
-from paceline.tensors.rows.spec import First, RowTableSpec
-from paceline.tensors.table import TableSpec
+from paceline.tensors.rows.spec import First, RowTableSpec, row_differences
+from paceline.tensors.table import TableSpec, differences
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A table that a worker has opened, with what it was asked for."""
+
+    spec: TableSpec | RowTableSpec
+    options: str  # of this worker alone, as they are said in messages
+    table: Table | RowTable
 
 
 @dataclass(slots=True)
@@ -28,7 +39,51 @@ class Opening:
     rank: int
     node: WorkerNode
     meter: Meter
-    _names: set[str] = field(default_factory=set[str])
+    _opened: dict[str, _Opened] = field(default_factory=dict[str, _Opened])
+    _claimed: set[str] = field(default_factory=set[str])  # by what has tables whose names begin so
+
+    def default_name(self, base: str) -> str:
+        """Return a name that is still free: `base`, else `base`-2, and so on.
+
+        All workers that make the same calls in the same order get the same names.
+        """
+        names = (base if number == 1 else f"{base}-{number}" for number in count(1))
+        return next(name for name in names if name not in self._claimed and name not in self._opened)
+
+    @contextmanager
+    def claiming(self, name: str) -> Generator[None]:
+        """Keep a name for what opens tables inside; it is free again if that is refused before it has opened one.
+
+        Raises:
+            UsageError: the name is taken.
+        """
+        if name in self._claimed:
+            raise self._taken(name)
+        num_opened = len(self._opened)
+        self._claimed.add(name)
+        try:
+            yield
+        except UsageError:
+            if len(self._opened) == num_opened:
+                self._claimed.discard(name)
+            raise
+
+    def known(self, spec: TableSpec | RowTableSpec, options: str) -> Table | RowTable | None:
+        """Return the table that this worker has opened with the same settings; None if it has none of this name.
+
+        Raises:
+            UsageError: it has one of this name with other settings.
+        """
+        known = self._opened.get(spec.name)
+        if known is None:
+            return None
+        if problems := _changed(spec, options, known):
+            raise UsageError(
+                f"worker {self.rank} has already opened table '{spec.name}', and this call (here) differs from that "
+                f"one (there): {' '.join(problems)} Use the settings of the first call to get that table again, or "
+                "another name; in a notebook, restart the kernel to begin anew."
+            )
+        return known.table
 
     def dense(
         self,
@@ -44,7 +99,7 @@ class Opening:
 
         That worker has `write_first` write them to a flat tensor.
         """
-        self._take(spec.name)
+        self._require_new(spec.name)
         spec.validate()
         self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
         if self.rank == first:
@@ -55,7 +110,9 @@ class Opening:
             self._give_values(spec.name, write_first)
             self._await_values(spec.name, first)
         self.meter.begin()
-        return Table(spec, shape, self.node, self.meter)
+        table = Table(spec, shape, self.node, self.meter)
+        self._opened[spec.name] = _Opened(spec, dense_options(read_my_writes=read_my_writes, live=live), table)
+        return table
 
     def shared(self, spec: TableSpec, shape: tuple[int, ...]) -> Table:
         """Declare a table that begins with zeros, whoever comes first: no other worker is waited for.
@@ -69,19 +126,24 @@ class Opening:
 
     def rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
         """Declare a table of rows. Nobody gives first values: they follow from the declaration."""
-        self._take(spec.name)
+        self._require_new(spec.name)
         spec.validate()
         opened = self.node.open_rows(spec, options)
         self.meter.begin()
-        return RowTable(spec, opened, self.node, self.meter)
+        table = RowTable(spec, opened, self.node, self.meter)
+        self._opened[spec.name] = _Opened(spec, row_options(options), table)
+        return table
 
-    def _take(self, name: str) -> None:
-        if name in self._names:
-            raise UsageError(
-                f"worker {self.rank} has already opened table '{name}': use what that call returned, or give "
-                "this one a name of its own (name=...)."
-            )
-        self._names.add(name)
+    def _require_new(self, name: str) -> None:
+        if name in self._opened:
+            raise self._taken(name)
+
+    def _taken(self, name: str) -> UsageError:
+        return UsageError(
+            f"worker {self.rank} has already opened table '{name}': use what that call returned, or give this one a "
+            "name of its own (name=...). Without name=... each call gets a table of its own, also where a notebook "
+            "runs a cell again."
+        )
 
     def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
         buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
@@ -99,6 +161,33 @@ class Opening:
             f"the first values of table '{table}'",
             about=About(workers=(first,)),
         )
+
+
+def _changed(spec: TableSpec | RowTableSpec, options: str, known: _Opened) -> Sequence[str]:
+    """Say in what a table is asked for differently than it was opened, a sentence each."""
+    match spec, known.spec:
+        case TableSpec() as ours, TableSpec() as theirs:
+            problems = differences(ours, theirs)
+        case RowTableSpec() as ours, RowTableSpec() as theirs:
+            problems = row_differences(ours, theirs)
+        case _:
+            problems = ["One has a shape, the other rows."]
+    if not problems and options != known.options:
+        problems = [f"{options} here and {known.options} there."]
+    return problems
+
+
+def dense_options(*, read_my_writes: bool, live: bool) -> str:
+    """Return what one worker alone chooses of a table of a shape."""
+    return f"read_my_writes={read_my_writes}, view={live}"
+
+
+def row_options(options: CacheOptions) -> str:
+    """Return what one worker alone chooses of a table of rows."""
+    return (
+        f"cache={options.keep}, cache_rows={options.max_rows}, read_my_writes={options.reads_own_writes}, "
+        f"communication={options.communication}"
+    )
 
 
 def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:

@@ -65,6 +65,11 @@ class RayOptions:
         """Raise UsageError for what cannot be."""
         if run.transport == "memory":
             raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
+        if run.module is not None:
+            raise UsageError(
+                f"-m {run.module} is for processes of this machine, and Ray brings scripts to its nodes as files: name "
+                "a script that imports it"
+            )
         if run.pin:
             raise UsageError("--pin is for one machine of your own; under Ray give every worker --worker-cpus")
         if self.address is not None and "://" in self.address:

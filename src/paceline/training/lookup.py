@@ -224,7 +224,22 @@ class Lookups:
     _all: list[Lookup] = field(default_factory=list[Lookup])
 
     def over(self, table: RowTable, num_ids: int | None, padding: int | None) -> Lookup:
-        """Return a new one, whose gradients are pushed whenever a clock ends."""
+        """Return one whose gradients are pushed whenever a clock ends, the same for layers of the same table.
+
+        A second one would push again in the same clock, and count this worker twice in its mean.
+
+        Raises:
+            UsageError: there is one of this table with other ids or another padding.
+        """
+        known = next((one for one in self._all if one.table is table), None)
+        if known is not None:
+            if (known.num_ids, known.padding) != (num_ids, padding):
+                raise UsageError(
+                    f"table '{table.name}' has a layer with num_embeddings={known.num_ids} and "
+                    f"padding_idx={known.padding}, and this one has {num_ids} and {padding}: layers of one table need "
+                    "the same; or give this one a name of its own (name=...)."
+                )
+            return known
         lookup = Lookup(table, num_ids, padding)
         self._all.append(lookup)
         return lookup

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weakref import WeakMethod
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.training.bucket import Bucket
 
@@ -32,6 +33,7 @@ class Overlap:
     _come: list[set[int]] = field(init=False)
     # The first parameters of the buckets that modules wait for.
     _awaited: set[int] = field(default_factory=set[int])
+    _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def __post_init__(self) -> None:
         """Have autograd and the modules call, for as long as this lives."""
@@ -40,9 +42,15 @@ class Overlap:
         for number, bucket in enumerate(self.buckets):
             for index, tensor in enumerate(bucket.flat.named.values()):
                 if tensor.requires_grad:
-                    tensor.register_post_accumulate_grad_hook(_calling(arrived, number, index))
+                    handle = tensor.register_post_accumulate_grad_hook(_calling(arrived, number, index))
+                    self._handles.append(handle)
         if self.model is not None:
             self._wait_in_forward(self.model)
+
+    def close(self) -> None:
+        """Have autograd and the modules call no more."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def begin_step(self) -> None:
         """Expect every gradient anew: a backward pass need not have come to all."""
@@ -91,8 +99,8 @@ class Overlap:
             own = set(map(id, module.parameters()))
             held = [b.first for b in lazy if not own.isdisjoint(map(id, b.flat.named.values()))]
             if held:
-                module.register_forward_pre_hook(_arriving(arrive, held))
-        model.register_state_dict_pre_hook(_arriving(arrive, list(self._awaited)))
+                self._handles.append(module.register_forward_pre_hook(_arriving(arrive, held)))
+        self._handles.append(model.register_state_dict_pre_hook(_arriving(arrive, list(self._awaited))))
 
     def _arrive(self, firsts: Sequence[int]) -> None:
         for bucket in self.buckets:

@@ -191,7 +191,7 @@ class Replica:
         self._copy_buffers()
 
     def close(self, _politely: bool) -> None:
-        """Detach from the others; the model stays as it is, and can be used as any other."""
+        """Detach from the others; the model stays as it is, and can be used as any other. May be repeated."""
         if not self._handles:
             return
         for handle in (*self._handles, *self._watched):

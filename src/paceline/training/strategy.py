@@ -81,6 +81,11 @@ class Distributed(torch.optim.Optimizer, ABC):
         super().zero_grad(set_to_none)
         self._job.lookups.zero_grad()
 
+    def shares_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether another optimizer has some of the same parameters."""
+        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
     def begin_slices(self, slices: Slices) -> None:
         """Let `step` finish a clock only with the last slice that this worker is given in it.
 

@@ -38,7 +38,8 @@ def launch(
     Parameters
     ----------
     script
-        The Python script that every worker runs, by the path that it has there.
+        The Python script that every worker runs, by the path that it has there; for Slurm also -m and the name of a
+        module.
     args
         Its arguments.
     emit
@@ -64,10 +65,16 @@ def launch(
     image
         Of every pod: with Ray, torch, Paceline and the script.
     """
+    is_module = script == "-m"
+    if is_module:
+        if not args:
+            raise UsageError("-m needs the name of a module: paceline launch --emit slurm -m package.module")
+        script, args = args[0], args[1:]
     job = Job(
         script=script,
+        is_module=is_module,
         args=args,
-        name=name or name_of(script),
+        name=name or name_of(script.rpartition(".")[2] if is_module else script),
         num_workers=workers,
         num_servers=servers,
         num_nodes=nodes,
@@ -93,6 +100,10 @@ def _slurm(job: Job, partition: str | None, image: str | None) -> str:
 def _kuberay(job: Job, partition: str | None, image: str | None) -> str:
     if partition is not None:
         raise UsageError("--partition is for --emit slurm; Kubernetes has none")
+    if job.is_module:
+        raise UsageError(
+            f"-m {job.script} is for --emit slurm; Ray brings scripts to its nodes as files: name one that imports it"
+        )
     if image is None:
         raise UsageError(
             "--emit kuberay needs --image: the name of an image with Ray, torch, Paceline and the script in it"

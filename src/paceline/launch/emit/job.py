@@ -21,6 +21,7 @@ class Job:
     """
 
     script: str
+    is_module: bool = False  # the script is the name of one, as `python -m` takes it
     args: tuple[str, ...] = ()
     name: str
     num_workers: int
@@ -67,7 +68,7 @@ class Job:
     @property
     def command(self) -> str:
         """The script and its arguments, as a shell takes them."""
-        return shlex.join((self.script, *self.args))
+        return shlex.join((*(("-m",) if self.is_module else ()), self.script, *self.args))
 
     @property
     def summary(self) -> str:
