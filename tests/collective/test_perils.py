@@ -43,7 +43,7 @@ def test_who_does_not_come_is_named_at_the_deadline(tmp_path: Path) -> None:
 
     first, _, third = run_job(tmp_path, work, workers=3)
     said = "DeadlineExceeded worker {}, call 2, reduce: waited 0.4 s for worker 1, which did not come in time"
-    assert said.format(0) == first or said.format(2) == third
+    assert first.startswith(said.format(0)) or third.startswith(said.format(2))
     assert all("worker 1" in words for words in (first, third))
 
 

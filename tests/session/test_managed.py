@@ -104,7 +104,7 @@ def test_a_clock_that_waits_for_the_budget_gives_up_in_time(tmp_path: Path) -> N
         ps = ready.join(0)
         t = table(ps, 1e-6, hold=0)
         lost = t.push(list(range(5000)), torch.ones(5000, 3))
-        ps.node._waiting.patience_s = 0.1
+        ps.node.waits.allow(0.1)
         with pytest.raises(DeadlineExceeded, match="rows of table 't' that may wait no longer"):
             ps.clock()
         assert ps.node.clock == 0
