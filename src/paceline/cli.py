@@ -104,11 +104,11 @@ def run(
     scale
         How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
     on_crash
-        What to do when a worker is killed by a signal.
+        What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
     on_error
         What to do when a worker's script fails.
     max_restarts
-        How often one worker is started again under --on-crash restart.
+        How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
     grace_s
         How many seconds workers have to finish their step and leave once the run is told to end.
     run_dir

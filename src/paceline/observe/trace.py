@@ -195,8 +195,8 @@ class Membership(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"
 class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
     """The launcher saw a process end otherwise than it was to.
 
-    `exit_code` is negative for the signal that killed it, `unix_s` the time in seconds since 1970; `happened` and `then`
-    say in words how it ended, and what the run did about it.
+    `exit_code` is negative for the signal that killed it, `unix_s` the time in seconds since 1970. In words, `happened`
+    says how it ended, and `then` what the run did about it.
     """
 
     t: float
