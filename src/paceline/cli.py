@@ -107,11 +107,11 @@ def run(
     scale
         How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
     on_crash
-        What to do when a worker is killed by a signal.
+        What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
     on_error
         What to do when a worker's script fails.
     max_restarts
-        How often one worker is started again under --on-crash restart.
+        How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
     timeout
         How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
         PACELINE_TIMEOUT_S says, and at least three times the longest step so far.

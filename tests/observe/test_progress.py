@@ -99,3 +99,18 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(tmp_path: Path, monkeypa
     board.refresh(10.0)
     board.close()
     assert out.getvalue().startswith("0 s  |  clock 3 2  |")
+
+
+def test_the_table_names_states_in_the_place_of_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    two_workers(tmp_path)
+    out = Terminal()
+    board = Board(tmp_path / "trace", 2, stream=out)
+    board.refresh(10.0)
+    board.note(1, "dead since 14:03:22")
+    board.refresh(20.0)
+    board.close()
+    last = out.getvalue().rpartition("20 s")[2]
+    for text in ("hung for 10 s", "slowest  0.4000          0", "-  0.6000          0", "dead since", "14:03:22"):
+        assert text in last, last

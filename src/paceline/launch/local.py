@@ -44,8 +44,8 @@ def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
     """Run a script as a job of several processes on this machine.
 
     Blocks until the job has ended, and returns its exit code: 0, or that of the worker that made it fail (128 + signal
-    for a killed one), 1 when a server was lost, 128 + signal when the launcher was told to stop. Raises UsageError for
-    a run that cannot start. Call it from the main thread: it answers signals while it runs.
+    for a killed one), 75 when workers were lost, 1 when a server was, 128 + signal when the launcher was told to stop.
+    Raises UsageError for a run that cannot start. Call it from the main thread: it answers signals while it runs.
     """
     run.validate()
     require_startable(run.script, "run_local")
