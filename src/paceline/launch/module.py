@@ -1,6 +1,5 @@
 """Modules that are run by their names, as `python -m NAME` runs them."""
 
-import importlib.machinery
 import importlib.util
 import os
 import sys
