@@ -67,6 +67,7 @@ def run(
     shares: str | None = None,
     server_threads: int | None = None,
     pin: Annotated[bool, Parameter(negative="")] = False,
+    debug: int | None = None,
     trace: TraceLevel = "steps",
     quiet: Annotated[bool, Parameter(negative="")] = False,
     progress: bool = True,
@@ -126,6 +127,8 @@ def run(
         With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
     pin
         Keep each worker on cores of its own.
+    debug
+        The number of a worker that gets this terminal, for breakpoint() and pdb; the others wait for it.
     trace
         How much is recorded: every step, or every message too.
     quiet
@@ -161,6 +164,7 @@ def run(
             grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,
+            debug=debug,
             policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
             progress=progress and not quiet,
             quiet=quiet,

@@ -1,5 +1,6 @@
 """Told to leave: noted once, heeded where a step ends, and obeyed at once where nobody would heed it."""
 
+import faulthandler
 import signal
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_a_script_that_asks_sees_to_it_itself() -> None:
     signal.raise_signal(signal.SIGTERM)
     assert not left(notice)
     assert notice.ask()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel says who has handlers")
+@pytest.mark.usefixtures("before")
+def test_a_handler_that_dumps_stacks_stays(tmp_path: Path) -> None:
+    with (tmp_path / "stacks").open("w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        notice = Notice()
+        notice.listen()
+        signal.raise_signal(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR1)
+        notice.close()
+        assert not left(notice)
+        stacks.seek(0)
+        assert "test_a_handler_that_dumps_stacks_stays" in stacks.read()
 
 
 @pytest.mark.usefixtures("before")

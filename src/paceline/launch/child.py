@@ -30,6 +30,7 @@ class Launch:
     environment: Mapping[str, str]
     place: Place | None = None
     cores: tuple[int, ...] = ()  # where it may run; empty: anywhere
+    has_terminal: bool = False  # its standard streams are the launcher's own
     num_restarts: int = 0  # of a process without a place; a place counts them itself
 
     @property
@@ -170,8 +171,10 @@ class Child:
         except BrokenPipeError:
             return
 
-    def _open_pipes(self) -> tuple[Pipe, Pipe]:
+    def _open_pipes(self) -> tuple[Pipe, ...]:
         stdout, stderr = self._process.stdout, self._process.stderr
+        if self.launch.has_terminal:
+            return ()
         assert stdout is not None
         assert stderr is not None
         return self._open_pipe(stdout, to_stderr=False), self._open_pipe(stderr, to_stderr=True)
@@ -189,14 +192,16 @@ class Child:
 def start_process(launch: Launch, stdin: int | None = None) -> subprocess.Popen[bytes]:
     """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the launcher only.
 
-    It reads from the descriptor `stdin`; without one, a server reads what it is told and others read nothing.
+    It reads from the descriptor `stdin`; without one, a server reads what it is told and others read nothing, but for
+    the one that has the terminal. That is not the terminal of its session, so that reading from it never stops it.
     """
-    orders = subprocess.PIPE if launch.takes_orders else subprocess.DEVNULL
+    orders = subprocess.PIPE if launch.takes_orders else None if launch.has_terminal else subprocess.DEVNULL
+    output = None if launch.has_terminal else subprocess.PIPE
     process = subprocess.Popen(
         launch.command,
         stdin=orders if stdin is None else stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
         env=launch.variables,
         bufsize=0,
         start_new_session=True,

@@ -1,5 +1,6 @@
 """What a worker says when its script ends with an error: no more than helps."""
 
+import os
 import sys
 import traceback
 from itertools import takewhile
@@ -24,7 +25,18 @@ def complain(error: BaseException, script: str) -> None:
         print(f"paceline: {error}{_place(origin)}", file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(type(error), error.with_traceback(origin), origin)
+        if type(error).__module__ == "bdb" and _reads_nothing():  # BdbQuit
+            print(
+                "paceline: a debugger found no terminal in this worker: `paceline run --debug RANK script.py` gives "
+                "one worker this one",
+                file=sys.stderr,
+            )
         sys.stderr.flush()
+
+
+def _reads_nothing() -> bool:
+    """Return whether standard input is the null device, as workers have it."""
+    return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def _from_script(origin: TracebackType | None, script: str) -> TracebackType | None:

@@ -3,9 +3,11 @@
 import secrets
 import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -38,6 +40,7 @@ from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"
+DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
 def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
@@ -115,7 +118,7 @@ def make_temporary() -> Path:
 
 def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
     """Return what the processes of this run must agree on."""
-    return ClusterSpec(
+    spec = ClusterSpec(
         job=secrets.token_hex(8),
         num_workers=run.num_workers,
         num_servers=run.num_servers,
@@ -132,6 +135,9 @@ def make_spec(run: LocalRun, run_dir: Path) -> ClusterSpec:
         num_data_servers=run.num_data_servers,
         trace_bytes=UNNAMED_TRACE_BYTES if run.run_dir is None else 0,
     )
+    if run.debug is None:
+        return spec
+    return replace(spec, join_timeout_s=DEBUG_PATIENCE_S, wait_timeout_s=DEBUG_PATIENCE_S)
 
 
 def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -> int:
@@ -141,9 +147,11 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
     terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir)
-    with Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
-        board = open_board(trace_folder, run.num_workers) if run.progress else None
+    with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
+        board = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None
         console = Console(copy)
+        if run.debug is not None and not run.quiet:
+            console.say(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
         environment = _share_cores(run, console)
         with Orphans(guard) as orphans, open_nursery(run, programs, run_dir, environment) as nursery:
             stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets, orphans)
@@ -151,6 +159,22 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
                 terms, stage, AddressBook(spec), console, signals, board, Exits(console, board, run_dir)
             )
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
+
+
+@contextmanager
+def kept_terminal() -> Generator[None]:
+    """Leave the terminal as it was, if standard input is one: a debugger that is killed leaves it without echo."""
+    descriptor = 0
+    try:
+        settings = termios.tcgetattr(descriptor)
+    except termios.error:  # a file, a pipe, or closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # it has gone meanwhile
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, settings)
 
 
 def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:

@@ -47,7 +47,7 @@ class Notice:
         if threading.current_thread() is threading.main_thread():
             self._listener = os.getpid()
             for number in TELLING:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
                     signal.signal(number, self._note)
 
     def close(self) -> None:
@@ -81,6 +81,16 @@ class Notice:
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether this process has a handler that Python does not know of, as `faulthandler.register` sets it."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return False
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def ignore_telling() -> None:

@@ -66,6 +66,7 @@ class LocalRun:
     server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
     pin: bool = False  # keep each worker on cores of its own; servers go where there is room
     traceback: bool = False  # show where the errors of workers and servers come from
+    debug: int | None = None  # the worker that has the terminal, for a debugger
     num_data_servers: int = 0  # that `paceline.feed` gets its batches from; without any, workers read them themselves
 
     @property
@@ -89,6 +90,8 @@ class LocalRun:
         ):
             if number < least:
                 raise UsageError(f"--{what} must be at least {least}, got {number}")
+        if self.debug is not None and not 0 <= self.debug < self.num_workers:
+            raise UsageError(f"--debug is {self.debug}, expected a worker from 0 to {self.num_workers - 1}")
         if not self.grace_s > 0:
             raise UsageError(f"--grace-s must be more than 0, got {self.grace_s:g}")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
@@ -125,6 +128,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             environment=environment,
             place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
             cores=share_of(cores, rank, run.num_workers) if run.pin else (),
+            has_terminal=rank == run.debug,
         )
         for rank in range(run.num_workers)
     ]
@@ -153,4 +157,5 @@ def _plan_threads(run: LocalRun, command: tuple[str, ...], run_dir: Path, enviro
         command=command,
         environment=environment,
         place=Place(run_dir / CLUSTER_NAME, rank=0, local_rank=0),
+        has_terminal=run.debug is not None,
     )

@@ -50,7 +50,8 @@ class LocalStage:
 
     def start(self, launch: Launch) -> Member:
         """Start a process."""
-        return self._add(launch, start_process if self._nursery is None else self._nursery.start)
+        nursery = None if launch.has_terminal else self._nursery
+        return self._add(launch, start_process if nursery is None else nursery.start)
 
     def wait(self, timeout_s: float) -> None:
         """Block until a process writes or ends, or a signal comes."""

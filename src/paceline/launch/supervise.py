@@ -227,7 +227,10 @@ class Supervisor:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._ending is None:
+        debugged = [child for child in self._running if child.launch.has_terminal]
+        if number == signal.SIGINT and debugged and self._ending is None:
+            debugged[0].signal(number)  # its debugger stops it, or its script ends as under plain Python
+        elif self._ending is None:
             lets_finish = number != signal.SIGINT
             tell_workers = signal.SIGTERM if lets_finish else signal.SIGINT
             self._ending = Ending(128 + number, f"stopped by {name}", None, tell_workers, lets_finish)
@@ -410,6 +413,8 @@ class Supervisor:
         return ending.code
 
     def _quote(self, culprit: Member) -> None:
+        if culprit.launch.has_terminal:  # where its words stand already
+            return
         if not culprit.last_lines:
             self._console.say(f"{culprit.name} wrote nothing to stderr")
             return

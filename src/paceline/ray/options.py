@@ -70,6 +70,8 @@ class RayOptions:
                 f"-m {run.module} is for processes of this machine, and Ray brings scripts to its nodes as files: name "
                 "a script that imports it"
             )
+        if run.debug is not None:
+            raise UsageError("--debug gives a worker this terminal, and under Ray workers are elsewhere: leave it out")
         if run.pin:
             raise UsageError("--pin is for one machine of your own; under Ray give every worker --worker-cpus")
         if self.address is not None and "://" in self.address:
