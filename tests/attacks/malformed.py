@@ -23,7 +23,7 @@ from paceline.node.requests import Errand
 from paceline.node.roles import check_said
 from paceline.node.wire import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
 from paceline.tensors.rows.spec import FilterSpec, Lifecycle
-from paceline.transport.frames import Kind, Prefix, encode_prefix
+from paceline.transport.frames import WIRE_VERSION, Kind, Prefix, encode_prefix
 
 RANK = 7
 ME = Sender(1, RANK, 0)
@@ -149,7 +149,8 @@ class Mill:
         large = (*sizes, 1 << 34, (1 << 34) + 1, 2**63, MOST)
         pick = self._random.choice
         kind, header_bytes, body_bytes = pick((0, 0, 0, 1, 2, 3, 4, 65535)), pick(sizes), pick(large)
-        fields = (b"PCLN", pick((1, 1, 1, 0, 2)), kind, header_bytes, pick(sizes), body_bytes, pick(large), pick(large))
+        version = pick((*[WIRE_VERSION] * 3, 0, 1))
+        fields = (b"PCLN", version, kind, header_bytes, pick(sizes), body_bytes, pick(large), pick(large))
         raw = struct.pack("<4sHHIIQQQ20x", *fields)
         return Frame(header, body, raw + struct.pack("<I", zlib.crc32(raw)))
 

@@ -26,6 +26,7 @@ from paceline.errors import AuthenticationFailed, PeerError
 from paceline.launch.keys.holders import Holder
 from paceline.node.wire import Hello, encode
 from paceline.transport import Credentials, Limits, TcpTransport, TlsSettings
+from paceline.transport.frames import WIRE_VERSION
 from paceline.transport.security import REFUSAL
 
 IDENTITY = encode(Hello("worker", 1, 0, 1))
@@ -173,7 +174,7 @@ def test_a_frame_that_is_too_large_ends_the_connection_before_it_has_come(part: 
 
 
 def prefix(header_bytes: int, body_bytes: int) -> bytes:
-    fields = struct.pack("<4sHHIIQQQ20x", b"PCLN", 1, 0, header_bytes, 0, body_bytes, 0, 0)
+    fields = struct.pack("<4sHHIIQQQ20x", b"PCLN", WIRE_VERSION, 0, header_bytes, 0, body_bytes, 0, 0)
     return fields + struct.pack("<I", zlib.crc32(fields))
 
 

@@ -10,6 +10,7 @@ from tests.faults.running import Run, run_to_end, running, went_on_without, writ
 
 from paceline.cli import answer
 from paceline.launch.policy import EXIT_LOST
+from paceline.transport.frames import WIRE_VERSION
 
 GRACE_S = 5.0
 
@@ -171,7 +172,11 @@ if os.environ["PACELINE_RANK"] == "1":
     ("transport", "stranger", "message"),
     [
         ("tcp", WRONG_TOKEN, r"refused the proof of our token: the token or the job '\w+' is not"),
-        ("shm", OTHER_VERSION, r"speaks wire version 1, expected 99: install the same paceline on both sides"),
+        (
+            "shm",
+            OTHER_VERSION,
+            rf"speaks wire version {WIRE_VERSION}, expected 99: install the same paceline on both sides",
+        ),
     ],
     ids=["wrong token", "other version"],
 )

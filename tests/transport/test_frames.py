@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import PeerError
 from paceline.transport import Limits
-from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
+from paceline.transport.frames import PREFIX_BYTES, WIRE_VERSION, Kind, Prefix, decode_prefix, encode_prefix
 
 LIMITS = Limits(max_header_bytes=1000, max_body_bytes=1 << 40)
 
@@ -58,7 +58,7 @@ def test_any_flipped_bit_is_noticed(prefix: Prefix, bit: int) -> None:
 
 @given(st.binary(min_size=54, max_size=54))
 def test_past_the_checksum_only_frames_within_the_limits_are_believed(fields: bytes) -> None:
-    raw = sealed(b"PCLN" + struct.pack("<H", 1) + fields)
+    raw = sealed(b"PCLN" + struct.pack("<H", WIRE_VERSION) + fields)
     try:
         prefix = decode_prefix(raw, LIMITS, "peer")
     except PeerError:
@@ -73,7 +73,7 @@ def test_each_refusal_says_why() -> None:
     good = encode_prefix(Prefix(Kind.INLINE, 10, 20))
     cases = {
         "not a Paceline peer.*HTTP": b"HTTP" + good[4:],
-        "wire version 513, expected 1": sealed(good[:4] + b"\x01\x02" + good[6:60]),
+        f"wire version 513, expected {WIRE_VERSION}": sealed(good[:4] + b"\x01\x02" + good[6:60]),
         "checksum": good[:20] + b"\xff" + good[21:],
         "kind 9": sealed(good[:6] + b"\x09\x00" + good[8:60]),
         "header of 1001 bytes, at most 1000": encode_prefix(Prefix(Kind.INLINE, 1001, 0)),

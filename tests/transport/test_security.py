@@ -25,6 +25,7 @@ from tests.transport.wire import (
 
 from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.transport import Credentials, Limits, Listener, TcpTransport
+from paceline.transport.frames import WIRE_VERSION
 from paceline.transport.security import REFUSAL
 
 
@@ -148,14 +149,14 @@ def test_other_version_of_the_server_is_named(transport: TcpTransport) -> None:
         client = pool.submit(transport.connect, address, b"", timeout_s=5)
         sock, _ = server.accept()
         with sock:
-            sock.sendall(greeting(version=2))
-            with pytest.raises(Refused, match="wire version 2, expected 1: install the same paceline"):
+            sock.sendall(greeting(version=9))
+            with pytest.raises(Refused, match=f"wire version 9, expected {WIRE_VERSION}: install the same paceline"):
                 client.result()
 
 
 def test_client_of_another_version_is_told_ours_and_closed(listener: Listener) -> None:
     with open_raw(listener.address) as client:
-        client.sendall(hello(version=2))
+        client.sendall(hello(version=9))
         assert read_to_end(client)[:6] == greeting()[:6]
     assert nobody_was_let_in(listener)
 

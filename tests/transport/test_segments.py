@@ -15,7 +15,7 @@ from tests.transport.wire import read_exactly
 
 from paceline.errors import PeerError
 from paceline.transport import Connection, Limits, ShmTransport
-from paceline.transport.frames import Kind, Prefix, encode_prefix
+from paceline.transport.frames import WIRE_VERSION, Kind, Prefix, encode_prefix
 from paceline.transport.segments import create_memory
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -31,8 +31,8 @@ def hostile(tmp_path: Path) -> Iterator[tuple[socket.socket, Connection]]:
         client.settimeout(5)
         client.connect(path)
         digest = hmac.digest(b"paceline job", b"job", "sha256")
-        client.sendall(struct.pack("<4sHH32s", b"PCLN", 1, 0, digest))
-        assert read_exactly(client, 7) == b"PCLN\x01\x00\x01"
+        client.sendall(struct.pack("<4sHH32s", b"PCLN", WIRE_VERSION, 0, digest))
+        assert read_exactly(client, 7) == struct.pack("<4sH?", b"PCLN", WIRE_VERSION, True)
         with closing(listener.accept(timeout_s=5)) as server:
             yield client, server
 

@@ -22,6 +22,7 @@ from tests.transport.carriers import Pair, connect_pair
 
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, Refused, UsageError
 from paceline.transport import Connection, Limits, ShmTransport
+from paceline.transport.frames import WIRE_VERSION
 from paceline.transport.segments import create_memory
 
 
@@ -231,7 +232,7 @@ def test_other_version_is_named(address: str) -> None:
             sock, _ = server.accept()
             with sock:
                 sock.sendall(struct.pack("<4sH?", b"PCLN", 9, True))
-                with pytest.raises(Refused, match="wire version 9, expected 1"):
+                with pytest.raises(Refused, match=f"wire version 9, expected {WIRE_VERSION}"):
                     waiting.result()
 
 

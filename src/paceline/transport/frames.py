@@ -12,7 +12,8 @@ from paceline.errors import PeerError
 from paceline.transport.base import Limits
 
 MAGIC: Final = b"PCLN"
-WIRE_VERSION: Final = 1
+# To be raised with any change of what travels that comes after a release: peers of two versions must not meet.
+WIRE_VERSION: Final = 2
 PREFIX_BYTES: Final = 64
 
 # How programs begin that people reach by mistake, with four bytes at most.
