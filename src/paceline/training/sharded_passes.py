@@ -112,12 +112,23 @@ class Passes:
         with self._mesh.explained(f"gradients of '{self._settings.name}'"), torch.no_grad():
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
-                    is_first = group.rank() == first
-                    zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
-                    gradient = _local(parameter.grad).contiguous() if is_first else zeros
+                    gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    if group.rank() == first:
+                        gradient = _local(parameter.grad).contiguous()
+                        self._require_whole(gradient, parameter)
                     dist.broadcast(gradient, src=source, group=group)
                     parameter.grad = None  # torch wants slices of the same kind
                     parameter.grad = sliced_like(parameter, gradient)
+
+    def _require_whole(self, gradient: Tensor, parameter: Tensor) -> None:
+        """Refuse a gradient that a script has put in the place of the whole one, and that is a slice."""
+        if gradient.shape != parameter.shape:
+            raise UsageError(
+                f"worker {self._job.rank}, step of '{self._settings.name}': some workers have no batch, so the others "
+                f"have whole gradients; one has become {tuple(gradient.shape)} of {tuple(parameter.shape)}, as if made "
+                "from this worker's slice of a parameter. Change gradients without looking at parameters, or have "
+                "batches that divide by the workers (drop_last=True)."
+            )
 
     def objection(self) -> str:
         """Return why the combined gradients may not be used; blocks until all workers have looked at their slices."""

@@ -221,6 +221,8 @@ def mistakes_are_told() -> None:
         optimizer.step()
     with pytest.raises(UsageError, match="at least one batch on every worker"):
         optimizer.follow()
+    with pytest.raises(UsageError, match=r"one has become \(1, 2\) of \(2, 2\), as if made from this worker's slice"):
+        optimizer._passes._require_whole(torch.ones(1, 2), torch.ones(2, 2))
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(UsageError, match=r"samples=7.*optimizer\.weigh\(7\)"):
         optimizer.step(samples=7)
