@@ -99,6 +99,9 @@ class WorkerNode:
         # A quarter of the first pause is fine enough for pauses that double.
         self._timekeeper = Timekeeper(self.settings.retry_s / 4, self._repeat_due)
 
+    def __repr__(self) -> str:
+        return f"WorkerNode(worker {self.settings.sender.worker}, {len(self.addresses)} server(s), clock {self.clock})"
+
     # -- the user's calls --------------------------------------------------------------------------------------------
 
     @property
