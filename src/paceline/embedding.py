@@ -15,6 +15,7 @@ from torch.nn import functional
 from paceline.core.consistency import Consistency
 from paceline.current import current
 from paceline.errors import NoWeight, UsageError
+from paceline.node.given import shortened
 from paceline.node.rows.managed import Managed
 from paceline.node.rows.table import RowTable
 from paceline.session import Session
@@ -353,4 +354,4 @@ def _dtype(dtype: torch.dtype | None) -> DType:
 def _described(lookup: Lookup, num: int | None) -> str:
     table = lookup.table
     padding = "" if lookup.padding is None else f", padding_idx={lookup.padding}"
-    return f"{num}, {table.width}{padding}, table='{table.name}', {table.consistency}"
+    return f"{num}, {table.width}{padding}, table={shortened(repr(table.name))}, {table.spec.consistency}"

@@ -23,6 +23,7 @@ from paceline.launch.entering.entrance import Stay
 from paceline.launch.notice import Notice
 from paceline.node.declaration import Declaration
 from paceline.node.embedded import Embedded
+from paceline.node.given import as_count, brief
 from paceline.node.meter import Meter
 from paceline.node.named import Named
 from paceline.node.opening import Opening, dense_options, first_values, row_options
@@ -95,6 +96,10 @@ class Session:
         self.tables = Opening(self.rank, self.node, self.meter)
         self.named = Named(self.tables)
         self.slicing = Slicing(self.size, self.node.calls, self._optimizers, lambda: self.node.clock)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"clock {self.node.clock}, {self.num_samples} samples"
+        return f"Session(worker {self.rank} of {self.size}, {state})"
 
     def __enter__(self) -> Self:
         """Return this session."""
@@ -198,6 +203,14 @@ class Session:
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
         )
         if rows is not None and shape is None and not view:
+            if not isinstance(filters, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(f"table '{name}': filters is {brief(filters)}, expected a list of paceline.filters.")
+            if not isinstance(communication, Managed | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(
+                    f"table '{name}': communication is {brief(communication)}, expected paceline.managed(...)."
+                )
+            if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters))
             return self.tables.known(row_spec, row_options(options)) or self.tables.rows(row_spec, options)
@@ -207,7 +220,7 @@ class Session:
                 f"table '{name}': give either shape=..., or rows=... (then without view, and with cache, cache_rows, "
                 "life, filters and communication as you like)."
             )
-        spec = declared.dense(tuple(shape))
+        spec = declared.dense(shape)
         first = first_values(init, spec, tuple(shape))
         known = self.tables.known(spec, dense_options(read_my_writes=read_my_writes, live=view))
         return known or self.tables.dense(
@@ -238,7 +251,8 @@ class Session:
         out. Does not block: the next pull waits. Only rows under `paceline.managed` may have to wait for their budget.
         """
         with self.communicating():
-            self.lookups.push(self.meter.samples or None if samples is None else samples)
+            here = f"worker {self.rank}, clock {self.node.clock}"
+            self.lookups.push(self.meter.samples or None if samples is None else as_count(samples, here))
             self.meter.finish_clock(self.node.clock)
             for optimizer in self._optimizers:
                 optimizer.hold_still()

@@ -228,7 +228,7 @@ def test_hooks_and_repr_are_those_of_an_optimizer(tmp_path: Path) -> None:
 
     seen, text = run_job(tmp_path, work)[0]
     assert seen == ["before", "after"]
-    assert text.startswith("Distributed SGD, bsp (\nParameter Group 0")
+    assert text == "Distributed SGD, bsp ('model', 4 parameters, lr 0.05)"
 
 
 def test_workers_start_from_the_parameters_of_worker_0(tmp_path: Path) -> None:

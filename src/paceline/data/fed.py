@@ -88,6 +88,10 @@ class FedLoader:
         self._next_pass = 0  # as the dealer counts
         self._walk: Walk | None = None  # the one under way
 
+    def __repr__(self) -> str:
+        here, order = self._sharding, self._order
+        return f"FedLoader({order.num_batches} batches of {order.batch_size}, worker {here.rank} of {here.size})"
+
     @property
     def num_samples(self) -> int:
         """Number of samples of the source, of all workers together."""

@@ -30,6 +30,10 @@ class Files(Sequence[Path]):
     paths: tuple[Path, ...]
     sizes_bytes: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        first = f", {str(self.paths[0])[-100:]!r} first" if self.paths else ""
+        return f"Files({len(self.paths)} files, {self.size_bytes:,} bytes{first})"
+
     def __len__(self) -> int:
         return len(self.paths)
 

@@ -39,6 +39,10 @@ class ShardedLoader:
             terms if self._is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
         )
 
+    def __repr__(self) -> str:
+        here, order = self._sharding, self._order
+        return f"ShardedLoader({order.num_batches} batches of {order.batch_size}, worker {here.rank} of {here.size})"
+
     @property
     def dataset(self) -> Dataset[Any]:
         """The whole dataset, of all workers."""

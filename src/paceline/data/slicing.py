@@ -262,6 +262,9 @@ class SlicedLoader:
         self._next_pass = 0  # as the dealer counts
         self._walk: Walk | None = None  # the one under way
 
+    def __repr__(self) -> str:
+        return f"SlicedLoader({self._slices} slices a worker of {self._whole!r})"
+
     @property
     def dataset(self) -> Dataset[Any]:
         """The whole dataset, of all workers."""

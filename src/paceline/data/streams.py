@@ -28,6 +28,9 @@ class ShardedStream(IterableDataset[Any]):
         self._bookmark = Bookmark(by_hash if self._cut.partition == "hashed" else {})
         self._has_said_size = False
 
+    def __repr__(self) -> str:
+        return f"ShardedStream({type(self._source).__name__}, worker {self._sharding.rank} of {self._sharding.size})"
+
     def __iter__(self) -> Iterator[Any]:
         """Read the iterable from where it is continued, and yield this worker's items."""
         start = self._bookmark.begin().num_done

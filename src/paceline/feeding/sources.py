@@ -18,7 +18,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 
@@ -28,6 +28,7 @@ from paceline.tensors.own_rule import split_path
 __all__ = ["Source", "arrays", "dataset", "lines", "parquet", "tensors", "webdataset"]
 
 _MOST_DEEP: Final = 32
+_SHOWN: Final = 50  # characters of a field in a message
 
 Path: TypeAlias = str | PathLike[str]
 Paths: TypeAlias = Path | Sequence[Path]
@@ -41,41 +42,56 @@ class ArrayFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member: str | None = None
 
 
-class Arrays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="arrays"):
+class _Listed(msgspec.Struct, frozen=True):
+    """Files to read, of which there may be many: their `repr` counts them."""
+
+    def __repr__(self) -> str:
+        told = (f"{name}={_counted(getattr(self, name))}" for name in self.__struct_fields__)
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+def _counted(value: object) -> str:
+    if isinstance(value, tuple | dict) and len(cast("tuple[object, ...]", value)) > 1:
+        return f"<{len(cast('tuple[object, ...]', value))}>"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+class Arrays(_Listed, frozen=True, forbid_unknown_fields=True, tag="arrays"):
     """Arrays of numpy; with names a record is a dict, else a tuple, or the one tensor."""
 
     arrays: tuple[ArrayFile, ...]
     names: tuple[str, ...] | None = None
 
 
-class Tensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensors"):
+class Tensors(_Listed, frozen=True, forbid_unknown_fields=True, tag="tensors"):
     """Tensors of a safetensors file; a record is a tuple, or the one tensor."""
 
     path: str
     names: tuple[str, ...]
 
 
-class Lines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="lines"):
+class Lines(_Listed, frozen=True, forbid_unknown_fields=True, tag="lines"):
     """Lines of text files; without an encoding they stay bytes."""
 
     paths: tuple[str, ...]
     encoding: str | None
 
 
-class Parquet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="parquet"):
+class Parquet(_Listed, frozen=True, forbid_unknown_fields=True, tag="parquet"):
     """Rows of Parquet files; without columns, all of them."""
 
     paths: tuple[str, ...]
     columns: tuple[str, ...] | None
 
 
-class WebDataset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="webdataset"):
+class WebDataset(_Listed, frozen=True, forbid_unknown_fields=True, tag="webdataset"):
     """Samples of tar files."""
 
     paths: tuple[str, ...]
 
 
-class OwnDataset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dataset"):
+class OwnDataset(_Listed, frozen=True, forbid_unknown_fields=True, tag="dataset"):
     """A dataset of the user's, and what it is built with."""
 
     path: str

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import Refused, UsageError
+from paceline.node.given import as_values
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.requests import AwaitValues, Initialise
@@ -198,8 +199,8 @@ def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int
     """
     if isinstance(init, First):
         raise UsageError(f"table '{spec.name}': init is {init}, which is for rows; give a number or a tensor.")
-    given = torch.as_tensor(init)
+    given = as_values(init, torch_dtype(spec), f"table '{spec.name}'", "init")
     try:
-        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given.detach()).view(-1)
+        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given).view(-1)
     except RuntimeError as error:
         raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error

@@ -15,6 +15,7 @@ from paceline.core.consistency import Consistency
 from paceline.core.effects import ReadDone
 from paceline.core.partition import holders
 from paceline.errors import UsageError
+from paceline.node.given import as_count, as_output, as_values, shortened
 from paceline.node.layout import spans, torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.mirror import Mirror
@@ -53,6 +54,9 @@ class Table:
     shape: tuple[int, ...]
     node: WorkerNode
     meter: Meter
+
+    def __repr__(self) -> str:
+        return f"Table({shortened(repr(self.name))}, {self.shape} of {self.spec.dtype}, {self.spec.consistency})"
 
     @property
     def name(self) -> str:
@@ -93,7 +97,8 @@ class Table:
         """
         with self.meter.communicating():
             flat = self._flat(gradient)
-            return self._watched(self.node.push(self.name, flat, count=samples, absent=absent, hyper=hyper))
+            count = as_count(samples, self._here())
+            return self._watched(self.node.push(self.name, flat, count=count, absent=absent, hyper=hyper))
 
     def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
         """Return the values; blocks until they are as fresh as the table's consistency demands.
@@ -246,20 +251,13 @@ class Table:
         return torch.empty(self.shape, dtype=torch_dtype(self.spec))
 
     def _checked(self, out: Array) -> Tensor:
-        tensor = torch.from_numpy(out) if isinstance(out, np.ndarray) else out  # pyright: ignore[reportArgumentType]
-        expected = f"expected {self.shape} {torch_dtype(self.spec)}, contiguous and on the CPU"
-        if (tuple(tensor.shape), tensor.dtype) != (self.shape, torch_dtype(self.spec)):
-            raise UsageError(f"table '{self.name}': out is {tuple(tensor.shape)} {tensor.dtype}, {expected}")
-        if not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise UsageError(
-                f"table '{self.name}': out is on {tensor.device} with strides {tensor.stride()}, {expected}"
-            )
-        return tensor.detach()
+        return as_output(out, self.shape, torch_dtype(self.spec), self._here())
+
+    def _here(self) -> str:
+        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
 
     def _flat(self, gradient: Array | Sequence[float]) -> Tensor:
-        if isinstance(gradient, np.ndarray):
-            gradient = np.require(gradient, requirements=["C", "W"])  # what torch takes without a warning
-        tensor = torch.as_tensor(gradient, dtype=torch_dtype(self.spec), device="cpu").detach()
+        tensor = as_values(gradient, torch_dtype(self.spec), self._here(), "a push")
         if tuple(tensor.shape) != self.shape:
             raise UsageError(
                 f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "

@@ -105,6 +105,9 @@ class WorkerNode:
         # A quarter of the first pause is fine enough for pauses that double.
         self._timekeeper = Timekeeper(min(self.settings.retry_s / 4, TURN_S), self._take_turn)
 
+    def __repr__(self) -> str:
+        return f"WorkerNode(worker {self.settings.sender.worker}, {len(self.addresses)} server(s), clock {self.clock})"
+
     # -- the user's calls --------------------------------------------------------------------------------------------
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,9 @@ class Quorum:
     num_workers: int
 
 
+_SHOWN: Final = 100  # characters of hyperparameters in a message
+
+
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
     """An update rule as data: never code, so a server runs only what it already has.
@@ -42,6 +45,11 @@ class RuleSpec:
     name: str
     groups: tuple[Hyper, ...]
     quorum: Quorum | None = None
+
+    def __repr__(self) -> str:
+        text = ", ".join(f"{name}={value!r}" for name, value in (self.groups[0] if self.groups else {}).items())
+        more = f", {len(self.groups)} groups" if len(self.groups) > 1 else ""
+        return f"RuleSpec({self.name[:60]}, {text if len(text) <= _SHOWN else text[: _SHOWN - 3] + '...'}{more})"
 
 
 @runtime_checkable

@@ -90,11 +90,13 @@ class TableSpec:
     def validate(self) -> None:
         """Raise UsageError for the first thing that makes no sense; types are taken as annotated."""
         for problem in self._problems():
-            raise UsageError(f"Table '{self.name}': {problem}")
+            raise UsageError(f"Table {shown_name(self.name)}: {problem}")
 
     def _problems(self) -> Iterator[str]:
         if not self.name:
             yield "it has no name. Give it one that is unique in the job."
+        if not self.name.isprintable():
+            yield "its name has characters that cannot be printed. Give it one of letters and digits."
         if len(self.name) > MAX_NAME:
             yield f"its name has {len(self.name)} characters, expected at most {MAX_NAME}."
         if not self.segments:
@@ -135,6 +137,11 @@ class TableSpec:
             if not 0 <= segment.group < len(self.rule.groups):
                 yield f"{where} is in group {segment.group}, but its rule has {len(self.rule.groups)} group(s)."
             seen.add(segment.name)
+
+
+def shown_name(name: str) -> str:
+    """Return a name as messages show it, on one line and of bounded length."""
+    return f"'{name}'" if name.isprintable() and len(name) <= MAX_NAME else f"{name[:60]!r}..."
 
 
 def consistency_problems(consistency: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ from paceline.training.strategy import Distributed, Strategy
 
 _NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
 _WHOLE: Final = frozenset({"state", "param_groups"})  # of a state_dict: what every optimizer has
+_MAX_SHOWN: Final = 160  # characters of what stands for it in messages
 _SHOWN: Final = 5  # names in a message
 
 
@@ -171,8 +172,8 @@ class GroupedOptimizer(Distributed):
 
     def __repr__(self) -> str:
         """Return what is distributed, and how."""
-        parts = "".join(f"\n{part.patterns}: {part.optimizer!r}" for part in self._parts)
-        return f"Distributed by groups ({parts}\n)"
+        text = "; ".join(f"{part.patterns}: {part.optimizer.title}" for part in self._parts)
+        return f"Distributed by groups ({text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + '...'})"
 
     @property
     def num_refused(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

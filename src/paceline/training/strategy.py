@@ -24,6 +24,7 @@ class Distributed(torch.optim.Optimizer, ABC):
 
     Attributes:
         num_refused: steps or pushes of this worker that were not applied, as they were not finite or came too late.
+        title: what is distributed, and how, in a few words.
         turn_s: when it was used last, where its workers have to take turns together.
         turns: the numbers of clocks that were finished when it was used last but one, and last; that when it was made
             stands for turns that it has not had.
@@ -48,13 +49,16 @@ class Distributed(torch.optim.Optimizer, ABC):
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: Job) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._name = name
-        self._title = f"Distributed {type(optimizer).__name__}, {way}"
+        self.title = f"Distributed {type(optimizer).__name__}, {way}"
         self._job = job
         self._is_whole = True
 
     def __repr__(self) -> str:
         """Return what is distributed, and how."""
-        return super().__repr__().replace(type(self).__name__, self._title, 1)
+        groups = self.param_groups
+        num_parameters = sum(len(group["params"]) for group in groups)
+        rates = ", ".join(str(group.get("lr", "-"))[:12] for group in groups[:4]) + (", ..." if groups[4:] else "")
+        return f"{self.title} ('{self._name[:60]}', {num_parameters} parameters, lr {rates})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups that come after this was made; used by the constructor before."""

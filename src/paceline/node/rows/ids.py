@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.node.given import brief
 
 Ids = Tensor | npt.NDArray[np.generic] | Sequence[int]
 
@@ -34,10 +35,12 @@ def row_ids(ids: Ids, where: str) -> Tensor:
     """
     if isinstance(ids, np.ndarray):
         return torch.from_numpy(_array(ids, where))
+    if isinstance(ids, Tensor) and ids.layout != torch.strided:
+        raise UsageError(f"{where}: ids are {brief(ids)} that is sparse, expected a dense tensor of integers.")
     try:
         given = torch.as_tensor(ids, device="cpu").detach()
     except (OverflowError, TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{where}: ids are no 64-bit integers ({error}).") from None
+        raise UsageError(f"{where}: ids are {brief(ids)}, expected 64-bit integers ({error}).") from None
     if not given.numel():
         return given.to(torch.int64)
     if given.dtype not in _INTEGERS:

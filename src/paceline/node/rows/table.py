@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.node.bounds import MAX_PUSH_BYTES, most_rows
+from paceline.node.given import as_count, as_values, shortened
 from paceline.node.layout import torch_dtype
 from paceline.node.meter import Meter
 from paceline.node.outgoing import NONFINITE_ADVICE, PushOutcome, settled
@@ -50,6 +51,9 @@ class RowFuture:
     clock: int  # of the training step that uses them
     further: tuple[RowReading, ...] = ()  # of the ids that are more than one read may ask for
 
+    def __repr__(self) -> str:
+        return f"RowFuture(ids {shortened(str(self.shape))} of {self.table!r}, clock {self.clock})"
+
     def result(self) -> Tensor:
         """Return the rows, `(*shape of the ids, width)`, in memory of their own each time.
 
@@ -83,6 +87,10 @@ class RowTable:
     opened: OpenedRows
     node: WorkerNode
     meter: Meter
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"RowTable({shortened(repr(self.name))}, rows of {spec.width} {spec.dtype}, {spec.consistency})"
 
     @property
     def name(self) -> str:
@@ -185,8 +193,9 @@ class RowTable:
             self._require_bounded(len(distinct))
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
+            count = as_count(samples, self._here())
             return self._watched(
-                self.node.rows.push(self.name, distinct, values, count=samples, hyper=hyper, expected=expected)
+                self.node.rows.push(self.name, distinct, values, count=count, hyper=hyper, expected=expected)
             )
 
     def flush(self) -> Future[PushOutcome]:
@@ -370,12 +379,7 @@ class RowTable:
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
         """Return rows as a flat tensor of the table's dtype, one row an id."""
-        if isinstance(rows, np.ndarray):
-            rows = np.require(rows, requirements=["C", "W"])  # what torch takes without a warning
-        try:
-            values = torch.as_tensor(rows, dtype=torch_dtype(self.spec), device="cpu").detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"{self._here()}: rows are no numbers, {self.width} an id ({error}).") from None
+        values = as_values(rows, torch_dtype(self.spec), self._here(), "a push of rows")
         expected = (*keys.shape, self.width)
         if tuple(values.shape) != expected and (keys.numel() or values.numel()):
             raise UsageError(

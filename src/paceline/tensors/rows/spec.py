@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.tensors.rules import Hyper, RuleSpec
-from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale, consistency_problems
+from paceline.tensors.table import MAX_NAME, DType, NonFinite, Scale, consistency_problems, shown_name
 
 FirstKind: TypeAlias = Literal["constant", "uniform", "normal"]
 Evict: TypeAlias = Literal["lru", "lfu"]
@@ -109,11 +109,13 @@ class RowTableSpec:
     def validate(self) -> None:
         """Raise UsageError for the first thing that makes no sense; types are taken as annotated."""
         for problem in self._problems():
-            raise UsageError(f"Row table '{self.name}': {problem}")
+            raise UsageError(f"Row table {shown_name(self.name)}: {problem}")
 
     def _problems(self) -> Iterator[str]:
         if not self.name:
             yield "it has no name. Give it one that is unique in the job."
+        if not self.name.isprintable():
+            yield "its name has characters that cannot be printed. Give it one of letters and digits."
         if len(self.name) > MAX_NAME:
             yield f"its name has {len(self.name)} characters, expected at most {MAX_NAME}."
         if not 1 <= self.width <= 1 << 20:

@@ -1,0 +1,105 @@
+"""What scripts give to tables: checked here, so that a mistake is told in our words at the line that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Final
+
+import numpy as np
+import torch
+from numpy import typing as npt
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+_MAX_SHOWN: Final = 60
+
+
+def shortened(text: str) -> str:
+    """Return at most 60 characters of a text, with dots where some are left out."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 4]}..."
+
+
+def brief(value: object) -> str:
+    """Return what stands for any value in a message: short, whatever it is.
+
+    >>> brief(torch.zeros(3, 2)), brief("x" * 100), brief(torch.nn.Linear)
+    ('a tensor (3, 2) of float32', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'the class Linear')
+    """
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, np.ndarray):
+        return f"an array {value.shape} of {value.dtype}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, list | tuple | dict | set) and len(value) > 8:
+        return f"a {type(value).__name__} of {len(value)}"
+    return shortened(repr(value[: 2 * _MAX_SHOWN] if isinstance(value, str | bytes) else value))
+
+
+def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tensor:
+    """Return numbers as a tensor of this dtype in main memory, apart from any graph; it may share their memory.
+
+    Args:
+        given: a tensor, an array, or numbers in sequences.
+        dtype: of what is returned.
+        where: which table, worker and clock, for messages.
+        what: the name that messages give it.
+
+    Raises:
+        UsageError: complex, sparse or meta tensors, or no numbers at all.
+    """
+    expected = f"expected a tensor, an array or a list of real numbers ({str(dtype).removeprefix('torch.')})"
+    if isinstance(given, Tensor):
+        if given.is_complex():
+            raise UsageError(f"{where}: {what} is {brief(given)}, {expected}: torch.view_as_real makes two of each.")
+        if given.layout != torch.strided or given.is_quantized:
+            raise UsageError(f"{where}: {what} is {brief(given)} that is {_kind(given)}, {expected}: make it dense.")
+        if given.device.type == "meta":
+            raise UsageError(f"{where}: {what} is {brief(given)} on device meta, which has no values; {expected}.")
+        return given.detach().to(device="cpu", dtype=dtype)
+    if isinstance(given, np.ndarray):
+        if given.dtype.kind not in "fiub":
+            raise UsageError(f"{where}: {what} is {brief(given)}, {expected}.")  # pyright: ignore[reportUnknownArgumentType]
+        given = np.require(given, requirements=["C", "W"])  # what torch takes without a warning
+    elif isinstance(given, str | bytes) or not isinstance(given, Sequence | int | float | np.generic):
+        raise UsageError(f"{where}: {what} is {brief(given)}, {expected}.")
+    try:
+        return torch.as_tensor(given, dtype=dtype, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"{where}: {what} is {brief(given)}, {expected} in equally long rows ({error}).") from None
+
+
+def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Tensor:
+    """Return what values are written to, a tensor over its memory; raises UsageError where it does not fit."""
+    expected = f"expected {shape} of {str(dtype).removeprefix('torch.')}, dense, contiguous and on the CPU"
+    if isinstance(out, np.ndarray):
+        array: npt.NDArray[np.generic] = out
+        if array.dtype.kind != "f" or not array.flags.writeable or not array.flags.c_contiguous:
+            raise UsageError(f"{where}: out is {brief(array)}, {expected}, that may be written to.")
+        out = torch.from_numpy(array)
+    if not isinstance(out, Tensor):
+        raise UsageError(f"{where}: out is {brief(out)}, {expected}.")
+    if (tuple(out.shape), out.dtype) != (shape, dtype):
+        raise UsageError(f"{where}: out is {brief(out)}, {expected}.")
+    if out.layout != torch.strided or not out.is_contiguous() or out.device.type != "cpu":
+        raise UsageError(f"{where}: out is {brief(out)} on {out.device}, {_kind(out)}, {expected}.")
+    return out.detach()
+
+
+def as_count(samples: object, where: str) -> float:
+    """Return how many samples something stands for; raises UsageError for what is no number of 0 or more."""
+    if isinstance(samples, Tensor | np.generic) and np.ndim(samples) == 0:
+        samples = samples.item()
+    if isinstance(samples, bool) or not isinstance(samples, int | float) or not isfinite(samples) or samples < 0:
+        raise UsageError(f"{where}: samples is {brief(samples)}, expected a number of 0 or more.")
+    return samples
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return "sparse"
+    return f"with strides {tensor.stride()}"
