@@ -135,13 +135,9 @@ def run(
     """
     from paceline.launch.plan import LocalRun
     from paceline.launch.policy import Policy
-    from paceline.launch.shares import read_shares
 
     check_consistency(consistency)
     path, module, args = read_program(script, args)
-    parts, why = read_shares(shares, servers)
-    if why and not quiet:
-        print(f"paceline: {why}", file=sys.stderr)
     return start(
         engine,
         ray,
@@ -158,7 +154,7 @@ def run(
             scale=scale,
             trace=trace,
             run_dir=run_dir,
-            shares=parts,
+            shares=told_shares(shares, servers, quiet=quiet),
             grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,
@@ -231,6 +227,16 @@ def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None,
     if not args:
         raise UsageError("-m needs the name of a module: paceline run -m package.module")
     return source_of(args[0], search_path()), args[0], args[1:]
+
+
+def told_shares(text: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:
+    """Return the proportions that servers are to hold, none for equal parts; say on stderr how they were found."""
+    from paceline.launch.shares import read_shares
+
+    parts, why = read_shares(text, num_servers)
+    if why and not quiet:
+        print(f"paceline: {why}", file=sys.stderr)
+    return parts
 
 
 def check_consistency(text: str | None) -> None:
