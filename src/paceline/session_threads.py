@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from paceline.joining import join
 from paceline.launch.complaint import complain
 from paceline.launch.environment import Place, checks_memory, claim_place, find_place
 from paceline.launch.lifeline import die_with_launcher
-from paceline.launch.module import OPTION, find_module
+from paceline.launch.module import OPTION, find_module, source_of
 from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD, Notice
 from paceline.launch.server import server_settings
 from paceline.launch.spec import ClusterSpec, wait_spec
@@ -98,14 +97,13 @@ def _run_script(
 ) -> None:
     joined = join(spec, place, transport, notice=notice)
     bind(joined)
-    assert isinstance(script.loader, InspectLoader), "it has code"
+    assert script.loader is not None, "it was told by a file"
     with joined:
         if script.parent:
             importlib.import_module(script.parent)
-        module, code = importlib.util.module_from_spec(script), script.loader.get_code(script.name)
-        module.__name__ = "__main__"
-        assert code is not None, "it was found as what can be run"
-        exec(code, vars(module))  # noqa: S102 - by the loader it would not be __main__
+        module = importlib.util.module_from_spec(script)
+        module.__name__ = "__main__"  # as its loader calls it; its spec has the name under which it is found
+        script.loader.exec_module(module)
 
 
 def main() -> None:
@@ -121,18 +119,22 @@ def main() -> None:
 
 
 def _module_told() -> ModuleSpec:
-    found = find_module(sys.argv.pop(1), sys.path)
-    sys.argv[0] = found.origin or ""
-    return found
+    name = sys.argv.pop(1)
+    sys.argv[0] = str(source_of(name, sys.path))
+    return _spec(find_module(name, sys.path).name, sys.argv[0])
 
 
 def _script_told() -> ModuleSpec:
     script = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    found = importlib.util.spec_from_loader("__main__", SourceFileLoader("__main__", script))
+    return _spec("__main__", script)
+
+
+def _spec(name: str, file: str) -> ModuleSpec:
+    found = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader("__main__", file))
     if found is None:
-        raise UsageError(f"{script} is not a Python script")
+        raise UsageError(f"{file} is not a Python script")
     return found
 
 
