@@ -161,7 +161,6 @@ def run(
             run_dir=run_dir,
             shares=parts_of(shares, servers, quiet=quiet),
             timeout_s=timeout,
-            shares=told_shares(shares, servers, quiet=quiet),
             grace_s=grace_s,
             server_threads=server_threads,
             pin=pin,
@@ -244,16 +243,6 @@ def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None,
     if not args:
         raise UsageError("-m needs the name of a module: paceline run -m package.module")
     return source_of(args[0], search_path()), args[0], args[1:]
-
-
-def told_shares(text: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:
-    """Return the proportions that servers are to hold, none for equal parts; say on stderr how they were found."""
-    from paceline.launch.shares import read_shares
-
-    parts, why = read_shares(text, num_servers)
-    if why and not quiet:
-        print(f"paceline: {why}", file=sys.stderr)
-    return parts
 
 
 def check_consistency(text: str | None) -> None:
