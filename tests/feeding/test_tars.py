@@ -186,11 +186,15 @@ def test_links_stand_for_the_files_that_they_lead_to(tmp_path: Path) -> None:
         put(archive, "./e/later", type=tarfile.SYMTYPE, linkname="last")
         put(archive, "./e/last", b"last")
         put(archive, "./d/1.jpg", b"none", type=tarfile.DIRTYPE, size=0)
+        for name, content in (("jpg", b"early"), ("txt", b"late")):  # a hard link is to what had the name before it
+            put(archive, "source", content)
+            put(archive, f"./f/1.{name}", type=tarfile.LNKTYPE, linkname="source")
     records = opened(tmp_path / "a.tar")
-    assert records.num_samples == 3
+    assert records.num_samples == 4
     assert read(records, 0, 1).content["jpg"] == [b"one", b"one"]
     assert read(records, 0, 1).content["txt"] == [b"one", b"last"]
     assert read(records, 2).content == {"__key__": ["./d/3"], "jpg": [b"last"]}
+    assert read(records, 3).content == {"__key__": ["./f/1"], "jpg": [b"early"], "txt": [b"late"]}
     records.close()
 
 

@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).with_name("scripts") / "losses.py"
 CASES = (
     *("mean", "sum", "sum of a module", "holes", "other holes", "weights", "smoothed", "probabilities", "squares"),
     *("sum of squares", "weighed bits", "function", "all with all", "names", "turned", "said mean", "said sum"),
-    *("said weight", "places", "frozen parts", "statistics", "what is kept", "structures"),
+    *("said weight", "places", "frozen parts", "statistics", "what is kept", "structures", "micro-batches of one"),
 )
 
 

@@ -47,4 +47,5 @@ def test_what_is_clipped_is_what_the_step_takes_also_where_a_replica_has_no_batc
     assert code == 0, run.output
     for name in ("clipped", "accumulated", "weighed"):
         assert len(run.saying(f"equal {name}")) == 4, run.output
+    assert len(run.saying("told of other values")) == 4, run.output
     assert len(run.saying("forward_backward equally often for a step")) == 4, run.output

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from models import EXACT, batch
 from torch import nn
@@ -103,6 +104,15 @@ model.forward_backward(inputs[halves[0]], targets[halves[0]])
 optimizer.step(samples=1 if own else 3)
 same(model, whole)
 print("equal weighed")
+
+# Replicas that have come to other values are told, all of them.
+apart, stepping = distributed(scale="samples", nonfinite="reject")
+with torch.no_grad():
+    next(apart.parameters()).add_(0.1 if own else 0.0)
+apart.forward_backward(inputs[halves[0]], targets[halves[0]])
+with pytest.raises(UsageError, match="parameters are not those of worker"):
+    stepping.step()
+print("told of other values")
 
 # A replica that has run more of them is told, and so are the others.
 for _ in range(2 - own):

@@ -3,12 +3,14 @@
 import copy
 from functools import partial
 
+import pytest
 import torch
 from models import EXACT, batch, mlp, same_part, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
+from paceline.errors import PeerError, UsageError
 
 paceline.init()
 torch.set_num_threads(1)
@@ -172,3 +174,11 @@ found = paceline.parallelize(copy.deepcopy(named), loss=of_names)(inputs)
 torch.testing.assert_close(found, named(inputs), **EXACT)
 assert paceline.parallelize(copy.deepcopy(turned), loss=of_names)(inputs).shape == (3, 12, 2)
 print("equal structures")
+
+# A stage that cannot learn from micro-batches of one says so; last, as the other stage loses it.
+normed = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+part = paceline.parallelize(normed, loss=entropy, micro_batches=4, placement=[2])
+told = "stage 1 has a BatchNorm, which cannot learn from a micro-batch of 1 sample" if rank else ""
+with pytest.raises(UsageError if rank else PeerError, match=told):
+    part.forward_backward(inputs[:4], classes[:4])
+print("equal micro-batches of one")
