@@ -16,7 +16,7 @@ from paceline.collective.accounts import ADVICE, names
 from paceline.collective.call import Call
 from paceline.collective.group import Company, Group
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.transport.deadline import Stopwatch
+from paceline.stopwatch import Stopwatch
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
 from paceline.node.post import Post
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode
+from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Frame, Place, Transport
-from paceline.transport.deadline import Stopwatch
 
 _POLL_S = 0.5
 _FIRST_PAUSE_S = 0.02

@@ -10,7 +10,7 @@ from typing import Final
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError
 from paceline.node.waits import ADVICE, TURN_S, About, OpenWait, Waits, print_lines
-from paceline.transport.deadline import Stopwatch
+from paceline.stopwatch import Stopwatch
 
 _LAST_WORDS_S: Final = 1.0  # that server 0 has to say what a wait is for that is given up
 
