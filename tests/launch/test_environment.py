@@ -17,6 +17,8 @@ from paceline.launch.environment import (
     wait_timeout_s,
     wants_colour,
 )
+from paceline.launch.local import make_spec
+from paceline.launch.plan import LocalRun
 
 
 def test_a_place_is_found_again() -> None:
@@ -83,3 +85,12 @@ def test_colour_is_a_choice() -> None:
     assert wants_colour({"TERM": "xterm", "NO_COLOR": ""})
     assert not wants_colour({"NO_COLOR": "1"})
     assert not wants_colour({"TERM": "dumb"})
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_run_whose_waits_may_take_no_time_is_refused(timeout_s: float) -> None:
+    with pytest.raises(UsageError, match="--timeout must be more than 0 seconds, got"):
+        LocalRun(script=Path("script.py"), timeout_s=timeout_s).validate()
+    run = LocalRun(script=Path("script.py"), timeout_s=1800.0)
+    run.validate()
+    assert make_spec(run, Path("/run")).wait_timeout_s == 1800.0

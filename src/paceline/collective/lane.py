@@ -16,7 +16,8 @@ from paceline.collective.accounts import ADVICE, names
 from paceline.collective.call import Call
 from paceline.collective.group import Company, Group
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.transport.deadline import Stopwatch, seconds
+from paceline.stopwatch import Stopwatch
+from paceline.transport.deadline import seconds
 
 T = TypeVar("T")
 

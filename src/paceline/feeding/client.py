@@ -36,8 +36,8 @@ from paceline.feeding.wire import (
 )
 from paceline.node.waits import ADVICE, About, Waits
 from paceline.node.wire import Hello
+from paceline.stopwatch import Stopwatch
 from paceline.transport.base import Frame, Transport
-from paceline.transport.deadline import Stopwatch
 
 _OPEN: Final = 0  # the number of the one request that opens the recipe; reads have others
 MAX_PREFETCH: Final = MAX_UNANSWERED // 2

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from paceline.errors import DeadlineExceeded
-from paceline.transport.deadline import Stopwatch
+from paceline.stopwatch import Stopwatch
 
 INTERVAL_S: Final = 0.005
 INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server

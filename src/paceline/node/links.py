@@ -12,8 +12,9 @@ from paceline.node.post import Post
 from paceline.node.progress import Progress
 from paceline.node.roles import check_server
 from paceline.node.wire import Hello, encode, is_joined
+from paceline.stopwatch import Stopwatch
 from paceline.transport.base import EMPTY, Frame, Place, Transport
-from paceline.transport.deadline import Stopwatch, seconds
+from paceline.transport.deadline import seconds
 
 _POLL_S = 0.5
 _ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses

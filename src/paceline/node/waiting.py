@@ -10,7 +10,8 @@ from typing import Final
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
 from paceline.node.waits import ADVICE, TURN_S, About, OpenWait, Waits, print_lines
-from paceline.transport.deadline import Stopwatch, seconds
+from paceline.stopwatch import Stopwatch
+from paceline.transport.deadline import seconds
 
 _LAST_WORDS_S: Final = 1.0  # that server 0 has to say what a wait is for that is given up
 _SAVE_ADVICE: Final = (

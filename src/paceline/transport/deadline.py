@@ -1,9 +1,8 @@
-"""When a wait ends: at a point in time, or after so many seconds in which this process has run."""
+"""A point in time by which a wait ends."""
 
 import math
 import time
-from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple
 
 _SHORT_S: Final = 0.1
 
@@ -40,30 +39,3 @@ class Deadline(NamedTuple):
     def remaining_ms(self) -> int:
         """Return the milliseconds left, rounded up so that a wait does not end early."""
         return math.ceil(self.remaining_s() * 1000)
-
-
-@final
-class Stopwatch:
-    """Counts the seconds in which this process has run; look at it at least every `turn_s` seconds.
-
-    A process that was stopped (SIGSTOP, a frozen container) finds the monotonic clock far ahead when it goes on, and
-    what it waits for was mostly stopped with it. So a pause between two looks counts for twice `turn_s` at most.
-
-    >>> times = iter([0.0, 1.0, 3601.0])
-    >>> watch = Stopwatch(turn_s=1.0, now=times.__next__)
-    >>> watch.look(), watch.look()
-    (1.0, 3.0)
-    """
-
-    def __init__(self, turn_s: float = 1.0, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._longest_s = 2 * turn_s
-        self._looked_s = now()
-        self._counted_s = 0.0
-
-    def look(self) -> float:
-        """Return the seconds that count since this was made."""
-        now_s = self._now()
-        self._counted_s += min(now_s - self._looked_s, self._longest_s)
-        self._looked_s = now_s
-        return self._counted_s

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
-from paceline.transport.deadline import Stopwatch
+from paceline.stopwatch import Stopwatch
 
 BEAT_S: Final = 2.0
 SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
