@@ -209,6 +209,7 @@ def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
 
     assert result.code == 1
     assert "server 0 was killed by SIGABRT before the run was over" in result.stderr
+    assert re.search(r"server 0 \(pid \d+\) was killed by SIGABRT; the run ends", result.stderr)
     assert "worker 0 had not ended 0.2 s after a server was lost, and was killed" in result.stderr
 
 

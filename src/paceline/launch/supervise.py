@@ -264,6 +264,7 @@ class Supervisor:
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             reason = f"{child.name} {describe_exit(exit_code)} {when}"
             self._ending = Ending(1, reason, culprit=child, lets_save=self._met)
+            self._exits.note_death(child, exit_code, "the run ends")
             tell_server_ended(self._terms.run_dir, child.launch.rank, describe_exit(exit_code))
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
