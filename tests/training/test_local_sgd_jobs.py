@@ -213,11 +213,11 @@ def test_what_is_not_finite_is_not_learned(tmp_path: Path) -> None:
                 model.weight.grad.fill_(float("nan"))
             optimizer.step()
         halting = attach(model, paceline.local_sgd(steps=3), name="halting", nonfinite="halt")
-        zeroing = attach(model, paceline.local_sgd(steps=3), name="zeroing", nonfinite="zero")
         model.weight.grad.fill_(float("inf"))
         with pytest.raises(UsageError, match=f"worker {worker.rank}, step .* not finite"):
             halting.step()
         before = weight(model)
+        zeroing = attach(model, paceline.local_sgd(steps=3), name="zeroing", nonfinite="zero")
         zeroing.step()
         assert weight(model) == before
         return before, optimizer.num_refused
