@@ -164,7 +164,7 @@ class RowClient:
 
     def held_at(self, clock: int) -> str:
         """Return a table that has pushes which are applied when this clock is finished, or nothing."""
-        return next(iter(self._pushes.held_at(clock)), "")
+        return next((table for table in self._tables if self._pushes.num_held(table, clock)), "")
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class RowClient:
     def _wait_for_room(self, opened: OpenedRows) -> None:
         """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
         name, clock = opened.spec.name, self.core.clock
-        num_held = self._pushes.held_at(clock).count(name)
+        num_held = self._pushes.num_held(name, clock)
         self.waiting.wait(
             lambda: self._may_push(name) and self._pushes.count(name) - num_held < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",
