@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from paceline.core.effects import Release
 from paceline.core.ledger import WINDOW
+from paceline.core.messages import Push
 from paceline.core.worker import WorkerCore
 from paceline.errors import ProtocolBug, UsageError
 from paceline.node.layout import as_tensor, torch_dtype
@@ -110,6 +112,37 @@ class Outgoing:
     bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
     future: Future[PushOutcome]
     answers: Answers = field(default_factory=Answers)
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """How many pushes of each table are under way, by the clock they were made in: known without a look at each."""
+
+    _counts: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
+
+    def add(self, push: Push) -> None:
+        """Count a push that is sent."""
+        self._counts.setdefault(push.table, Counter())[push.clock] += 1
+
+    def remove(self, push: Push) -> None:
+        """Count a push that is answered no longer."""
+        counts = self._counts[push.table]
+        counts[push.clock] -= 1
+        if not counts[push.clock]:
+            del counts[push.clock]
+
+    def num(self, table: str, clock: int | None = None) -> int:
+        """Return how many pushes of a table are under way, of one clock or of all."""
+        counts = self._counts.get(table, Counter[int]())
+        return counts.total() if clock is None else counts[clock]
+
+    def is_older(self, table: str, clock: int) -> bool:
+        """Return whether a push of a table is under way that was made before a clock."""
+        return any(made < clock for made in self._counts.get(table, ()))
+
+    def clear(self) -> None:
+        """Count none."""
+        self._counts.clear()
 
 
 @dataclass(slots=True)

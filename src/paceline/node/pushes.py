@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.node.outgoing import Outgoing, PushBuffer, PushOutcome, Slots, promise
+from paceline.node.outgoing import Outgoing, PushBuffer, PushOutcome, Slots, UnderWay, promise
 from paceline.node.wire import PushFrame
 
 # In the place of an identity that is not known yet.
@@ -21,6 +21,7 @@ class Pushes:
 
     _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
     _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
+    _counts: UnderWay = field(default_factory=UnderWay)
     _next: Outgoing | None = None
 
     def __len__(self) -> int:
@@ -42,12 +43,12 @@ class Pushes:
     def has_slot(self, table: str, clock: int) -> bool:
         """Say whether there is memory for one more push during this clock, without waiting for earlier ones."""
         slots = self._slots[table]
-        return slots.available or (slots.held and self._oldest(table, clock) == clock)
+        return slots.available or (slots.held and not self._counts.is_older(table, clock))
 
-    def held_at(self, clock: int) -> list[str]:
-        """Return the tables of the pushes that are applied when this clock is finished, one for each push."""
-        made = [outgoing.frame.push for outgoing in self._under_way.values()]
-        return [push.table for push in made if push.clock == clock and self._slots[push.table].held]
+    def held_at(self, clock: int) -> dict[str, int]:
+        """Return how many pushes each table has that are applied when this clock is finished, of tables with any."""
+        nums = {table: self._counts.num(table, clock) for table, slots in self._slots.items() if slots.held}
+        return {table: num for table, num in nums.items() if num}
 
     def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
         """Have a push ready that is given its identity by the next call of `outgoing`."""
@@ -59,6 +60,7 @@ class Pushes:
         if self._next is not None:
             self._next.frame = replace(self._next.frame, push=push)
             self._under_way[push.id], self._next = self._next, None
+            self._counts.add(push)
         return self._under_way.get(push.id)
 
     def release(self, effect: Release) -> Outgoing | None:
@@ -71,6 +73,7 @@ class Pushes:
         if outgoing.bodies:
             return None
         self._slots[outgoing.frame.push.table].give(outgoing.buffer)
+        self._counts.remove(outgoing.frame.push)
         return self._under_way.pop(effect.id)
 
     def abandon(self, error: PacelineError) -> None:
@@ -78,8 +81,4 @@ class Pushes:
         while self._under_way:
             _, outgoing = self._under_way.popitem()
             outgoing.future.set_exception(error)
-
-    def _oldest(self, table: str, clock: int) -> int:
-        """Return the clock of the oldest push of a table under way, this clock if there is none: they are in order."""
-        pushes = (outgoing.frame.push for outgoing in self._under_way.values())
-        return next((push.clock for push in pushes if push.table == table), clock)
+        self._counts.clear()

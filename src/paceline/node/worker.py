@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -340,7 +339,7 @@ class WorkerNode:
         """Return how many pushes of each table wait for this worker to finish its clock."""
         with self._changed:
             clock = self._core.clock
-            return dict(Counter([*self._pushes.held_at(clock), *self.rows.held_at(clock)]))
+            return {**self._pushes.held_at(clock), **self.rows.held_at(clock)}
 
     def leave(self) -> None:
         """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""

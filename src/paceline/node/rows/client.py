@@ -163,9 +163,10 @@ class RowClient:
         """Count the pushes of a table, or of all, that some server has yet to answer."""
         return self._pushes.count(table)
 
-    def held_at(self, clock: int) -> list[str]:
-        """Return the tables of the pushes that are applied when this clock is finished, one for each push."""
-        return self._pushes.held_at(clock)
+    def held_at(self, clock: int) -> dict[str, int]:
+        """Return how many pushes each table has that are applied when this clock is finished, of tables with any."""
+        nums = {table: self._pushes.num_held(table, clock) for table in self._tables}
+        return {table: num for table, num in nums.items() if num}
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -399,7 +400,7 @@ class RowClient:
     def _wait_for_room(self, opened: OpenedRows) -> None:
         """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
         name, clock = opened.spec.name, self.core.clock
-        num_held = self._pushes.held_at(clock).count(name)
+        num_held = self._pushes.num_held(name, clock)
         self.waiting.wait(
             lambda: self._may_push(name) and self._pushes.count(name) - num_held < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",

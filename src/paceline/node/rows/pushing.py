@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
 from paceline.errors import PacelineError
-from paceline.node.outgoing import Answers, PushOutcome, promise
+from paceline.node.outgoing import Answers, PushOutcome, UnderWay, promise
 from paceline.node.rows.opened import OpenedRows
 from paceline.node.rows.parcels import ID_BYTES
 from paceline.node.wire import Keys, RowPushFrame
@@ -67,6 +67,8 @@ class RowPushes:
     """All pushes of rows under way. Used under the lock of the worker node."""
 
     _under_way: dict[PushId, RowPush] = field(default_factory=dict[PushId, RowPush])
+    _counts: UnderWay = field(default_factory=UnderWay)
+    _held: UnderWay = field(default_factory=UnderWay)  # those of tables whose pushes servers keep for their clock
     _next: RowPush | None = None
 
     def __contains__(self, push_id: PushId) -> bool:
@@ -75,14 +77,11 @@ class RowPushes:
 
     def count(self, table: str = "") -> int:
         """Count the pushes under way, of one table or of all."""
-        return sum(table in ("", push.opened.spec.name) for push in self._under_way.values())
+        return self._counts.num(table) if table else len(self._under_way)
 
-    def held_at(self, clock: int) -> list[str]:
-        """Return the tables of the pushes that servers keep until this clock is complete, one for each push."""
-        made = [(push.opened, push.push) for push in self._under_way.values()]
-        return [
-            opened.spec.name for opened, push in made if opened.is_held and push is not None and push.clock == clock
-        ]
+    def num_held(self, table: str, clock: int) -> int:
+        """Count the pushes of a table that servers keep until this clock is complete."""
+        return self._held.num(table, clock)
 
     def prepare(self, push: RowPush) -> None:
         """Have a push ready that is given its identity when the core first sends it."""
@@ -91,7 +90,11 @@ class RowPushes:
     def say(self, server: int, push: Push, say: Say, *, bare: bool) -> None:
         """Send a server its part of a push; nothing if that is answered already."""
         if self._next is not None:
-            self._next.push, self._under_way[push.id], self._next = push, self._next, None
+            made = self._under_way[push.id] = self._next
+            made.push, self._next = push, None
+            self._counts.add(push)
+            if made.opened.is_held:
+                self._held.add(push)
         found = self._under_way.get(push.id)
         if found is not None and server in found.parts:
             found.say(server, say, bare=bare)
@@ -109,6 +112,10 @@ class RowPushes:
         push.answers.note(effect)
         if push.parts:
             return None
+        assert push.push is not None
+        self._counts.remove(push.push)
+        if push.opened.is_held:
+            self._held.remove(push.push)
         return self._under_way.pop(effect.id)
 
     def abandon(self, error: PacelineError) -> None:
@@ -116,3 +123,5 @@ class RowPushes:
         while self._under_way:
             _, push = self._under_way.popitem()
             push.future.set_exception(error)
+        self._counts.clear()
+        self._held.clear()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+import torch
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
@@ -31,8 +32,23 @@ from paceline.tensors.summing import num_nonfinite
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 
+_MAX_PARTS = 64  # tensors of ids that are put together
 # Of one worker, more reads of one table than this may not wait: a misbehaving peer.
 MAX_READS = 1024
+
+
+@dataclass(slots=True)
+class _WaitingIds:
+    """The ids of pushes that wait, each at least once: a few tensors, however many pushes there are."""
+
+    ops: RowOps
+    parts: list[Tensor] = field(default_factory=list[Tensor])
+
+    def add(self, ids: Tensor) -> None:
+        """Note the ids of one more push."""
+        self.parts.append(ids)
+        if len(self.parts) > _MAX_PARTS:
+            self.parts = [self.ops.unique(torch.cat(self.parts))[0]]
 
 
 @dataclass(slots=True)
@@ -55,6 +71,8 @@ class ServedRows:
     lists: dict[Life, KeyLists] = field(default_factory=dict[Life, KeyLists])
     # Pushes that have arrived and are neither applied nor discarded.
     waiting: dict[PushId, RowContribution] = field(default_factory=dict[PushId, RowContribution])
+    # The ids of these; None after one of them has gone, until the next has come.
+    waiting_ids: _WaitingIds | None = None
     # Why this table takes no more pushes and is not read: an update of it failed, perhaps halfway.
     broken: str = ""
 
@@ -62,6 +80,21 @@ class ServedRows:
     def read_bytes(self) -> int:
         """Bytes of a row and its echo as they are read, before they are encoded."""
         return self.down.full_width * self.down.dtype.itemsize
+
+    def keep(self, push_id: PushId, contribution: RowContribution, ops: RowOps) -> None:
+        """Keep what a push brings; raises UsageError, and keeps nothing, if there is no room for its rows."""
+        if self.waiting_ids is None:
+            self.waiting_ids = _WaitingIds(ops)
+            for other in self.waiting.values():
+                self.waiting_ids.add(other.ids)
+        self.store.reserve([*self.waiting_ids.parts, contribution.ids])
+        self.waiting[push_id] = contribution
+        self.waiting_ids.add(contribution.ids)
+
+    def take(self, push_id: PushId) -> RowContribution:
+        """Return what a push that waits has brought, and keep it no longer."""
+        self.waiting_ids = None
+        return self.waiting.pop(push_id)
 
     def note_changed(self, ids: Tensor) -> None:
         """Have these rows, each once, sent to those who keep them."""
@@ -152,11 +185,10 @@ class RowShelf:
         )
         try:
             require_memory(f"rows of table '{served.spec.name}'", len(ids) * served.store.row_bytes)
-            served.store.reserve([*(other.ids for other in served.waiting.values()), ids])
+            served.keep(frame.push.id, contribution, self.ops)
         except UsageError as error:
             return str(error)
         self.same.note(frame.push, parcel.rows.view(-1))
-        served.waiting[frame.push.id] = contribution
         return ""
 
     def has(self, push_id: PushId) -> bool:
@@ -170,7 +202,7 @@ class RowShelf:
         that breaks), the table takes no more pushes and is not read, and says why; others go on.
         """
         served = self.tables[table]
-        contributions = [served.waiting.pop(push_id) for push_id in push_ids]
+        contributions = [served.take(push_id) for push_id in push_ids]
         if served.broken:
             return served.broken
         try:
@@ -184,7 +216,8 @@ class RowShelf:
     def discard(self, push_id: PushId) -> None:
         """Forget what a push brought."""
         for served in self.tables.values():
-            served.waiting.pop(push_id, None)
+            if push_id in served.waiting:
+                served.take(push_id)
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
