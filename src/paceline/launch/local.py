@@ -73,7 +73,13 @@ def prepare_run_dir(wanted: Path | None) -> Path:
         UsageError: it is another user's, holds something already, or cannot be made.
     """
     if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="paceline-"))
+        try:
+            return Path(tempfile.mkdtemp(prefix="paceline-"))
+        except OSError as error:
+            raise UsageError(
+                f"no folder for the files of the run: {error.strerror}; set TMPDIR to a folder that you can write, or "
+                "give --run-dir"
+            ) from error
     run_dir = wanted.absolute()
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

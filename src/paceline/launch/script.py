@@ -1,6 +1,7 @@
 """Checks the script that the user named."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,8 @@ NUM_SUGGESTIONS: Final = 3
 def check_script(script: Path) -> None:
     """Raise UsageError, with what may have been meant, when the script is not there."""
     if script.is_file():
+        if not os.access(script, os.R_OK):
+            raise UsageError(f"the script {script} cannot be read by user {os.geteuid()}: chmod it, or name another")
         return
     if script.is_dir():
         raise UsageError(f"{script} is a folder, not a script; name the .py file to run")
