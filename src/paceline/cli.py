@@ -4,6 +4,7 @@ Thin and light: what a command needs is imported when it runs, so that `paceline
 """
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -279,6 +280,7 @@ def answer(tokens: Sequence[str]) -> int:
     if options[:1] != ["run"]:  # `run` hands it on to its workers
         options = [token for token in options if token != TRACEBACK_FLAG]
     try:
+        require_working_folder()
         return app([*options, END_OF_OPTIONS, *script] if script else options)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -292,6 +294,14 @@ def answer(tokens: Sequence[str]) -> int:
             raise
         print(f"paceline: {explain(error)}", file=sys.stderr)
         return EXIT_FAILURE
+
+
+def require_working_folder() -> None:
+    """Raise UsageError where the folder that this was started in is gone: torch and scripts cannot do without one."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the working folder cannot be used: {error.strerror}; cd to one that is there") from error
 
 
 def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:

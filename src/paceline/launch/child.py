@@ -30,6 +30,7 @@ class Launch:
     environment: Mapping[str, str]
     place: Place | None = None
     cores: tuple[int, ...] = ()  # where it may run; empty: anywhere
+    is_fresh: bool = False  # it is not forked from a process that has imported torch
     has_terminal: bool = False  # its standard streams are the launcher's own
     num_restarts: int = 0  # of a process without a place; a place counts them itself
 

@@ -1,6 +1,7 @@
 """The environment variables: the one place in Paceline that reads them or hands them on."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,22 @@ def child_environment(
     fair_share = max(1, num_cores // num_processes)
     defaults = {NUM_THREADS: str(fair_share), "PYTHONUNBUFFERED": "1"}
     asked = {TRACEBACK: "1"} if traceback else {}
-    return {**defaults, **variables, **asked, LAUNCHER: str(os.getpid())}
+    return {**defaults, **variables, **python_options(), **asked, LAUNCHER: str(os.getpid())}
+
+
+def python_options() -> dict[str, str]:
+    """Return as variables what Python was told by its options, so that what this process starts runs under the same.
+
+    `python -X dev -O -W error` becomes PYTHONDEVMODE=1, PYTHONOPTIMIZE=1 and PYTHONWARNINGS=error.
+    """
+    told = {
+        "PYTHONDEVMODE": int(sys.flags.dev_mode),
+        "PYTHONOPTIMIZE": sys.flags.optimize,
+        "PYTHONDONTWRITEBYTECODE": int(sys.flags.dont_write_bytecode),
+        "PYTHONNOUSERSITE": int(sys.flags.no_user_site),
+    }
+    warned = {"PYTHONWARNINGS": ",".join(sys.warnoptions)} if sys.warnoptions else {}
+    return {**{name: str(value) for name, value in told.items() if value}, **warned}
 
 
 def with_import_path(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

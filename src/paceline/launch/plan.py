@@ -14,6 +14,7 @@ from paceline.launch.child import Launch
 from paceline.launch.choices import ScaleName, TraceLevel, TransportName
 from paceline.launch.cores import cores_here, share_of
 from paceline.launch.environment import Place, with_import_path
+from paceline.launch.forking.foresight import sets_variables
 from paceline.launch.module import OPTION
 from paceline.launch.policy import Policy
 
@@ -118,7 +119,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
     data_servers = [
         _plan_serving("data", rank, programs.data_server, run_dir, importing) for rank in range(run.num_data_servers)
     ]
-    cores = cores_here()
+    cores, is_fresh = cores_here(), sets_variables(run.script)
     workers = [
         Launch(
             role="worker",
@@ -129,6 +130,7 @@ def plan_launches(run: LocalRun, programs: Programs, run_dir: Path, environment:
             place=Place(run_dir / CLUSTER_NAME, rank=rank, local_rank=rank),
             cores=share_of(cores, rank, run.num_workers) if run.pin else (),
             has_terminal=rank == run.debug,
+            is_fresh=is_fresh,
         )
         for rank in range(run.num_workers)
     ]

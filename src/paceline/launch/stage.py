@@ -50,7 +50,7 @@ class LocalStage:
 
     def start(self, launch: Launch) -> Member:
         """Start a process."""
-        nursery = None if launch.has_terminal else self._nursery
+        nursery = None if launch.has_terminal or launch.is_fresh else self._nursery
         return self._add(launch, start_process if nursery is None else nursery.start)
 
     def wait(self, timeout_s: float) -> None:

@@ -57,9 +57,9 @@ class Odometer:
                     self._seen[name] = _carried(_copied(int(descriptor)))
 
     def usage(self) -> Usage | None:
-        """Return what this process has used so far; None elsewhere than on Linux."""
+        """Return what this process has used so far; None where the kernel does not tell: off Linux, without /proc."""
         self.look()
-        if sys.platform != "linux":
+        if not _PROCESS.exists():
             return None
         sent, received, sending = zip((0, 0, 0), *self._seen.values(), strict=True)
         return Usage(_peak_bytes(), sum(sent), sum(received), max(sending) / 1e6)

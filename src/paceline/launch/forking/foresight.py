@@ -20,6 +20,37 @@ def may_make_optimizers(script: Path) -> bool:
     return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
 
 
+def sets_variables(script: Path) -> bool:
+    """Tell whether a script changes environment variables: libraries that are imported already would not see that."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
+        return False
+    return any(map(_sets_variables, ast.walk(tree)))
+
+
+def _sets_variables(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=whole, ctx=ast.Store() | ast.Del()):  # os.environ["A"] = ...
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
+            return True
+        case ast.AugAssign(target=whole):  # os.environ |= {...}
+            return _is_environ(whole)
+        case _:
+            return False
+
+
+def _is_environ(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="environ" | "environb") | ast.Name(id="environ" | "environb"):
+            return True
+        case _:
+            return False
+
+
 def _imported(tree: ast.AST) -> set[str]:
     """Return the packages that some code imports; "" stands for the one that it lies in."""
     names: set[str] = set()

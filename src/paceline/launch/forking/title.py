@@ -14,6 +14,7 @@ PR_SET_MM: Final = 35
 PR_SET_MM_MAP: Final = 14
 UNCHANGED: Final = 0xFFFF_FFFF  # instead of a descriptor: keep the link to the executable
 
+STAT: Final = Path("/proc/self/stat")
 # The numbers of fields of /proc/self/stat, as proc(5) counts them.
 STAT_FIELDS: Final = {
     "start_code": 26,
@@ -47,7 +48,10 @@ class _MemoryMap(ctypes.Structure):
 
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have this process listed with this command and environment."""
+    """Have this process listed with this command and environment, where there is a /proc."""
+    layout_now = _layout_now()
+    if not layout_now:
+        return
     words = _joined(command)
     text = words + _joined(f"{name}={value}" for name, value in environment.items())
     libc = ctypes.CDLL(None)
@@ -56,13 +60,16 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
     ctypes.memmove(start, text, len(text))
     middle, end = start + len(words), start + len(text)
     places = {"arg_start": start, "arg_end": middle, "env_start": middle, "env_end": end, "brk": libc.sbrk(0)}
-    layout = _MemoryMap(**_layout_now(), **places, exe_fd=UNCHANGED)
+    layout = _MemoryMap(**layout_now, **places, exe_fd=UNCHANGED)
     libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), 0)
 
 
 def _layout_now() -> dict[str, int]:
     # The name of the program is in brackets and may hold anything, so count behind it: from the third field on.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    try:
+        fields = STAT.read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return {}
     return {name: int(fields[number - 3]) for name, number in STAT_FIELDS.items()}
 
 

@@ -1,0 +1,95 @@
+"""Where a run is started: folders that are gone or closed, Python told by options, no /proc."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.errors import UsageError
+from paceline.launch.environment import child_environment
+from paceline.launch.forking import title
+from paceline.launch.local import prepare_run_dir
+from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
+from paceline.launch.script import check_script
+from paceline.observe import resources
+
+ASK = """
+import json, sys
+from paceline.launch.environment import child_environment
+print(json.dumps({name: text for name, text in child_environment(1, 1, {}).items() if name.startswith("PYTHON")}))
+"""
+
+
+def test_what_python_is_told_by_options_is_told_to_all_processes() -> None:
+    told = subprocess.run(
+        [sys.executable, "-X", "dev", "-OO", "-B", "-s", "-W", "error::ResourceWarning", "-c", ASK],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={},
+        timeout=60,
+    )
+    assert json.loads(told.stdout) == {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDEVMODE": "1",
+        "PYTHONOPTIMIZE": "2",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONNOUSERSITE": "1",
+        "PYTHONWARNINGS": "default,error::ResourceWarning",
+    }
+
+
+def test_workers_of_a_script_that_sets_variables_import_torch_themselves(tmp_path: Path) -> None:
+    fresh: list[bool] = []
+    for text in ("import torch", "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch"):
+        (tmp_path / "script.py").write_text(text)
+        run = LocalRun(script=tmp_path / "script.py", num_workers=1)
+        server, worker = plan_launches(run, DEFAULT_PROGRAMS, tmp_path, child_environment(1, 1, {}))
+        assert not server.is_fresh
+        fresh.append(worker.is_fresh)
+    assert fresh == [False, True]
+
+
+def test_a_working_folder_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.answer(["run", "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "paceline: the working folder cannot be used: No such file or directory; cd to one that is there\n"
+    )
+
+
+def test_without_a_folder_for_temporary_files_the_user_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdtemp(prefix: str) -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+    with pytest.raises(
+        UsageError, match=r"No usable temporary directory found; set TMPDIR to a folder .* or give --run-"
+    ):
+        prepare_run_dir(None)
+
+
+def test_a_script_that_cannot_be_read_is_refused_before_processes_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may read everything
+    with pytest.raises(UsageError, match=r"train.py cannot be read by user \d+: chmod it"):
+        check_script(tmp_path / "train.py")
+
+
+def test_without_proc_nothing_is_counted_and_no_title_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Path(title.STAT.parent / "cmdline").read_bytes()
+    monkeypatch.setattr(title, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(resources, "_PROCESS", tmp_path / "self")
+    title.show_as(("another",), {})
+    assert Path("/proc/self/cmdline").read_bytes() == before
+    assert resources.Odometer().usage() is None
