@@ -130,3 +130,14 @@ def test_without_matplotlib_the_error_names_what_to_install(
 
 def test_an_empty_run_can_be_reported(tmp_path: Path) -> None:
     assert "<img" not in write_report([LabelledRun("empty", Run())], tmp_path, title="", facts={}).read_text()
+
+
+@pytest.mark.parametrize(
+    "label", [r"$\frac{", "a$b$c", "line\nbreak\x1b[31m", "n" * 5000, "<script>alert(1)</script>", "$"]
+)
+def test_a_label_of_any_text_is_drawn_and_shown_as_it_is(label: str, tmp_path: Path, runs: dict[str, Run]) -> None:
+    first, second = list(runs.values())[-2:]
+    labelled = [LabelledRun(label, first, note=label), LabelledRun("other", second)]
+    page = write_report(labelled, tmp_path, title=label, facts={label: label})
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "script" not in Page(page.read_text()).tags
