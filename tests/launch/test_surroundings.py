@@ -72,7 +72,7 @@ def test_without_a_folder_for_temporary_files_the_user_is_told_what_to_do(monkey
 
     monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
     with pytest.raises(
-        UsageError, match=r"No usable temporary directory found; set TMPDIR to a folder .* or give --run-"
+        UsageError, match=r"cannot make a temporary folder .*No usable temporary directory found. Point TMPDIR"
     ):
         prepare_run_dir(None)
 
@@ -81,8 +81,12 @@ def test_a_script_that_cannot_be_read_is_refused_before_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").touch()
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may read everything
-    with pytest.raises(UsageError, match=r"train.py cannot be read by user \d+: chmod it"):
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))  # root may read everything
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UsageError, match=r"cannot read the script .*train.py: .*Permission denied"):
         check_script(tmp_path / "train.py")
 
 

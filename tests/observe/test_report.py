@@ -143,3 +143,14 @@ def test_processes_that_were_lost_are_listed(tmp_path: Path) -> None:
     assert "After 2.5 s worker 1 was killed by SIGKILL; the others go on without it." in page
     write_report([LabelledRun("bsp", gather([step]))], tmp_path, title="t", facts={})
     assert "were lost" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "label", [r"$\frac{", "a$b$c", "line\nbreak\x1b[31m", "n" * 5000, "<script>alert(1)</script>", "$"]
+)
+def test_a_label_of_any_text_is_drawn_and_shown_as_it_is(label: str, tmp_path: Path, runs: dict[str, Run]) -> None:
+    first, second = list(runs.values())[-2:]
+    labelled = [LabelledRun(label, first, note=label), LabelledRun("other", second)]
+    page = write_report(labelled, tmp_path, title=label, facts={label: label})
+    assert (tmp_path / "report.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "script" not in Page(page.read_text()).tags

@@ -17,6 +17,7 @@ from paceline.observe.plots import (
     draw_loss_by_time,
     name_ends,
     new_figure,
+    plain,
     quiet,
 )
 
@@ -54,8 +55,8 @@ def draw_comparison(results: Sequence[Result], path: Path, title: str, note: str
     _draw_bars(traffic, results, subjects, _traffic_of)
     _entitle(memory, "Peak memory of a worker")
     _draw_bars(memory, results, subjects, _memory_of)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
-    figure.supxlabel(note, x=0.012, ha="left", fontsize=9, color=FAINT)
+    figure.suptitle(plain(title, 80), x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
+    figure.supxlabel(plain(note, 200), x=0.012, ha="left", fontsize=9, color=FAINT)
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
 
@@ -95,7 +96,7 @@ def _draw_bars(axes: Axes, results: Sequence[Result], subjects: Sequence[Subject
         axes.annotate(
             text, (left_mb, place), xytext=(5, 0), textcoords="offset points", va="center", color=INK, fontsize=9
         )
-    axes.set_yticks(range(len(subjects)), [subject.label for subject in subjects])
+    axes.set_yticks(range(len(subjects)), [subject.drawn for subject in subjects])
     for text, subject in zip(axes.get_yticklabels(), subjects, strict=True):
         text.set(color=subject.colour, weight="bold")
     axes.set_ylim(len(subjects) - 0.5, -0.5)

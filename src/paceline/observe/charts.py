@@ -18,6 +18,7 @@ from paceline.observe.plots import (
     draw_staleness,
     draw_waiting,
     new_figure,
+    plain,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ ROW_HEIGHT_IN = 4.4
 TITLE_HEIGHT_IN = 0.7
 LINE_HEIGHT_IN = 0.22
 LINE_LENGTH = 180
+MAX_LINES = 12
+MAX_TITLE = 80  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,13 @@ def draw_sheet(subjects: Sequence[Subject], *, title: str, subtitle: str) -> byt
     """Return all charts on one sheet as PNG."""
     rows = [[chart for chart in row if any(map(chart.can_show, subjects))] for row in SHEET]
     rows = [row for row in rows if row]
-    lines = wrap(subtitle, LINE_LENGTH)
+    lines = wrap(subtitle, LINE_LENGTH)[:MAX_LINES]
     header_in = TITLE_HEIGHT_IN + LINE_HEIGHT_IN * len(lines)
     figure = new_figure(WIDTH_IN, header_in + ROW_HEIGHT_IN * len(rows))
     heights = [header_in] + [ROW_HEIGHT_IN] * len(rows)
     header, *bands = figure.subfigures(1 + len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
-    header.text(0.01, 0.92, title, fontsize=20, weight="bold", color=INK, va="top")
-    header.text(0.01, 0.04, "\n".join(lines), fontsize=10.5, color=FAINT, va="bottom", linespacing=1.4)
+    header.text(0.01, 0.92, plain(title, MAX_TITLE), fontsize=20, weight="bold", color=INK, va="top")
+    header.text(0.01, 0.04, "\n".join(map(plain, lines)), fontsize=10.5, color=FAINT, va="bottom", linespacing=1.4)
     for band, row in zip(bands, rows, strict=True):
         cells = band.subfigures(1, len(row), squeeze=False, wspace=0.04)[0]
         for cell, chart in zip(cells, row, strict=True):

@@ -31,7 +31,7 @@ img { display: block; width: 100%; height: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 9px; border-bottom: 1px solid #e6e6e6; text-align: right; vertical-align: top; }
 thead th { vertical-align: bottom; border-bottom: 2px solid #222; font-weight: 600; line-height: 1.25; }
-th:first-child { text-align: left; }
+th:first-child { text-align: left; overflow-wrap: anywhere; min-width: 8em; }
 td { white-space: nowrap; }
 .note { display: block; max-width: 17em; padding-left: 19px; color: #555;
         font-size: 13px; font-weight: 400; line-height: 1.35; }

@@ -23,6 +23,7 @@ INK = "#222222"
 FAINT = "#8a8a8a"
 GRID = "#e6e6e6"
 DPI = 150
+MAX_LABEL = 40  # characters
 # Reads older than this share the leftmost bar, so that one straggler does not flatten every histogram.
 MAX_BARS = 8
 PALENESS = 0.35
@@ -34,14 +35,29 @@ BASELINE_ROOM = 1.6
 class Subject:
     """A run as it is drawn: its numbers under a label, in the one colour it has in every picture."""
 
-    label: str
+    label: str  # as it is written in texts; `drawn` in pictures
     summary: RunSummary
     colour: str
+
+    @property
+    def drawn(self) -> str:
+        """The label as pictures show it."""
+        return plain(self.label, MAX_LABEL)
 
     @property
     def is_baseline(self) -> bool:
         """Say whether a single process did all the work: no reads to show and nobody to wait for."""
         return len(self.summary.workers) == 1
+
+
+def plain(text: str, length: int = 1000) -> str:
+    r"""Return a text for a picture: taken as it is, not as a formula, on one line, and of bounded length.
+
+    >>> print(plain("$\frac{", 20), plain("ab\n" * 30, 9))
+    \$\frac{ ab ab ...
+    """
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return (shown if len(shown) <= length else f"{shown[: length - 3]}...").replace("$", r"\$")
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
@@ -105,7 +121,7 @@ def draw_waiting(axes: Axes, subjects: Sequence[Subject]) -> None:
             ticks.append(left + place)
             tick_labels.append(f"{worker.worker}\nslow" if is_slow else f"{worker.worker}")
         axes.annotate(
-            subject.label, (left + (len(workers) - 1) / 2, 0), xycoords=axes.get_xaxis_transform(),
+            subject.drawn, (left + (len(workers) - 1) / 2, 0), xycoords=axes.get_xaxis_transform(),
             xytext=(0, -36), textcoords="offset points", ha="center", va="top",
             color=subject.colour, weight="bold", annotation_clip=False,
         )  # fmt: skip
@@ -131,7 +147,7 @@ def draw_accuracy(axes: Axes, subjects: Sequence[Subject]) -> None:
             f"{accuracy:.2%}", (accuracy, place), xytext=(11, 0), textcoords="offset points", va="center",
             color=subject.colour, weight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
-    axes.set_yticks(range(len(known)), [subject.label for subject, _ in known])
+    axes.set_yticks(range(len(known)), [subject.drawn for subject, _ in known])
     for text, (subject, _) in zip(axes.get_yticklabels(), known, strict=True):
         text.set(color=subject.colour, weight="bold")
     axes.set_ylim(len(known) - 0.5, -0.5)
@@ -168,7 +184,7 @@ def _scale_by_ratio(axes: Axes) -> None:
 def name_ends(axes: Axes, ends: Sequence[tuple[Subject, str]]) -> None:
     """Name every curve and where it ends, top right, where falling curves leave room."""
     for line, (subject, end) in enumerate(ends):
-        for x, side, text, weight in ((0.78, "right", subject.label, "bold"), (0.80, "left", end, "normal")):
+        for x, side, text, weight in ((0.78, "right", subject.drawn, "bold"), (0.80, "left", end, "normal")):
             axes.text(
                 x, 0.97 - 0.075 * line, text, transform=axes.transAxes, ha=side, va="top", weight=weight,
                 color=subject.colour, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
@@ -187,7 +203,7 @@ def _draw_histogram(axes: Axes, subject: Subject, oldest: int, newest: int) -> N
     has_older = min(summary.differentials, default=oldest) < oldest
     axes.set_xticks(list(shares), [f"≤{tick}" if has_older and tick == oldest else f"{tick}" for tick in shares])
     axes.set_xlim(oldest - 0.6, newest + 0.6)
-    axes.set_title(subject.label, color=subject.colour, weight="bold", fontsize=11)
+    axes.set_title(subject.drawn, color=subject.colour, weight="bold", fontsize=11)
     axes.text(
         0.5, 0.985, f"newest there was: {summary.freshest_share:.0%}\noldest: {summary.max_staleness} clocks behind",
         transform=axes.transAxes, ha="center", va="top", color=FAINT, fontsize=9,

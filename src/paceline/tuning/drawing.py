@@ -6,7 +6,7 @@ import math
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from paceline.observe.plots import BASELINE_COLOUR, DPI, FAINT, INK, POLICY_COLOURS, new_figure, quiet
+from paceline.observe.plots import BASELINE_COLOUR, DPI, FAINT, INK, MAX_LABEL, POLICY_COLOURS, new_figure, plain, quiet
 from paceline.tuning.display import describe
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def draw_search(
     found = "none came to its end" if best is None else f"best {search.metric} {best.value:.4g}"
     num_trials = sum(trial.state != "interrupted" for trial in trials)
     title = f"{name}: {num_trials} trials, {found}"
-    figure.suptitle(title, x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
+    figure.suptitle(plain(title, 80), x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
     if best is not None:
         told = wrap(f"the best, trial {best.number}: {describe(best.parameters)}", _LINE_LENGTH)
-        figure.supxlabel("\n".join(told), x=0.012, ha="left", fontsize=10, color=FAINT)
+        figure.supxlabel("\n".join(map(plain, told)), x=0.012, ha="left", fontsize=10, color=FAINT)
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
 
@@ -61,7 +61,7 @@ def _label(axes: Axes, counted: str, metric: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(counted, color=INK)
-    axes.set_ylabel(metric, color=INK)
+    axes.set_ylabel(plain(metric, MAX_LABEL), color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -127,10 +127,11 @@ def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
         axes.set_axis_off()
         return
     names = sorted(importances, key=lambda name: importances[name])
-    axes.barh(names, [importances[name] for name in names], height=0.6, color=BASELINE_COLOUR)
-    for name in names:
+    axes.barh(range(len(names)), [importances[name] for name in names], height=0.6, color=BASELINE_COLOUR)
+    axes.set_yticks(range(len(names)), [plain(name, MAX_LABEL) for name in names])
+    for place, name in enumerate(names):
         axes.annotate(
-            f"{importances[name]:.0%}", (importances[name], name), xytext=(5, 0), textcoords="offset points",
+            f"{importances[name]:.0%}", (importances[name], place), xytext=(5, 0), textcoords="offset points",
             va="center", color=INK, fontsize=9,
         )  # fmt: skip
     axes.set_xlim(0, 1.15 * max(importances.values()) or 1)
