@@ -144,34 +144,31 @@ def run(
 
     check_consistency(consistency)
     path, module, args = read_program(script, args)
-    return start(
-        engine,
-        ray,
-        LocalRun(
-            script=path,
-            module=module,
-            args=(*config_args(config), *args),
-            num_workers=workers,
-            num_servers=servers,
-            num_data_servers=data_servers,
-            transport=transport,
-            consistency=consistency or check_strategy(strategy, workers),
-            strategy=strategy,
-            scale=scale,
-            trace=trace,
-            run_dir=run_dir,
-            shares=parts_of(shares, servers, quiet=quiet),
-            timeout_s=timeout,
-            grace_s=grace_s,
-            server_threads=server_threads,
-            pin=pin,
-            debug=debug,
-            policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
-            progress=progress and not quiet,
-            quiet=quiet,
-            traceback=traceback,
-        ),
+    asked = LocalRun(
+        script=path,
+        module=module,
+        args=(*config_args(config), *args),
+        num_workers=workers,
+        num_servers=servers,
+        num_data_servers=data_servers,
+        transport=transport,
+        consistency=consistency or check_strategy(strategy, workers),
+        strategy=strategy,
+        scale=scale,
+        trace=trace,
+        run_dir=run_dir,
+        shares=parts_of(shares, servers, quiet=quiet),
+        timeout_s=timeout,
+        grace_s=grace_s,
+        server_threads=server_threads,
+        pin=pin,
+        debug=debug,
+        policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
+        progress=progress and not quiet,
+        quiet=quiet,
+        traceback=traceback,
     )
+    return start(engine, ray, asked)
 
 
 def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:

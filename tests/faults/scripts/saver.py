@@ -34,7 +34,7 @@ try:
         optimizer.step()
         step += 1
         if step == 5:
-            ps.node.calls.waiting.patience_s = patience_s or 600.0
+            ps.node.waits.timeout_s = patience_s or 600.0
             say("going", os.getpid())
 except PeerError as error:
     say("caught", type(error).__name__, error)
