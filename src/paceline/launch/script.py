@@ -1,5 +1,6 @@
 """Checks the script that the user named."""
 
+import ast
 import difflib
 import warnings
 from pathlib import Path
@@ -31,7 +32,7 @@ def _check_readable(script: Path) -> None:
         if script.suffix == ".py":  # not an archive, or code that was compiled
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # each worker shows those that it is asked for
-                compile(content, str(script), "exec", dont_inherit=True)
+                ast.parse(content, str(script))
     except OSError as error:
         raise UsageError(f"cannot read the script {script}: {explain(error)}") from error
     except (SyntaxError, ValueError) as error:  # ValueError: it has null bytes

@@ -53,7 +53,7 @@ class Subject:
 def plain(text: str, length: int = 1000) -> str:
     r"""Return a text for a picture: taken as it is, not as a formula, on one line, and of bounded length.
 
-    >>> print(plain("$\frac{", 20), plain("ab\n" * 30, 9))
+    >>> print(plain(r"$\frac{", 20), plain("ab\n" * 30, 9))
     \$\frac{ ab ab ...
     """
     shown = "".join(character if character.isprintable() else " " for character in text)
