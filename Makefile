@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard src tests benchmarks examples docs hatch_build.py)
-NATIVE := src/paceline/tensors/rows/native.c
+NATIVE := src/paceline/update/rows/native.c
 INSTALLED := pyproject.toml constraints.txt hatch_build.py $(NATIVE)
 STAMPS := $(VENV)/installed
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/paceline/tensors/rows/native.c")
+SOURCE = Path("src/paceline/update/rows/native.c")
 # No option for the processor of this machine: the wheel has to run on others.
 OPTIONS = ("-std=c99", "-O3", "-fPIC", "-shared")
 TIMEOUT_S = 120.0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 MEMORY_BATCH = 256
 DECODE_BATCH = 32

@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import paceline
 from paceline.core.partition import Range
-from paceline.tensors.contribution import Contribution
-from paceline.tensors.rules import RuleSpec
-from paceline.tensors.shard import Shard
-from paceline.tensors.table import TableSpec
-from paceline.tensors.update import resolve
-from paceline.training.flat import Flat, segments_of
+from paceline.training.flat import FlatParameters, segments_of
+from paceline.update.named_rules import resolve
+from paceline.update.rules import RuleSpec
+from paceline.update.shard import Shard
+from paceline.update.summing import Contribution
+from paceline.update.table import TableSpec
 
 STEP_S = (0.58, 0.75, 1.51, 3.33)  # of each worker, virtual
 INNER_STEPS = 20
@@ -70,7 +70,7 @@ class Clouds:
 class Learner:
     """One worker: its model and inner optimizer, and the values that it started its round from."""
 
-    flat: Flat
+    flat: FlatParameters
     model: nn.Module
     inner: torch.optim.Optimizer
     clouds: Clouds
@@ -113,7 +113,7 @@ def learner(hidden: int, seed: int, rank: int) -> Learner:
     inner = torch.optim.AdamW(model.parameters(), lr=INNER_LR)
     named, _ = segments_of(inner, model)
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    return Learner(Flat.over(named), model, inner, Clouds.of(seed), generator)
+    return Learner(FlatParameters.over(named), model, inner, Clouds.of(seed), generator)
 
 
 def arrivals(*, in_step: bool) -> Iterator[tuple[float, list[int]]]:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paceline
-from paceline.current import bind
-from paceline.launch.carriers import make_transport
-from paceline.launch.environment import find_place
-from paceline.launch.keys.holders import Holder
-from paceline.launch.spec import wait_spec
-from paceline.session import Session
+from paceline.api.script import bind
+from paceline.api.session import Session
+from paceline.job.carriers import make_transport
+from paceline.job.credentials.holders import Holder
+from paceline.job.environment import find_place
+from paceline.job.spec import wait_spec
 from paceline.training.strategy import Strategy
-from paceline.transport.base import EMPTY, Connection, Frame, Listener, Papers, Place, Transport
+from paceline.transport.base import EMPTY, Connection, Frame, Listener, PeerIdentity, Place, Transport
 
 CONTEXT, LETTERS, WIDTH, HIDDEN, BATCH = 12, 64, 16, 256, 32
 LR = 2e-3
@@ -62,9 +62,9 @@ class CountedConnection:
         return self.inner.identity
 
     @property
-    def papers(self) -> Papers:
+    def peer_identity(self) -> PeerIdentity:
         """What the certificate of the other end says."""
-        return self.inner.papers
+        return self.inner.peer_identity
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame."""

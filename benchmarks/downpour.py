@@ -20,8 +20,8 @@ from cyclopts import App, Parameter
 from downpour_race import MAX_SAMPLES, UPDATES_PER_EPOCH, Digits, Outcome, race
 from measuring import machine, print_json, progress
 
-from paceline.tensors.rules import RuleSpec
-from paceline.tensors.update import SGD, Adagrad
+from paceline.update.named_rules import SGD, Adagrad
+from paceline.update.rules import RuleSpec
 
 CROWDS: Final = (1, 2, 4, 8, 16, 32, 64)
 RULES: Final[Mapping[str, tuple[Callable[[float], RuleSpec], tuple[float, ...]]]] = {

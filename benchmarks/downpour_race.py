@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.core.partition import Range
-from paceline.tensors.contribution import Contribution
-from paceline.tensors.rules import RuleSpec
-from paceline.tensors.shard import Shard
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.update import resolve
+from paceline.update.named_rules import resolve
+from paceline.update.rules import RuleSpec
+from paceline.update.shard import Shard
+from paceline.update.summing import Contribution
+from paceline.update.table import Segment, TableSpec
 
 BATCH_SIZE: Final = 8
 NUM_TRAINING: Final = 1440

@@ -23,12 +23,12 @@ from typing import Final
 
 from measuring import machine, print_json, progress
 
-import paceline.demo.digits
-from paceline.demo.data import check_extras, write_digits
+import paceline.tools.demo.digits
 from paceline.observe.runs import read_run
+from paceline.tools.demo.command import check_extras, write_digits
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-SCRIPT: Final = Path(paceline.demo.digits.__file__)
+SCRIPT: Final = Path(paceline.tools.demo.digits.__file__)
 TIMEOUT_S: Final = 300.0
 RUN: Final = (sys.executable, "-m", "paceline", "run", "--quiet")
 TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run")

@@ -8,13 +8,13 @@ import threading
 from functools import cache
 from pathlib import Path
 
-from paceline.launch.addresses import CLUSTER_NAME
-from paceline.launch.carriers import make_transport
-from paceline.launch.keys.holders import Holder
+from paceline.job.addresses import CLUSTER_NAME
+from paceline.job.carriers import make_transport
+from paceline.job.credentials.holders import Holder
+from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.launch.server import server_settings
-from paceline.launch.spec import ClusterSpec, wait_spec, write_private
-from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace
+from paceline.server.node import ServerNode
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
-from paceline.launch.environment import NUM_THREADS, Place
-from paceline.launch.spec import ClusterSpec, write_token
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
+from paceline.job.environment import NUM_THREADS, Place
+from paceline.job.spec import ClusterSpec, write_token
 
 if TYPE_CHECKING:
     from shaped_network import ShapedNetwork

@@ -14,8 +14,8 @@ from statistics import median
 import torch
 
 import paceline
-from paceline.node.table import Asked, Table
-from paceline.session import Session
+from paceline.api.session import Session
+from paceline.worker.table import PulledLater, Table
 
 NUM_LINE_TURNS = 10
 
@@ -55,7 +55,7 @@ def _tables(ps: Session, numel: int, num_chunks: int, consistency: str) -> list[
 
 def _play(ps: Session, tables: list[Table], gradients: list[torch.Tensor], num_steps: int) -> list[float]:
     """Take steps; return when the last values of each had come."""
-    asked, ends = dict[str, Asked](), list[float]()
+    asked, ends = dict[str, PulledLater](), list[float]()
     for step in range(num_steps + 1):
         for table, gradient in zip(tables, gradients, strict=True):
             _arrive(table, asked)
@@ -67,7 +67,7 @@ def _play(ps: Session, tables: list[Table], gradients: list[torch.Tensor], num_s
     return ends[1:]
 
 
-def _arrive(table: Table, asked: dict[str, Asked]) -> None:
+def _arrive(table: Table, asked: dict[str, PulledLater]) -> None:
     if table.name in asked:
         table.take(asked.pop(table.name), lambda _: None)
 
@@ -107,7 +107,7 @@ def _push(tables: list[Table], gradients: list[torch.Tensor], num_turns: int) ->
 
 
 def _pull(tables: list[Table], num_turns: int) -> float:
-    began, asked = time.monotonic(), dict[str, Asked]()
+    began, asked = time.monotonic(), dict[str, PulledLater]()
     for _ in range(num_turns):
         for table in tables:
             _arrive(table, asked)

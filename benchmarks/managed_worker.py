@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.node.rows.table import RowTable
-from paceline.session import Session
+from paceline.api.session import Session
+from paceline.worker.rows.table import RowTable
 
 RANK = 32
 NUM_USERS, NUM_ITEMS, NUM_RATINGS = 1200, 3000, 120_000  # of all workers together

@@ -8,7 +8,7 @@ import argparse
 import time
 
 import paceline
-from paceline.demo.pace import SLOW_WORKER, Pace
+from paceline.tools.demo.pace import SLOW_WORKER, ComputePace
 
 SIZE = 1000
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--lazy", action="store_true", help="read the cached copy while the bound allows it")
     options = parser.parse_args()
     with paceline.connect() as ps:
-        computing = Pace(options.compute_ms / 1000, fitful=ps.rank == SLOW_WORKER, seed=0).clocks()
+        computing = ComputePace(options.compute_ms / 1000, fitful=ps.rank == SLOW_WORKER, seed=0).clocks()
         table = ps.table("w", shape=(SIZE,), update=paceline.update.Add(), scale="sum")
         ps.barrier()
         start = time.monotonic()

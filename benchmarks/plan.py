@@ -21,12 +21,12 @@ from plan_models import WORK, WithLoss
 from plan_worker import ALONE, MICRO_BATCHES, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage
 
-from paceline.planning.estimate import Task, estimate
-from paceline.planning.machine import Machines, parse_device, parse_link
-from paceline.planning.measuring import measured_model
-from paceline.planning.recipe import Recipe
-from paceline.planning.sample import Sample
-from paceline.planning.strategy import parse_strategy
+from paceline.tools.plan.estimate import PlannedTask, estimate
+from paceline.tools.plan.loading import Sample
+from paceline.tools.plan.machine import Machines, parse_device, parse_link
+from paceline.tools.plan.measuring import measured_model
+from paceline.tools.plan.model import TrainingRecipe
+from paceline.tools.plan.strategy import parse_strategy
 
 TRANSPORTS: Final = ("shm", "tcp")  # of a parameter server
 STRATEGIES: Final = (ALONE, *TRANSPORTS, "all-reduce", "fsdp", "pipeline:2", "tensor:2")
@@ -106,7 +106,7 @@ def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict
     work = SIZES[size][name]
     with torch.device("meta"):
         module = WithLoss(work.make())
-    recipe = Recipe("fp32", "momentum")
+    recipe = TrainingRecipe("fp32", "momentum")
     model = measured_model(name, module, Sample.parse(work.sample), work.batch, recipe.weight_bytes)
     host, link = parse_device("cpu:1TB"), parse_link("10gbit" if strategy == "tcp" else "shm", "--link")
     count = 1 if strategy == ALONE else num_workers
@@ -120,7 +120,7 @@ def planned_bytes(strategy: str, size: str, name: str, num_workers: int) -> dict
         server_device=host,
         utilisation=1.0,
     )
-    task = Task(model=model, batch=chosen.data * work.batch, recipe=recipe)
+    task = PlannedTask(model=model, batch=chosen.data * work.batch, recipe=recipe)
     found = estimate(task, chosen, machines, MICRO_BATCHES if chosen.pipeline > 1 else None)
     return {role.name: role.memory.total for role in found.roles}
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 STRAGGLER = 1
 BATCH_SIZE = 48

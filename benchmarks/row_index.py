@@ -20,9 +20,9 @@ from measuring import Sample, machine, print_json, progress
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.tensors.rows.column import Column
-from paceline.tensors.rows.index import RowIndex
-from paceline.tensors.rows.ops import RowOps, row_ops
+from paceline.update.rows.column import RowColumn
+from paceline.update.rows.index import RowIndex
+from paceline.update.rows.ops import RowOps, row_ops
 
 WIDTH: Final = 16
 NUM_KEYS: Final = 100_000  # of one call
@@ -55,7 +55,7 @@ class Side:
     @staticmethod
     def of(ops: RowOps, ids: Tensor, values: Tensor) -> "Side":
         """Insert all ids, a call after the other, and time each."""
-        side = Side(ops, RowIndex(ops, Column(1, torch.int64)), values.clone(), {"insert": []})
+        side = Side(ops, RowIndex(ops, RowColumn(1, torch.int64)), values.clone(), {"insert": []})
         for keys in ids.split(NUM_KEYS):
             side.take("insert", lambda keys=keys: side.index.add(keys))
         side.bytes_per_row = side.index.memory_bytes / len(side.index)

@@ -24,12 +24,12 @@ from turns import BENCHMARKS, PlayFailed, Side, Stage
 from zipf import Zipf
 
 import paceline
-from paceline.tensors.rows.contribution import RowContribution
-from paceline.tensors.rows.layout import index_bytes, row_bytes
-from paceline.tensors.rows.ops import row_ops
-from paceline.tensors.rows.rules import row_rule
-from paceline.tensors.rows.spec import RowTableSpec
-from paceline.tensors.rows.store import RowStore
+from paceline.update.rows.contribution import RowContribution
+from paceline.update.rows.layout import index_bytes, row_bytes
+from paceline.update.rows.ops import row_ops
+from paceline.update.rows.rules import row_rule
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rows.store import RowStore
 
 STEPS: Final = 10  # a turn
 WAYS: Final = ("raw", "module", "local")

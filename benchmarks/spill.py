@@ -24,12 +24,12 @@ from measuring import machine, print_json, progress
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.tensors.rows.layout import index_bytes, row_bytes
-from paceline.tensors.rows.ops import row_ops
-from paceline.tensors.rows.rules import row_rule
-from paceline.tensors.rows.spec import Lifecycle, RowTableSpec
-from paceline.tensors.rows.store import RowContribution, RowStore
-from paceline.tensors.update import Add
+from paceline.update.named_rules import Add
+from paceline.update.rows.layout import index_bytes, row_bytes
+from paceline.update.rows.ops import row_ops
+from paceline.update.rows.rules import row_rule
+from paceline.update.rows.spec import Lifecycle, RowTableSpec
+from paceline.update.rows.store import RowContribution, RowStore
 
 WIDTH: Final = 8
 BATCH_ROWS: Final = 1 << 17

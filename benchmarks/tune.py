@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.launch.config import Choice, read_mapping
-from paceline.tuning.space import Pruning, Search, read_search
-from paceline.tuning.study import Study
+from paceline.tools.tune.space import Pruning, Search, read_search
+from paceline.tools.tune.study import Study
 
 SEARCH: Final = Path(__file__).parents[1] / "examples" / "digits_search.yaml"
 NUM_TRAINING: Final = 1440

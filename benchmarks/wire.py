@@ -23,7 +23,7 @@ from turns import BENCHMARKS, PlayFailed, Side, Stage
 from wire_certificates import Authority
 from wire_ends import KINDS, MEMBER, TIMEOUT_S, End, Kind, connect
 
-from paceline.launch.spec import write_token
+from paceline.job.spec import write_token
 
 MANY: Final = 64
 TOTAL_BYTES: Final = 256 * 2**20  # of one turn, over all connections

@@ -23,8 +23,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.observe.resources import Odometer
-from paceline.planning.quantities import parse_bytes
+from paceline.observe.resources import ResourceUsage
+from paceline.tools.plan.quantities import parse_bytes
 
 NUM_CLASSES = 16
 SMALL_WIDTH = 64
@@ -91,7 +91,7 @@ def give_back_what_is_freed() -> None:
 
 def peak_bytes() -> int:
     """Return the most memory that this process has had."""
-    used = Odometer().usage()
+    used = ResourceUsage().usage()
     if used is None:
         raise SystemExit("This example measures memory as Linux tells it, and this is another system.")
     return used.peak_bytes

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.core.strategies import Distribution
 from paceline.errors import UsageError
-from paceline.planning.estimate import Task as PlannedTask
-from paceline.planning.estimate import estimate
-from paceline.planning.machine import Machines, parse_device, parse_link
-from paceline.planning.model import Layer, Model
-from paceline.planning.recipe import Recipe
-from paceline.planning.strategy import parse_strategy
+from paceline.job.strategy import Distribution
+from paceline.tools.plan.estimate import PlannedTask as PlannedTask
+from paceline.tools.plan.estimate import estimate
+from paceline.tools.plan.machine import Machines, parse_device, parse_link
+from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe
+from paceline.tools.plan.strategy import parse_strategy
 
 MEGA = 1e6
 NUMBER_BYTES = 4
@@ -30,7 +29,7 @@ class Task:
         """Return the model as the plan sees it: blocks of two layers each."""
         width = self.width
         blocks = [
-            Layer(
+            PlannedLayer(
                 f"block {index}",
                 num_parameters=2 * width * (width + 1),
                 flops=4 * width**2,
@@ -55,7 +54,7 @@ def need_bytes(task: Task, distribution: Distribution, num_workers: int) -> floa
     device = parse_device("cpu:1TB")
     network = parse_link("10gbit", "link")
     machines = Machines(device, num_workers, num_workers, network, network, device, utilisation=0.4)
-    planned = PlannedTask(model=task.model(), batch=task.batch, recipe=Recipe("fp32", "adam"))
+    planned = PlannedTask(model=task.model(), batch=task.batch, recipe=TrainingRecipe("fp32", "adam"))
     strategy = parse_strategy(_as_planned(distribution, num_workers), num_workers)
     return estimate(planned, strategy, machines).worker.memory.total
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
-from paceline.node.rows.table import RowTable
+from paceline.worker.rows.table import RowTable
 
 INTERCEPT = torch.tensor([-1])  # an id like any other: the weight that all samples have
 NUM_FACTORS = 8

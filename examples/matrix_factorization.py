@@ -23,7 +23,7 @@ from ratings import Ratings, load
 from torch import Tensor
 
 import paceline
-from paceline.node.rows.table import RowTable
+from paceline.worker.rows.table import RowTable
 
 WIDTH = 20  # numbers a row
 CLOCKS_A_PASS = 100

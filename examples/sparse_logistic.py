@@ -21,8 +21,8 @@ from sparse_report import Run, report, say_words
 from sparse_samples import Batch, Floats, Ids, Samples, area_under_curve, held_out, log_loss, paragraphs, read_samples
 
 import paceline
-from paceline.node.rows.table import RowTable
-from paceline.tensors.filters.traffic import Bytes
+from paceline.update.filters.traffic import WireBytes
+from paceline.worker.rows.table import RowTable
 
 RATE = 0.8  # of the proximal steps of all workers in a clock together
 ALPHA = 1.0  # of FTRL
@@ -45,7 +45,7 @@ class Problem:
         """Return how good weights are."""
         objective = log_loss(self.train.scores(weights), self.train.labels) + self.l1 * float(np.abs(weights).sum())
         auc = area_under_curve(self.test.scores(weights), self.test.labels)
-        num_filtered, num_pushed = table.sifted.dropped, table.sifted.given
+        num_filtered, num_pushed = table.filtered.dropped, table.filtered.given
         return Point(clock, objective, auc, int(np.count_nonzero(weights)), num_filtered, num_pushed)
 
     def violation(self, weights: Floats) -> float:
@@ -112,12 +112,12 @@ def train(ps: paceline.Session, name: str, solver: Solver, problem: Problem, opt
     return Run(name, [*looks, problem.look(options.clocks, weights, table)], weights, counts)
 
 
-def count(ps: paceline.Session, table: RowTable, first: Bytes) -> dict[str, float]:
+def count(ps: paceline.Session, table: RowTable, first: WireBytes) -> dict[str, float]:
     """Return what all workers counted, added up by a table of its own."""
     end = table.traffic.total
     counted = {
-        "rows pushed": table.sifted.given,
-        "rows filtered": table.sifted.dropped,
+        "rows pushed": table.filtered.given,
+        "rows filtered": table.filtered.dropped,
         "ids": end.key_bytes,
         "digests": end.digest_bytes,
         "numbers": end.value_bytes,

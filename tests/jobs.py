@@ -16,17 +16,17 @@ import pytest
 import torch
 from tests.leaks import nothing_left_behind
 
-from paceline.current import bind
-from paceline.joining import join
-from paceline.launch.carriers import listen_address, make_transport
-from paceline.launch.environment import Place
-from paceline.launch.keys.certificates import Authority
-from paceline.launch.keys.holders import KEYS_NAME, Holder
+from paceline.api.join import join
+from paceline.api.script import bind
+from paceline.api.session import Session
+from paceline.job.carriers import listen_address, make_transport
+from paceline.job.credentials.certificates import Authority
+from paceline.job.credentials.holders import KEYS_NAME, Holder
+from paceline.job.environment import Place
+from paceline.job.spec import ClusterSpec, write_token
 from paceline.launch.server import server_settings
-from paceline.launch.spec import ClusterSpec, write_token
-from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace
-from paceline.session import Session
+from paceline.server.node import ServerNode
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 

@@ -10,9 +10,11 @@ from paceline.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from paceline import ray
-    from paceline.connecting import connect
-    from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-    from paceline.current import (
+    from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, reduce, wait
+    from paceline.api.connect import connect
+    from paceline.api.embedding import Embedding, EmbeddingBag
+    from paceline.api.feeding import feed
+    from paceline.api.script import (
         barrier,
         distributed,
         init,
@@ -24,21 +26,20 @@ if TYPE_CHECKING:
         shard,
         size,
     )
+    from paceline.api.session import Session
+    from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
     from paceline.data.files import files
     from paceline.data.prefetching import prefetch
-    from paceline.embedding import Embedding, EmbeddingBag
-    from paceline.feeding import sources
-    from paceline.node.rows.managed import managed
-    from paceline.patterns import all_gather, all_reduce, broadcast, pull, push, reduce, wait
-    from paceline.session import Session
-    from paceline.supply import feed
-    from paceline.tensors import filters, functions, update
-    from paceline.tensors.rows import first
-    from paceline.tensors.rows.spec import Lifecycle
+    from paceline.data.sources import declared as sources
+    from paceline.tools.tune.api import tune
     from paceline.training.downpour import downpour
     from paceline.training.fsdp import fsdp
     from paceline.training.local_sgd import diloco, local_sgd
-    from paceline.tuning.api import tune
+    from paceline.update import filters, functions
+    from paceline.update import named_rules as update
+    from paceline.update.rows import initializers as first
+    from paceline.update.rows.spec import Lifecycle
+    from paceline.worker.rows.managed import managed
 
 __all__ = [
     "Consistency",
@@ -86,30 +87,32 @@ __all__ = [
     "wait",
 ]
 
-# Where a name is, if not in paceline.current.
+# Where a name is, if not in paceline.api.script.
 _HOMES = {
     **dict.fromkeys(("Consistency", "asynchronous", "backup", "bsp", "essp", "ssp"), "paceline.core.consistency"),
-    **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.embedding"),
+    **dict.fromkeys(("Embedding", "EmbeddingBag"), "paceline.api.embedding"),
     **dict.fromkeys(("diloco", "local_sgd"), "paceline.training.local_sgd"),
-    **dict.fromkeys(("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.patterns"),
-    "Lifecycle": "paceline.tensors.rows.spec",
-    "Session": "paceline.session",
-    "connect": "paceline.connecting",
+    **dict.fromkeys(
+        ("all_gather", "all_reduce", "broadcast", "pull", "push", "reduce", "wait"), "paceline.api.collectives"
+    ),
+    "Lifecycle": "paceline.update.rows.spec",
+    "Session": "paceline.api.session",
+    "connect": "paceline.api.connect",
     "downpour": "paceline.training.downpour",
-    "feed": "paceline.supply",
+    "feed": "paceline.api.feeding",
     "files": "paceline.data.files",
     "fsdp": "paceline.training.fsdp",
-    "managed": "paceline.node.rows.managed",
+    "managed": "paceline.worker.rows.managed",
     "prefetch": "paceline.data.prefetching",
-    "tune": "paceline.tuning.api",
+    "tune": "paceline.tools.tune.api",
 }
 _MODULES = {
-    "filters": "paceline.tensors.filters",
-    "first": "paceline.tensors.rows.first",
-    "functions": "paceline.tensors.functions",
+    "filters": "paceline.update.filters",
+    "first": "paceline.update.rows.initializers",
+    "functions": "paceline.update.functions",
     "ray": "paceline.ray",
-    "sources": "paceline.feeding.sources",
-    "update": "paceline.tensors.update",
+    "sources": "paceline.data.sources.declared",
+    "update": "paceline.update.named_rules",
 }
 
 
@@ -119,7 +122,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     if name in _MODULES:
         return import_module(_MODULES[name])
-    return getattr(import_module(_HOMES.get(name, "paceline.current")), name)
+    return getattr(import_module(_HOMES.get(name, "paceline.api.script")), name)
 
 
 def __dir__() -> list[str]:

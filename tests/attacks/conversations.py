@@ -16,25 +16,25 @@ from safetensors.torch import save
 from tests.attacks.malformed import EXTREMES
 from tests.attacks.rogue import MOST, Rogue, bytes_of, dense, row_table
 from tests.attacks.sessions import Said, Talker
-from tests.feeding.feeders import MISSING, ODD, ODD_SKIPPED, RECIPE
-from tests.feeding.speaking import Caller, body_of
-from tests.node.client import Client, as_body
-from tests.node.cluster import table
+from tests.data.service.feeders import MISSING, ODD, ODD_SKIPPED, RECIPE
+from tests.data.service.speaking import Caller, body_of
+from tests.nodes.client import Client, as_body
+from tests.nodes.cluster import table
 
 from paceline.core import messages
 from paceline.core.messages import Applied, Clock, Fetched, Join, Joined, Pull, Push, PushId, Sender, Ticked
+from paceline.data.service.messages import BatchParcel, Message, OpenSource, ReadBatches, SourceOpened
+from paceline.data.service.messages import decode as decode_fed
+from paceline.data.sources.recipe import encode_recipe
 from paceline.errors import PeerError
-from paceline.feeding.recipe import encode_recipe
-from paceline.feeding.wire import Message, Open, Opened, Parcel, Read
-from paceline.feeding.wire import decode as decode_fed
-from paceline.node import requests
-from paceline.node.requests import Declare, DeclareRows, Done, Initialise
-from paceline.node.wire import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame
-from paceline.tensors import update
-from paceline.tensors.rows.spec import First
-from paceline.tensors.rules import Hyper, RuleSpec
-from paceline.tensors.table import Segment
 from paceline.transport.base import EMPTY, Connection
+from paceline.update import named_rules as update
+from paceline.update.rows.spec import First
+from paceline.update.rules import Hyper, RuleSpec
+from paceline.update.table import Segment
+from paceline.wire import requests
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame
+from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone
 
 NUMEL = 1000
 IDS = torch.arange(16)
@@ -107,10 +107,12 @@ class Conversation(Talker):
 
     def _call(self) -> Said:
         pick = self._random.choice
-        errand = requests.Errand(self._random.randrange(200), pick(("d0", "r0", "r1")), 0, self._random.randrange(100))
+        table_call = requests.TableCall(
+            self._random.randrange(200), pick(("d0", "r0", "r1")), 0, self._random.randrange(100)
+        )
         path = pick(("os:abort", "test.support:x", "_testcapi:crash", "__main__:f", "tests.attacks.endings:function"))
         kind, k = pick((path, "top", "sample")), pick((1, 2**40, 2**62, MOST, -1))
-        return requests.CallFunction(errand, kind, {} if kind == path else {"k": k}), b""
+        return requests.CallFunction(table_call, kind, {} if kind == path else {"k": k}), b""
 
     def _too_much(self) -> Said:
         """Ask for what would take too much time or memory; rarely, as it takes some to say."""
@@ -130,9 +132,9 @@ class Conversation(Talker):
             (PushFrame(self._push_of("d"), 1.0, tuple(range(50_000)), ()), bytes(16)),
             (PushFrame(self._push_of("d"), 1.0, (), ({"x" * 90_000: 1.0},)), bytes(16)),
             (messages.Clock(self.me, 1, tuple(("d0", clock) for clock in range(9000))), b""),
-            (requests.TakePiece(number, "w" * pick((1, 600)), pick((5, 2**40)), pick((1, 9**9)), (1,) * 9, ()), b""),
-            (requests.TakePiece(number, "w", 0, 0, (2**19, 2**19), ()), b""),
-            (requests.Meet(number, "here" * pick((1, 500))), b""),
+            (requests.ClaimWork(number, "w" * pick((1, 600)), pick((5, 2**40)), pick((1, 9**9)), (1,) * 9, ()), b""),
+            (requests.ClaimWork(number, "w", 0, 0, (2**19, 2**19), ()), b""),
+            (requests.Barrier(number, "here" * pick((1, 500))), b""),
         )
         return pick(said)
 
@@ -154,7 +156,7 @@ class Honest:
 
     def _ask(self, message: object, body: memoryview = EMPTY) -> None:
         self._peer.say(message, body)
-        self._peer.hear(Done)
+        self._peer.hear(RequestDone)
 
     def step(self) -> None:
         """Read both tables, push what depends on them, finish a clock; each has to be answered before the next."""
@@ -251,11 +253,11 @@ class Asker:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._loans: list[int] = []
+        self._send_buffers: list[int] = []
 
     def talk(self, peer: Caller) -> int:
         """Say some things, take in the answers of most, and return how many were said before the line was cut."""
-        self._loans, opened, num_said = [], set[int](), 0
+        self._send_buffers, opened, num_said = [], set[int](), 0
         for number in range(self._random.randrange(1, 40)):
             with suppress(PeerError):
                 message, body = self._say(number, opened)
@@ -269,18 +271,18 @@ class Asker:
         pick = self._random.choice
         if not opened or self._random.random() < 0.1:
             recipe = encode_recipe(pick((RECIPE, ODD, ODD_SKIPPED, MISSING)))
-            return Open(number), memoryview(pick((recipe,) * 9 + (recipe[:-3],)))
+            return OpenSource(number), memoryview(pick((recipe,) * 9 + (recipe[:-3],)))
         indices = [pick((0, 1, 7, 9999) * 5 + (-1, 10_000, 2**62)) for _ in range(pick((0, 1, 3, 200)))]
         source = pick((*opened, *opened, *opened, *opened, 99))
-        returned = tuple(self._loans[: pick((0, 1, 9))]) + pick(((),) * 30 + ((12345,),))
-        del self._loans[: len(returned)]
+        returned = tuple(self._send_buffers[: pick((0, 1, 9))]) + pick(((),) * 30 + ((12345,),))
+        del self._send_buffers[: len(returned)]
         num = pick((len(indices),) * 30 + (2**62,))
-        read = Read(number, source, pick((0, 1, 2**62, -1)), num, pick((True, False)), returned)
+        read = ReadBatches(number, source, pick((0, 1, 2**62, -1)), num, pick((True, False)), returned)
         return read, body_of(indices)
 
     def _hear(self, peer: Caller, opened: set[int]) -> None:
         answer = decode_fed(peer.connection.receive(timeout_s=5.0).header)
-        if isinstance(answer, Opened):
+        if isinstance(answer, SourceOpened):
             opened.add(answer.number)
-        elif isinstance(answer, Parcel) and answer.loan >= 0:
-            self._loans.append(answer.loan)
+        elif isinstance(answer, BatchParcel) and answer.lent_buffer >= 0:
+            self._send_buffers.append(answer.lent_buffer)

@@ -18,12 +18,13 @@ from tests.attacks.rogue import LAST, MOST, bytes_of, container, dense, row_tabl
 from paceline.core import messages
 from paceline.core.messages import Push, PushId, Sender
 from paceline.errors import PeerError
-from paceline.node import requests, wire
-from paceline.node.requests import Errand
-from paceline.node.roles import check_said
-from paceline.node.wire import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
-from paceline.tensors.rows.spec import FilterSpec, Lifecycle
 from paceline.transport.frames import WIRE_VERSION, Kind, Prefix, encode_prefix
+from paceline.update.rows.spec import FilterSpec, Lifecycle
+from paceline.wire import messages as wire
+from paceline.wire import requests
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe, decode
+from paceline.wire.permissions import check_said
+from paceline.wire.requests import TableCall
 
 RANK = 7
 ME = Sender(1, RANK, 0)
@@ -51,7 +52,7 @@ class Frame:
 
 def seeds() -> list[tuple[object, bytes]]:
     """One message of each kind, none of which may change tables "w" and "r" as it is, and what travels beside it."""
-    push, sender, errand = Push(PushId(1, RANK, 0, 0), "z", 0, 0), ME, Errand(1, "q", 0, 0)
+    push, sender, table_call = Push(PushId(1, RANK, 0, 0), "z", 0, 0), ME, TableCall(1, "q", 0, 0)
     keys, rows = Keys(2, b"", sent=True), bytes_of(IDS) + bytes_of(torch.ones(2, 2))
     odd = row_table("q", life=Lifecycle(admit_after=0), filters=(FilterSpec("int8", {"push": True}),))
     said: list[tuple[object, bytes]] = [
@@ -65,7 +66,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (wire.KeysWanted("q", 0, 0), b""),
         (messages.Join(sender), b""),
         (messages.Clock(sender, 3, (("w", 1),)), b""),
-        (messages.Taken(sender, "r", 1), b""),
+        (messages.PieceTaken(sender, "r", 1), b""),
         (messages.Leave(sender), b""),
         (messages.Closed(1, "w", 0, ((RANK, 0),)), b""),
         (messages.Follow(1, 0, "w", 0), b""),
@@ -77,13 +78,13 @@ def seeds() -> list[tuple[object, bytes]]:
         (requests.AwaitValues(1, "w"), b""),
         (requests.SaveState(1, "w"), b""),
         (requests.LoadState(1, "z"), container("F32", 16)),
-        (requests.Meet(1, "here"), b""),
-        (requests.TakePiece(1, "work", 0, 0, (1, 2), (3,)), b""),
-        (requests.CallFunction(errand, "sample", {"k": 3}), b""),
-        (requests.CountRows(errand), b""),
-        (requests.ReadRows(errand, 0, values_only=True), b""),
-        (requests.WriteRows(errand), container("I64", 32, "ids")),
-        (requests.Failed(1, "no"), b""),
+        (requests.Barrier(1, "here"), b""),
+        (requests.ClaimWork(1, "work", 0, 0, (1, 2), (3,)), b""),
+        (requests.CallFunction(table_call, "sample", {"k": 3}), b""),
+        (requests.CountRows(table_call), b""),
+        (requests.ReadRows(table_call, 0, values_only=True), b""),
+        (requests.WriteRows(table_call), container("I64", 32, "ids")),
+        (requests.RequestFailed(1, "no"), b""),
     ]
     return said
 

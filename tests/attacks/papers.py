@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from tests.transport.carriers import CREDENTIALS
 
-from paceline.launch.keys.certificates import Authority
-from paceline.launch.keys.certificates import request as key_request
-from paceline.launch.keys.holders import Holder, tls_settings
+from paceline.job.credentials.certificates import Authority
+from paceline.job.credentials.certificates import request as key_request
+from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.transport import TlsSettings
 
 

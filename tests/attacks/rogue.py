@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 from tests.attacks.target import PATIENCE_S
-from tests.node.client import Client, client
-from tests.node.cluster import Cluster
+from tests.nodes.client import Client, client
+from tests.nodes.cluster import Cluster
 from torch import Tensor
 
 from paceline.core.messages import Join, Joined, Pull, Push, PushId, Sender
 from paceline.errors import PeerError
-from paceline.node.requests import Failed, SaveState
-from paceline.node.wire import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, decode, encode
-from paceline.tensors.rows.spec import RowTableSpec
-from paceline.tensors.rules import Hyper, RuleSpec
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.update import Add
 from paceline.transport.base import EMPTY
+from paceline.update.named_rules import Add
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import Hyper, RuleSpec
+from paceline.update.table import Segment, TableSpec
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, decode, encode
+from paceline.wire.requests import RequestFailed, SaveState
 
 LAST = 10**6  # the number of a request whose answer says that all before have been looked at
 MOST = 2**64 - 1  # that fits into a message
@@ -50,7 +50,7 @@ class Rogue:
             self.say(SaveState(LAST, "there is none"))
             while True:
                 message = decode(self.peer.connection.receive(timeout_s=PATIENCE_S).header)
-                if isinstance(message, Failed) and message.number == LAST:
+                if isinstance(message, RequestFailed) and message.number == LAST:
                     return heard
                 heard.append(message)
         except PeerError:

@@ -12,13 +12,13 @@ from tests.attacks.rogue import MOST, bytes_of
 
 from paceline.core import messages
 from paceline.core.messages import Pull, Push, PushId, Sender
-from paceline.node import requests
-from paceline.node.requests import Errand
-from paceline.node.wire import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
-from paceline.tensors import update
-from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
-from paceline.tensors.rules import Quorum, RuleSpec
-from paceline.tensors.table import Segment, TableSpec
+from paceline.update import named_rules as update
+from paceline.update.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
+from paceline.update.rules import Quorum, RuleSpec
+from paceline.update.table import Segment, TableSpec
+from paceline.wire import requests
+from paceline.wire.messages import Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.requests import TableCall
 
 NUMBERS = (0, 1, 2, 3, -1, 5, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, -(2**63), MOST)
 CLOCKS = (0, 0, 1, 2, 3, 2**62)
@@ -55,7 +55,7 @@ class Talker:
         self._torch = torch.Generator().manual_seed(seed)
         self._sayings: tuple[Callable[[], Said], ...] = (
             *(self._push, self._push, self._rows, self._rows, self._rows, self._row_pull, self._row_pull),
-            *(self._pull, self._progress, self._give_up, self._errand, self._request, self._table),
+            *(self._pull, self._progress, self._give_up, self._table_call, self._request, self._table),
         )
 
     def say(self) -> Said:
@@ -114,32 +114,32 @@ class Talker:
     def _progress(self) -> Said:
         pick = self._random.choice
         tick = messages.Clock(self.me, pick((1, 2, 3, 4, 5, 100)), ((pick(TABLES), pick(CLOCKS)),))
-        return pick((tick, messages.Taken(self.me, pick(TABLES), pick(CLOCKS)), messages.Join(self.me))), b""
+        return pick((tick, messages.PieceTaken(self.me, pick(TABLES), pick(CLOCKS)), messages.Join(self.me))), b""
 
     def _give_up(self) -> Said:
         if self._random.random() < 0.5:
             return RowsUsed(self.me, self._random.choice(TABLES), self._random.choice(NUMBERS)), bytes_of(self._ids())
         return Unsubscribe(self.me, self._random.choice(TABLES), self._random.choice((0, 5, 60))), bytes_of(self._ids())
 
-    def _errand(self) -> Said:
+    def _table_call(self) -> Said:
         pick, number = self._random.choice, self._random.randrange(200)
-        errand = Errand(number, pick(TABLES), pick((0, 1, 2**60)), self._random.randrange(100))
+        table_call = TableCall(number, pick(TABLES), pick((0, 1, 2**60)), self._random.randrange(100))
         numbers = pick(({"k": 3}, {"factor": 2.0}, {"threshold": 0.1}, {}, {"k": pick(NUMBERS), "seed": pick(NUMBERS)}))
         function = pick(("top", "sample", "summary", "scale", "soft_threshold"))
         ids = self._ids().unique()
         rows = save({"ids": ids, "values": torch.randn(len(ids), 2, generator=self._torch)})
         said: tuple[Said, ...] = (
-            (requests.CallFunction(errand, function, numbers), b""),
-            (requests.CountRows(errand), b""),
-            (requests.ReadRows(errand, pick(NUMBERS), values_only=pick((True, False))), b""),
-            (requests.WriteRows(errand), rows),
+            (requests.CallFunction(table_call, function, numbers), b""),
+            (requests.CountRows(table_call), b""),
+            (requests.ReadRows(table_call, pick(NUMBERS), values_only=pick((True, False))), b""),
+            (requests.WriteRows(table_call), rows),
         )
         return pick(said)
 
     def _request(self) -> Said:
         pick, number, table = self._random.choice, self._random.randrange(300), self._random.choice(TABLES)
-        piece = requests.TakePiece(number, "w", pick((0, 1, 2)), pick((0, 1, 2)), pick(((1, 2), ())), ())
-        said = (requests.Initialise, requests.AwaitValues, requests.SaveState, requests.Describe, requests.Meet)
+        piece = requests.ClaimWork(number, "w", pick((0, 1, 2)), pick((0, 1, 2)), pick(((1, 2), ())), ())
+        said = (requests.Initialise, requests.AwaitValues, requests.SaveState, requests.Describe, requests.Barrier)
         return pick((piece, *(kind(number, table) for kind in said))), pick((bytes(16), b""))
 
     def _table(self, name: str = "") -> Said:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from tests.node.client import Client, member, serve_table
-from tests.node.cluster import JOIN_S, Cluster
+from tests.nodes.client import Client, member, serve_table
+from tests.nodes.cluster import JOIN_S, Cluster
 from tests.transport.carriers import CREDENTIALS
 
 from paceline.core.messages import Fetched, Pull, Sender
 from paceline.core.settings import ServerSettings
-from paceline.node.orders import Holdings
-from paceline.node.server import ServerNode
-from paceline.node.wire import PullFrame
 from paceline.observe.trace import Trace
+from paceline.server.commands import Holdings
+from paceline.server.node import ServerNode
 from paceline.transport import Limits, TcpTransport, TlsSettings
+from paceline.wire.messages import PullFrame
 
 PATIENCE_S = 10.0
 REFUSED_WITHIN_S = 1.0
@@ -51,10 +51,10 @@ class Target:
 
 
 def _picture(holdings: Holdings) -> dict[str, Any]:
-    core, shelf = holdings.core, holdings.shelf
+    core, dense_tables = holdings.core, holdings.dense_tables
     return {
-        "values": {name: bytes(memory) for name, memory in shelf.memories.items()},
-        "waiting": len(shelf._waiting),
+        "values": {name: bytes(memory) for name, memory in dense_tables.memories.items()},
+        "waiting": len(dense_tables._waiting),
         "members": core.members,
         "clocks": dict(core._clocks._of),
         "versions": {name: (table.version, table.closing.clock) for name, table in core.tables.items()},

@@ -13,7 +13,7 @@ from tests.attacks.papers import Papers
 from tests.transport.carriers import CREDENTIALS
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.launch.keys.holders import Holder
+from paceline.job.credentials.holders import Holder
 from paceline.transport import TcpTransport, TlsSettings
 
 PLAIN = TcpTransport(CREDENTIALS)

@@ -16,23 +16,36 @@ import torch
 from tests.attacks.rogue import MOST, Rogue, bytes_of, rogue_in, row_table
 from tests.attacks.target import Target, target
 from tests.jobs import run_job
-from tests.node.test_post import LARGE, PATIENCE_S, Gate
+from tests.wire.test_send_queue import LARGE, PATIENCE_S, Gate
 
+from paceline.api.session import Session
 from paceline.core.messages import PullRefused, PushRefused
 from paceline.errors import PeerError, Refused, UsageError
-from paceline.node import bounds, dealer, post
-from paceline.node.post import Post
-from paceline.node.requests import CallFunction, Declare, DeclareRows, Describe, Done, Errand, Failed, Meet, TakePiece
-from paceline.node.wire import Keys, PushFrame, Unsubscribe
-from paceline.serve.messages import Ask, TurnedAway
-from paceline.serve.reception import Reception
-from paceline.session import Session
-from paceline.tensors import functions, update
-from paceline.tensors.rows import export
-from paceline.tensors.rows.spec import First
-from paceline.tensors.rules import Quorum, RuleSpec
-from paceline.tensors.table import Segment, TableSpec
-from paceline.transport.base import NO_PAPERS
+from paceline.serve.gateway import Gateway
+from paceline.serve.messages import EnterRefused, EnterRequest
+from paceline.server import work_queue as work_host
+from paceline.transport.base import NO_IDENTITY
+from paceline.update import functions
+from paceline.update import named_rules as update
+from paceline.update.rows import export
+from paceline.update.rows.spec import First
+from paceline.update.rules import Quorum, RuleSpec
+from paceline.update.table import Segment, TableSpec
+from paceline.wire import bounds
+from paceline.wire import send_queue as post
+from paceline.wire.messages import Keys, PushFrame, Unsubscribe
+from paceline.wire.requests import (
+    Barrier,
+    CallFunction,
+    ClaimWork,
+    Declare,
+    DeclareRows,
+    Describe,
+    RequestDone,
+    RequestFailed,
+    TableCall,
+)
+from paceline.wire.send_queue import SendQueue
 
 PATIENT_S = 1.0
 Attack = Callable[[Rogue], None]
@@ -44,9 +57,9 @@ def victim() -> Iterator[Target]:
     with target() as started:
         wide = row_table("wide", update.Add(), width=1 << 20, dtype="float64", first=First("normal", 1.0))
         started.honest.say(DeclareRows(3, wide))
-        started.honest.hear(Done)
+        started.honest.hear(RequestDone)
         started.honest.say(DeclareRows(4, row_table("followed", consistency="essp:1")))
-        started.honest.hear(Done)
+        started.honest.hear(RequestDone)
         yield started
 
 
@@ -61,11 +74,11 @@ def waits_for(num_pushes: int, num_workers: int, grace_s: float = 0.0) -> Attack
 
 
 def take(*sizes: int, work: str = "work", terms: tuple[int, ...] = ()) -> Attack:
-    return lambda rogue: rogue.say(TakePiece(9, work, 0, 0, sizes, terms))
+    return lambda rogue: rogue.say(ClaimWork(9, work, 0, 0, sizes, terms))
 
 
 def call(name: str, **numbers: int) -> Attack:
-    return lambda rogue: rogue.say(CallFunction(Errand(9, "w", 0, 0), name, dict(numbers)))
+    return lambda rogue: rogue.say(CallFunction(TableCall(9, "w", 0, 0), name, dict(numbers)))
 
 
 TOO_MUCH: dict[str, tuple[Attack, str]] = {
@@ -76,7 +89,7 @@ TOO_MUCH: dict[str, tuple[Attack, str]] = {
     "a quorum of more than all": (waits_for(3, 2), "3 pushes of 2 workers"),
     "a quorum without end": (waits_for(2**62, 2**63), "pushes of 9223372036854775808 workers"),
     "a window without end": (waits_for(1, 2, float("inf")), "waits inf s"),
-    "a long place": (lambda rogue: rogue.say(Meet(9, "x" * 501)), "501 characters, expected at most 500"),
+    "a long place": (lambda rogue: rogue.say(Barrier(9, "x" * 501)), "501 characters, expected at most 500"),
     "a long name": (lambda rogue: rogue.say(Describe(9, "x" * 501)), "501 characters, expected at most 500"),
     "work of a long name": (take(1, work="x" * 501), "501 characters, expected at most 500"),
     "work of many terms": (take(1, terms=(1,) * 65), "65 terms, expected at most"),
@@ -91,7 +104,7 @@ def test_a_request_for_too_much_is_refused_at_once(attack: Attack, reason: str, 
         attack(rogue)
         [failed] = rogue.hear()
         assert time.monotonic() - began_s < PATIENT_S
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RequestFailed)
     assert re.search(reason, failed.reason), failed.reason
     assert len(failed.reason) < 5000
 
@@ -116,7 +129,7 @@ def test_pulls_that_wait_are_bounded_together(victim: Target) -> None:
             rogue.say(pull, bytes_of(torch.arange(2)))
             rogue.say(pull, bytes_of(torch.arange(2)))  # said again, it is the same one
         declared, *refused = rogue.hear()
-    assert declared == Done(1)
+    assert declared == RequestDone(1)
     assert [type(message) for message in refused] == [PullRefused] * 2
     assert "waits for 128 rows" in cast("PullRefused", refused[0]).reason
 
@@ -132,18 +145,18 @@ def test_lists_of_more_ids_than_a_worker_sends_end_the_connection(kind: str, vic
 
 
 def test_epochs_and_rounds_that_nobody_finishes_are_bounded(victim: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealer, "MAX_OPEN_ROUNDS", 10)
+    monkeypatch.setattr(work_host, "MAX_OPEN_ROUNDS", 10)
     with rogue_in(victim.servers, 1) as rogue:
-        for number in range(dealer.MAX_EPOCHS + 2):
-            rogue.say(TakePiece(number + 1, "epochs", 10**6 - number, 0, (1,), ()))
+        for number in range(work_host.MAX_EPOCHS + 2):
+            rogue.say(ClaimWork(number + 1, "epochs", 10**6 - number, 0, (1,), ()))
         *_, before, last = rogue.hear()
-        assert isinstance(before, Failed)
-        assert isinstance(last, Failed)
-        assert f"{dealer.MAX_EPOCHS} epochs of epochs are begun" in last.reason
+        assert isinstance(before, RequestFailed)
+        assert isinstance(last, RequestFailed)
+        assert f"{work_host.MAX_EPOCHS} epochs of epochs are begun" in last.reason
     with rogue_in(victim.servers, 2) as rogue:
-        for number in range(2 * dealer.MAX_OPEN_ROUNDS):
-            rogue.say(TakePiece(number + 1, "rounds", 0, number, (2, 2), ()))
-        assert "and 10 rounds of rounds" in cast("Failed", rogue.hear()[-1]).reason
+        for number in range(2 * work_host.MAX_OPEN_ROUNDS):
+            rogue.say(ClaimWork(number + 1, "rounds", 0, number, (2, 2), ()))
+        assert "and 10 rounds of rounds" in cast("RequestFailed", rogue.hear()[-1]).reason
 
 
 def test_a_refusal_quotes_little_of_what_was_said(victim: Target) -> None:
@@ -160,8 +173,8 @@ def test_a_client_is_told_at_the_reception_in_few_words() -> None:
         def admit(self, *_: object) -> None:
             raise Refused("x" * 2_000_000)
 
-    answer = Reception(cast("Any", None), cast("Any", Full()))._place("ns", Ask(None, None, "1"), NO_PAPERS)
-    assert isinstance(answer, TurnedAway)
+    answer = Gateway(cast("Any", None), cast("Any", Full()))._place("ns", EnterRequest(None, None, "1"), NO_IDENTITY)
+    assert isinstance(answer, EnterRefused)
     assert len(answer.reason) < 5000
 
 
@@ -172,7 +185,7 @@ def test_a_large_pull_and_a_file_travel_in_parts(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(bounds, "MAX_READ_NUMBERS", 5 * 2)  # five rows
     monkeypatch.setattr(export, "_CHUNK_BYTES", 1)
     monkeypatch.setattr(export, "_LEAST_ROWS", 7)
-    monkeypatch.setattr("paceline.node.rows.table.MAX_PUSH_BYTES", 200 * 16)
+    monkeypatch.setattr("paceline.worker.rows.table.MAX_PUSH_BYTES", 200 * 16)
     ids, rows = torch.randperm(200), torch.randn(200, 2)
 
     def work(ps: Session) -> None:
@@ -213,7 +226,7 @@ def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.M
     monkeypatch.setattr(post, "_MOST_WAITING_BYTES", 2 * LARGE)
     gate, broken = Gate(), threading.Event()
     gate.num_expected = 3
-    line = Post(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
+    line = SendQueue(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
     body = memoryview(bytes(LARGE))
     for number in range(5):
         line.send(f"read {number}".encode(), body)  # did it wait for room, this would never end
@@ -230,7 +243,7 @@ def test_a_peer_that_takes_nothing_in_keeps_nobody_waiting(monkeypatch: pytest.M
 def test_a_peer_that_is_owed_more_than_it_can_be_is_given_up(owed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post, "_MOST_FRAMES", 100)
     gate, broken = Gate(), threading.Event()
-    line = Post(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
+    line = SendQueue(cast("Any", gate), on_broken=broken.set, bounded=True, copies=True)
     line.send(b"first", memoryview(bytes(LARGE)), owed=owed)
     for number in range(2 if owed else 100):
         assert not broken.is_set()

@@ -16,18 +16,18 @@ from tests.attacks.conversations import Asker, Beside, Enter, Honest, converse
 from tests.attacks.malformed import RANK
 from tests.attacks.target import serving
 from tests.attacks.test_malformed import server_process
-from tests.feeding.feeders import DEADLINE_S, ask, feeders, is_right
-from tests.feeding.speaking import caller
+from tests.data.service.feeders import DEADLINE_S, ask, feeders, is_right
+from tests.data.service.speaking import caller
 from tests.serve.house import house
 
 from paceline.core.messages import Sender
 from paceline.errors import PeerError
-from paceline.node.wire import Hello, encode
 from paceline.serve.access import server_access
-from paceline.serve.calling import Line, enter
-from paceline.serve.location import Location
+from paceline.serve.client import GatewayConnection, enter
+from paceline.serve.url import ServeUrl
 from paceline.transport import Transport
 from paceline.transport.base import Connection
+from paceline.wire.messages import Hello, encode
 
 HONEST = Sender(1, 0, 0)
 HONEST_WITHIN_S = 1.0  # for one round trip, times as many processes as want each core of the machine
@@ -87,9 +87,9 @@ def judge(honest: Honest) -> None:
 def attack_served(folder: Path, num_messages: int, seed: int) -> None:
     """Attack the namespace of an honest client of `paceline serve`, by lives that its reception has let in."""
     with house(folder / "state") as served:
-        location = Location.parse(served.address("shared"))
+        location = ServeUrl.parse(served.address("shared"))
         access = server_access("127.0.0.1", served.state, None)
-        lines: dict[tuple[int, int], Line] = {}
+        lines: dict[tuple[int, int], GatewayConnection] = {}
 
         def let_in(rank: int) -> Sender:
             entrance = enter(location, access, rank, None)

@@ -13,31 +13,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.attacks.malformed import seeds
-from tests.feeding.test_wire import MESSAGES as FED
+from tests.data.service.test_messages import MESSAGES as FED
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import hello
 
+from paceline.data.service.messages import decode as decode_for_feeding
+from paceline.data.service.messages import encode as encode_for_feeding
+from paceline.data.sources.recipe import decode_recipe
 from paceline.errors import CheckpointError, PacelineError, PeerError, UsageError
-from paceline.feeding.recipe import decode_recipe
-from paceline.feeding.wire import decode as decode_for_feeding
-from paceline.feeding.wire import encode as encode_for_feeding
-from paceline.launch.entering.meeting import Invitation
-from paceline.launch.entering.presence import card
-from paceline.launch.spec import ClusterSpec
-from paceline.node.wire import decode, encode
+from paceline.job.spec import ClusterSpec
+from paceline.launch.rendezvous.liveness_lock import process_info
+from paceline.launch.rendezvous.store import Invitation
 from paceline.observe.runs import decode_lines
 from paceline.serve.manifest import Manifest
-from paceline.serve.messages import Visit, decode_answer, decode_visit
+from paceline.serve.messages import EnterFrame, decode_answer, decode_visit
 from paceline.serve.messages import encode as encode_words
-from paceline.tensors.table import decode_table, encode_table
 from paceline.transport import Limits, TcpTransport, TlsSettings
-from paceline.transport.bodies import InlineBodies
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
-from paceline.transport.papers import read_revoked
-from paceline.transport.security import Greeted, TokenHandshake
+from paceline.transport.handshake import HandshakeResult, TokenHandshake
+from paceline.transport.payloads import InlinePayloads
+from paceline.transport.peer_identity import read_revoked
 from paceline.transport.stream import StreamConnection
+from paceline.update.table import decode_table, encode_table
+from paceline.wire.messages import decode, encode
 
 MOST_BYTES = 64 << 10
 MOST_S = 0.5  # ten times what it may take, as other programs run here too
@@ -124,10 +124,10 @@ def test_cluster_specs(tmp_path: Path, data: bytes) -> None:
 def test_what_processes_of_a_job_tell_each_other_in_files(tmp_path: Path, data: bytes) -> None:
     is_read_or_refused(lambda: Invitation.read(data, "the store"), UsageError)
     (tmp_path / "worker-3.life").write_bytes(data)
-    is_read_or_refused(lambda: card(tmp_path, "worker", 3), UsageError)
+    is_read_or_refused(lambda: process_info(tmp_path, "worker", 3), UsageError)
 
 
-@given(any_bytes(encode_words(Visit("mnist")), Manifest("mnist", 3, ()).encode()))
+@given(any_bytes(encode_words(EnterFrame("mnist")), Manifest("mnist", 3, ()).encode()))
 @settings(deadline=None)
 def test_what_clients_of_a_server_of_its_own_say_and_what_it_has_saved(data: bytes) -> None:
     is_read_or_refused(lambda: decode_visit(data), PeerError)
@@ -190,7 +190,7 @@ FRAME = encode_prefix(Prefix(Kind.INLINE, 9, 20)) + b"a header." + bytes(20)
 @settings(deadline=None, max_examples=100)
 def test_frames(data: bytes) -> None:
     with stream_of(data) as channel:
-        connection = StreamConnection(Greeted(channel, b""), "peer", Limits(), InlineBodies())
+        connection = StreamConnection(HandshakeResult(channel, b""), "peer", Limits(), InlinePayloads())
 
         def read_all() -> None:
             while True:

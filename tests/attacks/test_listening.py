@@ -15,7 +15,7 @@ from tests.jobs import job
 from tests.tidy.tree import place, python_files
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 PLACE = re.compile(r"(\S+):(\d+)\s+\S+:\*\s+users:\((.*)\)")
 LOOPBACK = {"127.0.0.1", "[::1]"}

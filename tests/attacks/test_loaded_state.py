@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import save
 from tests.attacks.rogue import LAST, bytes_of, dense, rogue_in, row_table
 from tests.attacks.target import Target, target
-from tests.node.client import ONES
-from tests.tensors.tables import shards_of, store, table
+from tests.nodes.client import ONES
+from tests.update.tables import shards_of, store, table
 
 from paceline.core.messages import Applied, PushRefused
 from paceline.core.partition import Range
 from paceline.errors import UsageError
-from paceline.node.requests import Declare, DeclareRows, Done, Failed, Initialise, LoadState
-from paceline.tensors import update
-from paceline.tensors.rules import Hyper, Number, RuleSpec
-from paceline.tensors.shard import Contribution, Shard
-from paceline.tensors.table import Segment
-from paceline.tensors.torch_rule import SWITCHES, TorchRule
+from paceline.update import named_rules as update
+from paceline.update.rules import Hyper, Number, RuleSpec
+from paceline.update.shard import Contribution, Shard
+from paceline.update.table import Segment
+from paceline.update.torch_rule import SWITCHES, TorchRule
+from paceline.wire.requests import Declare, DeclareRows, Initialise, LoadState, RequestDone, RequestFailed
 
 CLASSES = sorted(
     name
@@ -126,8 +126,8 @@ def test_a_state_of_one_element_and_a_fused_step_write_to_nothing(victim: Target
         rogue.say(rogue.frame(0, "big", hyper=fused), ONES)
         rogue.say(rogue.frame(1, "big"), ONES)
         declared, initialised, failed, refused, applied = rogue.hear()
-    assert [declared, initialised] == [Done(1), Done(2)]
-    assert isinstance(failed, Failed)
+    assert [declared, initialised] == [RequestDone(1), RequestDone(2)]
+    assert isinstance(failed, RequestFailed)
     assert "State '0.exp_avg' has shape (1,)" in failed.reason or "State '0.exp_avg_sq' has" in failed.reason
     assert isinstance(refused, PushRefused)
     assert "other than declared ['foreach', 'fused']" in refused.reason
@@ -157,7 +157,7 @@ def test_a_rule_is_declared_with_its_own_numbers_alone(rule: RuleSpec, reason: s
         rogue.say(Declare(LAST + 1, dense("numbers", 4, rule=rule)))
         rogue.say(DeclareRows(LAST + 2, row_table("numbered rows", rule)))
         for failed in rogue.hear():
-            assert isinstance(failed, Failed)
+            assert isinstance(failed, RequestFailed)
             assert re.search(f"{reason}|has no|no form of", failed.reason), failed.reason
 
 
@@ -187,4 +187,4 @@ def test_a_fused_table_stays_fused(victim: Target) -> None:
         rogue.say(Initialise(2, "fused"), bytes_of(VALUES))
         rogue.say(rogue.frame(0, "fused", hyper=update.torch_optim("Adam").groups), ONES)
         rogue.say(rogue.frame(1, "fused", hyper=rule.groups), ONES)
-        assert [type(answer) for answer in rogue.hear()] == [Done, Done, PushRefused, Applied]
+        assert [type(answer) for answer in rogue.hear()] == [RequestDone, RequestDone, PushRefused, Applied]

@@ -17,18 +17,18 @@ from tests.attacks.malformed import RANK, Frame, Mill
 from tests.attacks.rogue import row_table
 from tests.attacks.target import serving
 from tests.faults.running import SOURCES
-from tests.node.client import Client, as_body, member
-from tests.node.cluster import Cluster, table
+from tests.nodes.client import Client, as_body, member
+from tests.nodes.cluster import Cluster, table
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import open_raw, read_to_end, shake_hands
 
 from paceline.core.messages import Applied, Fetched, Join, Pull, Push, PushId, Sender
-from paceline.launch.polling import INTERVAL_S
-from paceline.launch.spec import ClusterSpec, write_private
-from paceline.node.requests import Declare, DeclareRows, Done, Initialise
-from paceline.node.wire import Hello, PullFrame, PushFrame, encode
-from paceline.tensors.update import SGD
+from paceline.job.polling import INTERVAL_S
+from paceline.job.spec import ClusterSpec, write_private
 from paceline.transport import TcpTransport
+from paceline.update.named_rules import SGD
+from paceline.wire.messages import Hello, PullFrame, PushFrame, encode
+from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone
 
 SERVER = Path(__file__).with_name("scripts") / "guarded_server.py"
 NUMEL = 1000
@@ -81,11 +81,11 @@ class Learner:
         self._noise = torch.Generator().manual_seed(0)
         self._num_steps = 0
         peer.say(Declare(1, table("w", NUMEL, "asynchronous", rule=SGD(lr=0.1, momentum=0.9))))
-        peer.hear(Done)
+        peer.hear(RequestDone)
         peer.say(Initialise(2, "w"), as_body(torch.ones(NUMEL)))
-        peer.hear(Done)
+        peer.hear(RequestDone)
         peer.say(DeclareRows(3, row_table("r")))
-        peer.hear(Done)
+        peer.hear(RequestDone)
 
     def step(self) -> bytes:
         """Read values, push a gradient that depends on them, and return what was read."""

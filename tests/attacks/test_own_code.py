@@ -10,15 +10,24 @@ import pytest
 from tests.attacks.rogue import Rogue, bytes_of, dense, rogue_in, row_table
 from tests.attacks.target import Target, target
 from tests.attacks.test_rogue_workers import ALL_IDS, PARCEL
-from tests.node.client import ONES
+from tests.nodes.client import ONES
 from torch import zeros
 
 from paceline.core.messages import PushRefused
 from paceline.errors import UsageError
-from paceline.node.requests import CallFunction, Declare, DeclareRows, Done, Errand, Failed, Initialise, SaveState
-from paceline.node.wire import RowPushFrame
-from paceline.tensors.own_rule import member_at
-from paceline.tensors.rules import RuleSpec
+from paceline.update.rules import RuleSpec
+from paceline.update.user_code import member_at
+from paceline.wire.messages import RowPushFrame
+from paceline.wire.requests import (
+    CallFunction,
+    Declare,
+    DeclareRows,
+    Initialise,
+    RequestDone,
+    RequestFailed,
+    SaveState,
+    TableCall,
+)
 
 HERE = "tests.attacks.endings"
 NUMBERS = count()  # of errands: one that comes twice is a copy
@@ -34,7 +43,7 @@ def fails(victim: Target, request: object, reason: str) -> None:
     with rogue_in(victim.servers, 1) as rogue:
         rogue.say(request)
         [failed] = rogue.hear()
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RequestFailed)
     assert re.search(reason, failed.reason), failed.reason
     assert victim.read() == bytes(16)
 
@@ -59,7 +68,7 @@ def test_modules_that_are_not_there_to_be_named(path: str, reason: str, victim: 
     with pytest.raises(UsageError, match=reason):
         member_at(path, None)
     fails(victim, Declare(1, dense("named", rule=RuleSpec(path, ({},)))), reason)
-    fails(victim, CallFunction(Errand(next(NUMBERS), "w", 0, 0), path, {}), reason)
+    fails(victim, CallFunction(TableCall(next(NUMBERS), "w", 0, 0), path, {}), reason)
 
 
 @pytest.mark.parametrize("rule", ["tests.attacks.ends_on_import:Rule", f"{HERE}:OnMaking", f"{HERE}:OnLooking"])
@@ -71,7 +80,9 @@ def test_code_that_ends_as_it_is_loaded_is_refused(rule: str, victim: Target) ->
 
 
 def test_a_function_that_ends_is_refused(victim: Target) -> None:
-    fails(victim, CallFunction(Errand(next(NUMBERS), "w", 0, 0), f"{HERE}:function", {}), "failed: KeyboardInterrupt")
+    fails(
+        victim, CallFunction(TableCall(next(NUMBERS), "w", 0, 0), f"{HERE}:function", {}), "failed: KeyboardInterrupt"
+    )
 
 
 @pytest.mark.parametrize("how", [0, 1, 2])
@@ -90,12 +101,12 @@ def test_a_rule_that_ends_breaks_its_table_and_no_other(how: int, victim: Target
             push_rows(rogue, seq + 1)
         rogue.say(SaveState(4, name))
         heard = rogue.hear()
-    assert [Done(1), Done(2), Done(3)] == heard[:3]
+    assert [RequestDone(1), RequestDone(2), RequestDone(3)] == heard[:3]
     *refusals, unsaved = heard[3:]
     assert len(refusals) == 4
     for refusal in refusals:
         assert isinstance(refusal, PushRefused)
         assert re.search("takes no more pushes on server 0 .*(ended with|Boom)", refusal.reason), refusal.reason
-    assert isinstance(unsaved, Failed)
+    assert isinstance(unsaved, RequestFailed)
     assert "takes no more pushes" in unsaved.reason
     assert victim.read() == bytes(16)

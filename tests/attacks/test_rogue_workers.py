@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from tests.attacks.rogue import IDS, MOST, Rogue, bytes_of, container, dense, rogue_in, row_table
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
-from tests.node.client import ONES
+from tests.nodes.client import ONES
 
 from paceline.core.messages import (
     Applied,
@@ -28,31 +28,31 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
+    PieceTaken,
     PushRefused,
     Sender,
-    Taken,
     Ticked,
     WorkerRefused,
 )
-from paceline.node.requests import (
+from paceline.update import named_rules as update
+from paceline.update.rows.spec import FilterSpec, First, Lifecycle
+from paceline.update.rules import RuleSpec
+from paceline.wire.messages import Hello, Keys, KeysWanted, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
+from paceline.wire.requests import (
+    Barrier,
     CallFunction,
+    ClaimWork,
     Declare,
     DeclareRows,
     Describe,
-    Done,
-    Errand,
-    Failed,
     Initialise,
     LoadState,
-    Meet,
     ReadRows,
-    TakePiece,
+    RequestDone,
+    RequestFailed,
+    TableCall,
     WriteRows,
 )
-from paceline.node.wire import Hello, Keys, KeysWanted, PushFrame, RowPullFrame, RowPushFrame, Unsubscribe
-from paceline.tensors import update
-from paceline.tensors.rows.spec import FilterSpec, First, Lifecycle
-from paceline.tensors.rules import RuleSpec
 
 Attack = Callable[[Rogue], None]
 
@@ -67,7 +67,7 @@ def victim() -> Iterator[Target]:
     """A server with a table "w" of four numbers and a table "r" of rows."""
     with target() as started:
         started.honest.say(DeclareRows(3, row_table("r", update.Adam())))
-        started.honest.hear(Done)
+        started.honest.hear(RequestDone)
         yield started
 
 
@@ -103,14 +103,14 @@ FORGED: dict[str, Attack] = {
     "a tick of another life": lambda rogue: rogue.say(Clock(Sender(1, rogue.rank, 7), 9)),
     "a join of another": lambda rogue: rogue.say(Join(Sender(1, 0, 1))),
     "a leave of another": lambda rogue: rogue.say(Leave(Sender(1, 0, 0))),
-    "a receipt of another": lambda rogue: rogue.say(Taken(Sender(1, 0, 0), "w", 1)),
+    "a receipt of another": lambda rogue: rogue.say(PieceTaken(Sender(1, 0, 0), "w", 1)),
     "a word of the lead": lambda rogue: rogue.say(Closed(1, "w", 0, ((rogue.rank, 0),))),
     "a question of another server": lambda rogue: rogue.say(Follow(1, 1, "w", 0)),
     "an answer of a server": lambda rogue: rogue.say(Joined(3)),
     "an acknowledgement": lambda rogue: rogue.say(Applied(rogue.push().id)),
     "values": lambda rogue: rogue.say(Delivered("w", 1, 1, 0, ()), ONES),
     "an end of another": lambda rogue: rogue.say(WorkerRefused(Sender(1, 0, 0), "go")),
-    "an answer to a request": lambda rogue: rogue.say(Done(1)),
+    "an answer to a request": lambda rogue: rogue.say(RequestDone(1)),
     "a wish for ids": lambda rogue: rogue.say(KeysWanted("r", 0, 0)),
     "a farewell": lambda rogue: rogue.say(Left()),
     "another introduction": lambda rogue: rogue.say(Hello("server", 0, 0, 1)),
@@ -192,15 +192,15 @@ def load_state(content: bytes) -> Attack:
 
 
 def write_rows(content: bytes) -> Attack:
-    return lambda rogue: rogue.say(WriteRows(Errand(9, "r", 0, 0)), content)
+    return lambda rogue: rogue.say(WriteRows(TableCall(9, "r", 0, 0)), content)
 
 
 def call(function: str, table: str = "w") -> Attack:
-    return lambda rogue: rogue.say(CallFunction(Errand(9, table, 0, 0), function, {}))
+    return lambda rogue: rogue.say(CallFunction(TableCall(9, table, 0, 0), function, {}))
 
 
 def take_piece(*sizes: int, epoch: int = 0, number: int = 0) -> Attack:
-    return lambda rogue: rogue.say(TakePiece(9, f"work of {rogue.rank}", epoch, number, sizes, ()))
+    return lambda rogue: rogue.say(ClaimWork(9, f"work of {rogue.rank}", epoch, number, sizes, ()))
 
 
 HOPELESS: dict[str, tuple[Attack, str]] = {
@@ -242,7 +242,10 @@ HOPELESS: dict[str, tuple[Attack, str]] = {
         write_rows(save({"ids": torch.tensor([1, 1]), "values": torch.ones(2, 2)})),
         "repeat|rows have none",
     ),
-    "a slot below all": (lambda rogue: rogue.say(ReadRows(Errand(9, "r", 0, 0), -1, values_only=False)), "no slot -1"),
+    "a slot below all": (
+        lambda rogue: rogue.say(ReadRows(TableCall(9, "r", 0, 0), -1, values_only=False)),
+        "no slot -1",
+    ),
     "a function to end a process": (call("os:abort"), "Python's own library"),
     "a function to crash it": (call("faulthandler:_sigsegv", "r"), "Python's own library"),
     "a function that there is not": (call("tests.nowhere:f"), "cannot be imported"),
@@ -259,7 +262,7 @@ def test_a_request_that_cannot_be_carried_out_is_answered_with_the_reason(
     attack: Attack, reason: str, victim: Target
 ) -> None:
     [failed] = outcome(victim, attack)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, RequestFailed)
     assert re.search(reason, failed.reason), failed.reason
     assert len(failed.reason) < 5000
 
@@ -290,12 +293,12 @@ def test_a_leap_before_there_is_a_table_stalls_none_later() -> None:
         rogue.say(Clock(rogue.sender, MOST))
         rogue.say(Declare(1, dense("late", consistency="backup:1")))
         rogue.say(Clock(rogue.sender, MOST))
-        assert [type(message) for message in rogue.hear()] == [Ticked, Done, Ticked]
+        assert [type(message) for message in rogue.hear()] == [Ticked, RequestDone, Ticked]
         assert victim.read() == bytes(16)
 
 
 def test_pushes_that_are_never_due_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.core.ledger.WINDOW", 1024)
+    monkeypatch.setattr("paceline.core.dedup.WINDOW", 1024)
     with target(consistency="bsp") as victim, rogue_in(victim.servers, 1) as rogue:
         for seq in range(1100):
             rogue.say(PushFrame(rogue.push(seq, clock=2**60 + seq, settled=seq), 1.0, (), ()), ONES)
@@ -316,12 +319,12 @@ def test_a_push_that_is_repeated_counts_once() -> None:
 def test_who_waits_for_too_much_is_told(victim: Target) -> None:
     def flood(rogue: Rogue) -> None:
         for number in range(1, 1100):
-            rogue.say(Meet(number, f"place {number}"))
+            rogue.say(Barrier(number, f"place {number}"))
             rogue.say(Describe(number, f"table {number}"))
 
     heard = outcome(victim, flood)
     assert len(heard) == 2 * (1099 - 1024)
-    assert all(isinstance(message, Failed) and "waits for 1024 others" in message.reason for message in heard)
+    assert all(isinstance(message, RequestFailed) and "waits for 1024 others" in message.reason for message in heard)
 
 
 def test_a_push_has_one_name_whatever_table_it_is_for() -> None:
@@ -334,7 +337,15 @@ def test_a_push_has_one_name_whatever_table_it_is_for() -> None:
         victim.honest.say(Clock(Sender(1, 0, 0), 1))
         victim.honest.hear(Ticked)
         name = rogue.push().id
-        assert rogue.hear() == [Done(1), Done(1), Held(name), Held(name), Held(name), Ticked(1), Applied(name)]
+        assert rogue.hear() == [
+            RequestDone(1),
+            RequestDone(1),
+            Held(name),
+            Held(name),
+            Held(name),
+            Ticked(1),
+            Applied(name),
+        ]
         assert victim.picture()["rows"] == {"one": 2, "other": 0}
 
 
@@ -344,7 +355,7 @@ def test_rows_that_are_given_up_twice_are_given_up(victim: Target) -> None:
         rogue.say(RowPullFrame(rogue.pull("followed").pull, ALL_IDS), bytes_of(IDS))
         rogue.say(Unsubscribe(rogue.sender, "followed", 2), bytes_of(torch.tensor([1, 1, 2, 1, 9])))
 
-    assert [type(message) for message in outcome(victim, attack)] == [Done, Fetched]
+    assert [type(message) for message in outcome(victim, attack)] == [RequestDone, Fetched]
 
 
 def test_a_rule_that_gives_up_breaks_its_table_and_no_other(victim: Target) -> None:
@@ -357,7 +368,7 @@ def test_a_rule_that_gives_up_breaks_its_table_and_no_other(victim: Target) -> N
             rogue.say(rogue.frame(seq, "broken"), ONES)
 
     heard = outcome(victim, attack)
-    assert [type(message) for message in heard] == [Done, Done, PushRefused, PushRefused]
+    assert [type(message) for message in heard] == [RequestDone, RequestDone, PushRefused, PushRefused]
     for refused in heard[2:]:
         assert isinstance(refused, PushRefused)
         assert "table 'broken' takes no more pushes on server 0" in refused.reason

@@ -9,12 +9,12 @@ import pytest
 from tests.attacks.malformed import ME, RANK
 from tests.attacks.rogue import Rogue
 from tests.attacks.sessions import Talker
-from tests.node.client import client, member, serve_table
-from tests.node.cluster import Cluster, cluster
+from tests.nodes.client import client, member, serve_table
+from tests.nodes.cluster import Cluster, cluster
 
 from paceline.core.messages import Fetched, Join, Pull, Sender
 from paceline.errors import PeerError
-from paceline.node.wire import Hello, PullFrame
+from paceline.wire.messages import Hello, PullFrame
 
 MESSAGES_A_CONNECTION = 40
 CONNECTIONS_A_SERVER = 20

@@ -18,16 +18,16 @@ from datetime import timedelta
 import pytest
 from tests.attacks.papers import Papers
 from tests.attacks.target import REFUSED_WITHIN_S, Target, target
-from tests.node.client import member
+from tests.nodes.client import member
 from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import GREETING_BYTES, NONCE, hello, open_raw, proof, read_exactly, read_to_end, shake_hands
 
 from paceline.errors import AuthenticationFailed, PeerError
-from paceline.launch.keys.holders import Holder
-from paceline.node.wire import Hello, encode
+from paceline.job.credentials.holders import Holder
 from paceline.transport import Credentials, Limits, TcpTransport, TlsSettings
 from paceline.transport.frames import WIRE_VERSION
-from paceline.transport.security import REFUSAL
+from paceline.transport.handshake import REFUSAL
+from paceline.wire.messages import Hello, encode
 
 IDENTITY = encode(Hello("worker", 1, 0, 1))
 ZERO, DAY, YEAR = timedelta(0), timedelta(days=1), timedelta(days=365)
@@ -188,18 +188,18 @@ def test_the_one_who_is_robbed_is_told_which_token_was_asked_for(plain: Target) 
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+def peer_identity(tmp_path_factory: pytest.TempPathFactory) -> Papers:
     return Papers(tmp_path_factory.mktemp("papers"))
 
 
 @pytest.fixture(scope="module")
-def member_papers(papers: Papers) -> TlsSettings:
-    return papers.of(Holder("worker", 0))
+def member_peer_identity(peer_identity: Papers) -> TlsSettings:
+    return peer_identity.of(Holder("worker", 0))
 
 
 @pytest.fixture(scope="module")
-def encrypted(papers: Papers, member_papers: TlsSettings) -> Iterator[Target]:
-    with target(tls=papers.of(Holder("server", 0)), client_tls=member_papers) as victim:
+def encrypted(peer_identity: Papers, member_peer_identity: TlsSettings) -> Iterator[Target]:
+    with target(tls=peer_identity.of(Holder("server", 0)), client_tls=member_peer_identity) as victim:
         yield victim
 
 
@@ -256,32 +256,38 @@ def record_and_replay(settings: TlsSettings) -> Attack:
     return attack
 
 
-def wrong_papers(papers: Papers, member_papers: TlsSettings) -> dict[str, Attack]:
-    expired, too_new = papers.of_time("expired", -YEAR, -DAY), papers.of_time("tomorrow", DAY, YEAR)
+def wrong_identity(peer_identity: Papers, member_peer_identity: TlsSettings) -> dict[str, Attack]:
+    expired, too_new = peer_identity.of_time("expired", -YEAR, -DAY), peer_identity.of_time("tomorrow", DAY, YEAR)
     return {
         "no TLS": try_to_join("closed the connection during the handshake", None),
         "noise": lambda address: say(address, os.urandom(5000))[:0],
-        "a foreign certificate": try_to_join("unknown ca", papers.of_a_stranger()),
-        "a certificate of another job": try_to_join("after it had seen our certificate", papers.of_another_job()),
+        "a foreign certificate": try_to_join("unknown ca", peer_identity.of_a_stranger()),
+        "a certificate of another job": try_to_join(
+            "after it had seen our certificate", peer_identity.of_another_job()
+        ),
         "an expired certificate": try_to_join("certificate expired.*is the clock", expired),
         "a certificate of tomorrow": try_to_join("bad certificate.*holds from.*is the clock", too_new),
-        "a wrong token": try_to_join("the token or the job", member_papers, Credentials(bytes(32), CREDENTIALS.job)),
-        "a replayed handshake": record_and_replay(member_papers),
-        "TLS 1.2": speak_old_tls(member_papers),
+        "a wrong token": try_to_join(
+            "the token or the job", member_peer_identity, Credentials(bytes(32), CREDENTIALS.job)
+        ),
+        "a replayed handshake": record_and_replay(member_peer_identity),
+        "TLS 1.2": speak_old_tls(member_peer_identity),
     }
 
 
-def test_wrong_papers_are_turned_away(papers: Papers, member_papers: TlsSettings, encrypted: Target) -> None:
-    for name, attack in wrong_papers(papers, member_papers).items():
+def test_wrong_papers_are_turned_away(
+    peer_identity: Papers, member_peer_identity: TlsSettings, encrypted: Target
+) -> None:
+    for name, attack in wrong_identity(peer_identity, member_peer_identity).items():
         try:
             is_refused_without_a_trace(attack, encrypted)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def test_a_certificate_is_for_nobody_else(papers: Papers, encrypted: Target) -> None:
+def test_a_certificate_is_for_nobody_else(peer_identity: Papers, encrypted: Target) -> None:
     before = encrypted.picture()
-    own = papers.of(Holder("worker", 1))
+    own = peer_identity.of(Holder("worker", 1))
     for said in (Hello("worker", 0, 0, 1, 9), Hello("server", 0, 0, 1), Hello("worker", 2, 0, 1)):
         with closing(TcpTransport(CREDENTIALS, tls=own).connect(encrypted.address, encode(said), timeout_s=5)) as rogue:
             rogue.send(b"\x02", timeout_s=5)
@@ -310,12 +316,12 @@ def test_who_drips_bytes_is_shown_out_when_its_time_is_over(plain: Target) -> No
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 def test_a_hundred_who_say_nothing_keep_no_worker_out(
-    is_encrypted: bool, plain: Target, encrypted: Target, papers: Papers
+    is_encrypted: bool, plain: Target, encrypted: Target, peer_identity: Papers
 ) -> None:
     victim = encrypted if is_encrypted else plain
     servers = victim.servers
     if is_encrypted:
-        servers = replace(servers, transport=TcpTransport(CREDENTIALS, tls=papers.of(Holder("worker", 7))))
+        servers = replace(servers, transport=TcpTransport(CREDENTIALS, tls=peer_identity.of(Holder("worker", 7))))
     with ExitStack() as crowd:
         for _ in range(100):
             crowd.enter_context(open_raw(victim.address))

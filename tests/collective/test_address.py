@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.collective.address import meeting_address
+from paceline.collective.group import meeting_address
 from paceline.errors import UsageError
-from paceline.launch.machines import own_addresses
+from paceline.job.machines import own_addresses
 
 
 @pytest.mark.parametrize(

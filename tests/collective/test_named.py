@@ -7,8 +7,8 @@ import torch
 from tests.jobs import job, run_job
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, Refused, UsageError
-from paceline.session import Session
 
 
 def test_pushes_of_all_workers_add_up_whoever_comes_first(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from tests.jobs import job, run_job
 from torch import nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.session import Session
 
 ONE = torch.ones(1)
 

@@ -30,7 +30,7 @@ from paceline.core.effects import (
     Install,
     JoinDone,
     LeaveDone,
-    Membership,
+    MembershipChanged,
     ReadDone,
     Release,
     Reply,
@@ -62,12 +62,12 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
+    PieceTaken,
     Pull,
     Push,
     PushId,
     PushRefused,
     Sender,
-    Taken,
     Ticked,
     WorkerRefused,
 )
@@ -84,7 +84,7 @@ _WISHES = {
     "leave": WantLeave(),
     "join": WantJoin(),
 }
-_MATTERS = (Apply, Advanced, Membership, ReadDone, Fail, JoinDone, LeaveDone, Discard)
+_MATTERS = (Apply, Advanced, MembershipChanged, ReadDone, Fail, JoinDone, LeaveDone, Discard)
 
 
 @dataclass(slots=True)
@@ -224,7 +224,7 @@ def _effect(effect: Any) -> str:
             return f"apply {' + '.join(map(_id, effect.ids))}"
         case Advanced():
             return f"all clocks below {effect.clock} are complete"
-        case Membership():
+        case MembershipChanged():
             return f"w{effect.worker}.{effect.incarnation} {effect.change}{effect.reason and ': ' + effect.reason}"
         case Install():
             return f"take in the values of s{effect.server} ({_own(effect)})"
@@ -252,7 +252,7 @@ def _message(message: Any) -> str:
             return f"pull {message.request} at clock {message.clock}, needs {message.needs}"
         case Join() | Leave() | Left():
             return type(message).__name__.lower()
-        case Joined() | Ticked() | Taken():
+        case Joined() | Ticked() | PieceTaken():
             return f"{type(message).__name__.lower()} {message.clock}"
         case Held() | Applied():
             return f"{type(message).__name__.lower()} {_id(message.id)}"

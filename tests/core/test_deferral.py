@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.core.cores import sender
 
-from paceline.core.consistency import Consistency, essp, ssp
-from paceline.core.deferral import Deferral
+from paceline.core.consistency import Consistency, Deferral, essp, ssp
 from paceline.core.effects import Apply, InstallRows, ReadDone, Reply, Send, Serve, WorkerEffect
 from paceline.core.events import Arrived, Declared, Opened, WantClock, WantJoin, WantPush, WantRows
 from paceline.core.messages import PushId

@@ -2,7 +2,7 @@
 
 from tests.core.cores import make_server, of, said, tick
 
-from paceline.core.closing import MAX_AT_ONCE, MAX_LEAD
+from paceline.core.commit import MAX_AT_ONCE, MAX_LEAD
 from paceline.core.consistency import backup, bsp
 from paceline.core.effects import Advanced, Tell
 from paceline.core.events import Timeout

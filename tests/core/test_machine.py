@@ -182,7 +182,7 @@ class Cluster(RuleBasedStateMachine):
                 self.to_server(rank)
         for peer in self.peers.values():
             if peer.reading_at is not None and not any(p.outgoing for p in self.peers.values()):
-                asked = peer.core._outbox.message((0, "pull", "w"))
+                asked = peer.core._retransmit.message((0, "pull", "w"))
                 assert asked is None or asked.needs > self.model.closed or peer.failed  # type: ignore[union-attr]
 
     # -- carrying it out ---------------------------------------------------------------------------------------------

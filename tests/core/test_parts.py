@@ -2,73 +2,73 @@
 
 from tests.core.cores import pull, push, push_id, sender, tick
 
-from paceline.core.closing import MAX_WITHDRAWN, Closing, Decision
-from paceline.core.ledger import WINDOW, Ledger
-from paceline.core.membership import Membership
+from paceline.core.commit import MAX_WITHDRAWN, ClockCommit, CommitDecision
+from paceline.core.dedup import WINDOW, DedupWindow
+from paceline.core.membership import WorkerLives
 from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
-from paceline.core.outbox import Outbox
-from paceline.core.readers import Readers
+from paceline.core.read_queue import ReadQueue
+from paceline.core.retransmit import Retransmit
 
 # -- ledger ----------------------------------------------------------------------------------------------------------
 
 
 def test_t29_the_ledger_knows_the_answer_to_every_unsettled_push() -> None:
-    ledger = Ledger()
-    ledger.record("w", Held(push_id(0, 0)))
-    ledger.record("w", Applied(push_id(0, 0)))
-    ledger.record("v", PushRefused(push_id(0, 1), "no"))
-    assert ledger.answer(push(0, 0, 0)) == Applied(push_id(0, 0))
-    assert ledger.answer(push(0, 1, 0)) == PushRefused(push_id(0, 1), "no")
-    assert ledger.answer(push(0, 2, 0)) is None
+    dedup = DedupWindow()
+    dedup.record("w", Held(push_id(0, 0)))
+    dedup.record("w", Applied(push_id(0, 0)))
+    dedup.record("v", PushRefused(push_id(0, 1), "no"))
+    assert dedup.answer(push(0, 0, 0)) == Applied(push_id(0, 0))
+    assert dedup.answer(push(0, 1, 0)) == PushRefused(push_id(0, 1), "no")
+    assert dedup.answer(push(0, 2, 0)) is None
 
 
 def test_t29_the_ledger_forgets_what_is_settled_and_calls_its_copies_late() -> None:
-    ledger = Ledger()
+    dedup = DedupWindow()
     for seq in range(5):
-        ledger.record("w", Applied(push_id(0, seq)))
-    ledger.settle("w", 3)
-    ledger.settle("w", 1)  # an older word changes nothing
-    assert (len(ledger), ledger.settled_in("w")) == (2, 3)
-    assert ledger.is_late(push(0, 2, 0))
-    assert not ledger.is_late(push(0, 3, 0))
-    ledger.record("w", Applied(push_id(0, 2)))  # an answer that is known to be known is not kept
-    assert len(ledger) == 2
+        dedup.record("w", Applied(push_id(0, seq)))
+    dedup.settle("w", 3)
+    dedup.settle("w", 1)  # an older word changes nothing
+    assert (len(dedup), dedup.settled_in("w")) == (2, 3)
+    assert dedup.is_late(push(0, 2, 0))
+    assert not dedup.is_late(push(0, 3, 0))
+    dedup.record("w", Applied(push_id(0, 2)))  # an answer that is known to be known is not kept
+    assert len(dedup) == 2
 
 
 def test_no_word_of_the_sender_settles_what_is_only_held() -> None:
-    ledger = Ledger()
-    ledger.record("w", Applied(push_id(0, 0)))
-    ledger.record("w", Held(push_id(0, 1)))
-    ledger.settle("w", 2)
-    assert (len(ledger), ledger.settled_in("w")) == (1, 1)
-    ledger.record("w", Applied(push_id(0, 1)))
-    ledger.settle("w", 2)
-    assert (len(ledger), ledger.settled_in("w")) == (0, 2)
+    dedup = DedupWindow()
+    dedup.record("w", Applied(push_id(0, 0)))
+    dedup.record("w", Held(push_id(0, 1)))
+    dedup.settle("w", 2)
+    assert (len(dedup), dedup.settled_in("w")) == (1, 1)
+    dedup.record("w", Applied(push_id(0, 1)))
+    dedup.settle("w", 2)
+    assert (len(dedup), dedup.settled_in("w")) == (0, 2)
 
 
 def test_the_ledger_says_when_a_worker_has_too_much_under_way() -> None:
-    ledger = Ledger()
+    dedup = DedupWindow()
     for seq in range(WINDOW):
-        assert not ledger.overflows("w")
-        ledger.record("w", Held(push_id(0, seq)))
-    assert ledger.overflows("w")
-    assert not ledger.overflows("v")
+        assert not dedup.overflows("w")
+        dedup.record("w", Held(push_id(0, seq)))
+    assert dedup.overflows("w")
+    assert not dedup.overflows("v")
 
 
 def test_t9_the_ledger_lists_what_is_applied_to_one_table() -> None:
-    ledger = Ledger()
-    ledger.record("w", Applied(push_id(0, 2)))
-    ledger.record("w", Applied(push_id(0, 0)))
-    ledger.record("w", Held(push_id(0, 1)))
-    ledger.record("v", Applied(push_id(0, 3)))
-    assert ledger.applied_in("w") == (0, 2)
+    dedup = DedupWindow()
+    dedup.record("w", Applied(push_id(0, 2)))
+    dedup.record("w", Applied(push_id(0, 0)))
+    dedup.record("w", Held(push_id(0, 1)))
+    dedup.record("v", Applied(push_id(0, 3)))
+    assert dedup.applied_in("w") == (0, 2)
 
 
 # -- readers ---------------------------------------------------------------------------------------------------------
 
 
 def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> None:
-    readers = Readers(subscribing=False)
+    readers = ReadQueue(subscribing=False)
     assert not readers.ask(pull(0, 1, 3, needs=3), 0)
     assert not readers.ask(pull(1, 1, 1, needs=1), 0)
     assert not readers.ask(pull(2, 1, 5, needs=5), 0)
@@ -76,7 +76,7 @@ def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> N
 
 
 def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> None:
-    readers = Readers(subscribing=False)
+    readers = ReadQueue(subscribing=False)
     assert not readers.ask(pull(0, 2, 3, needs=3), 0)
     assert not readers.ask(pull(0, 1, 0, needs=0), 0)
     assert not readers.ask(pull(0, 2, 3, needs=3), 0)
@@ -86,7 +86,7 @@ def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> No
 
 
 def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time() -> None:
-    readers = Readers(subscribing=True)
+    readers = ReadQueue(subscribing=True)
     assert readers.deliverable(5) == []
     assert readers.ask(pull(0, 1, 0, needs=0), 1)
     assert readers.deliverable(1) == []  # it has just been sent this clock
@@ -99,7 +99,7 @@ def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time()
 
 
 def test_readers_forget_a_worker() -> None:
-    readers = Readers(subscribing=True)
+    readers = ReadQueue(subscribing=True)
     readers.ask(pull(0, 7, 0, needs=0), 0)
     readers.ask(pull(1, 7, 3, needs=3), 0)
     readers.forget(0)
@@ -113,127 +113,127 @@ def test_readers_forget_a_worker() -> None:
 
 
 def test_t21_a_clock_closes_in_rank_order_whatever_the_order_of_arrival() -> None:
-    closing = Closing(num_followers=0)
+    commit = ClockCommit(num_followers=0)
     for worker in (2, 0, 1):
-        closing.hold(push_id(worker, 0), 0)
-    everyone = Decision(((0, 0), (1, 0), (2, 0)))
-    assert closing.close(everyone) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [], [])
-    assert closing.clock == 1
+        commit.hold(push_id(worker, 0), 0)
+    everyone = CommitDecision(((0, 0), (1, 0), (2, 0)))
+    assert commit.close(everyone) == ([push_id(0, 0), push_id(1, 0), push_id(2, 0)], [], [])
+    assert commit.clock == 1
 
 
 def test_t33_who_does_not_contribute_is_refused_also_a_former_life() -> None:
-    closing = Closing(num_followers=0)
-    closing.hold(push_id(0, 0), 0)
-    closing.hold(push_id(1, 0, incarnation=0), 0)
-    closing.hold(push_id(1, 0, incarnation=1), 0)
-    closing.hold(push_id(0, 1), 1)
-    applied, withdrawn, late = closing.close(Decision(((1, 1),)))
+    commit = ClockCommit(num_followers=0)
+    commit.hold(push_id(0, 0), 0)
+    commit.hold(push_id(1, 0, incarnation=0), 0)
+    commit.hold(push_id(1, 0, incarnation=1), 0)
+    commit.hold(push_id(0, 1), 1)
+    applied, withdrawn, late = commit.close(CommitDecision(((1, 1),)))
     assert applied == [push_id(1, 0, incarnation=1)]
     assert withdrawn == []
     assert late == [push_id(0, 0), push_id(1, 0)]
-    assert closing.close(Decision(((0, 0),))) == ([push_id(0, 1)], [], [])
+    assert commit.close(CommitDecision(((0, 0),))) == ([push_id(0, 1)], [], [])
 
 
 def test_a_withdrawn_push_is_left_out_of_its_clock_and_others_of_its_worker_are_not() -> None:
-    closing = Closing(num_followers=0)
+    commit = ClockCommit(num_followers=0)
     for seq in (0, 1):
-        closing.hold(push_id(1, seq), 0)
-    assert closing.withdraw(1, 0, 0, 1)
-    decision = closing.decide([(0, 0), (1, 0)])
-    assert decision == Decision(((0, 0), (1, 0)), ((1, 0, 1),))
-    assert closing.close(decision) == ([push_id(1, 0)], [push_id(1, 1)], [])
-    assert closing.withdraw(1, 0, 0, 1)  # too late to matter
-    assert closing.decide([(0, 0), (1, 0)]) == Decision(((0, 0), (1, 0)))
+        commit.hold(push_id(1, seq), 0)
+    assert commit.withdraw(1, 0, 0, 1)
+    decision = commit.decide([(0, 0), (1, 0)])
+    assert decision == CommitDecision(((0, 0), (1, 0)), ((1, 0, 1),))
+    assert commit.close(decision) == ([push_id(1, 0)], [push_id(1, 1)], [])
+    assert commit.withdraw(1, 0, 0, 1)  # too late to matter
+    assert commit.decide([(0, 0), (1, 0)]) == CommitDecision(((0, 0), (1, 0)))
 
 
 def test_a_push_is_withdrawn_from_a_clock_however_far_ahead_and_too_many_are_not_taken() -> None:
-    closing = Closing(num_followers=0)
-    assert closing.withdraw(1, 0, 10**6, 0)
-    closing.clock = 10**6
-    assert closing.decide([(1, 0)]).withdrawn == ((1, 0, 0),)
-    assert all(closing.withdraw(1, 0, 10**6, seq) for seq in range(MAX_WITHDRAWN))
-    assert not closing.withdraw(1, 0, 10**6, MAX_WITHDRAWN)
-    assert closing.withdraw(0, 0, 10**6, 0)  # each worker has its own number
+    commit = ClockCommit(num_followers=0)
+    assert commit.withdraw(1, 0, 10**6, 0)
+    commit.clock = 10**6
+    assert commit.decide([(1, 0)]).withdrawn == ((1, 0, 0),)
+    assert all(commit.withdraw(1, 0, 10**6, seq) for seq in range(MAX_WITHDRAWN))
+    assert not commit.withdraw(1, 0, 10**6, MAX_WITHDRAWN)
+    assert commit.withdraw(0, 0, 10**6, 0)  # each worker has its own number
 
 
 def test_the_lead_keeps_a_decision_until_every_follower_has_applied_it() -> None:
-    closing = Closing(num_followers=2)
-    assert closing.follow(1, 0) is None
-    assert closing.follow(2, 0) is None
-    assert closing.followers_of(0) == [1, 2]
-    closing.close(closing.decide([(0, 0)]))
-    assert closing.follow(1, 1) is None
-    assert closing.follow(2, 0) == Decision(((0, 0),))  # asked again: its answer was lost
-    assert closing.follow(2, 1) is None
-    assert closing.follow(2, 0) is None  # a late copy; nobody needs the decision any more
+    commit = ClockCommit(num_followers=2)
+    assert commit.follow(1, 0) is None
+    assert commit.follow(2, 0) is None
+    assert commit.followers_of(0) == [1, 2]
+    commit.close(commit.decide([(0, 0)]))
+    assert commit.follow(1, 1) is None
+    assert commit.follow(2, 0) == CommitDecision(((0, 0),))  # asked again: its answer was lost
+    assert commit.follow(2, 1) is None
+    assert commit.follow(2, 0) is None  # a late copy; nobody needs the decision any more
 
 
 def test_a_clock_from_before_the_table_had_nobody() -> None:
-    assert Closing(num_followers=1, clock=3).follow(1, 1) == Decision(())
+    assert ClockCommit(num_followers=1, clock=3).follow(1, 1) == CommitDecision(())
 
 
 def test_the_pushes_of_the_dead_are_dropped_once() -> None:
-    closing = Closing(num_followers=0)
-    closing.hold(push_id(0, 0), 0)
-    closing.hold(push_id(0, 1), 1)
-    closing.hold(push_id(1, 0), 0)
-    assert closing.drop(0, 0) == [push_id(0, 0), push_id(0, 1)]
-    assert closing.drop(0, 0) == []
-    assert closing.close(Decision(((1, 0),))) == ([push_id(1, 0)], [], [])
+    commit = ClockCommit(num_followers=0)
+    commit.hold(push_id(0, 0), 0)
+    commit.hold(push_id(0, 1), 1)
+    commit.hold(push_id(1, 0), 0)
+    assert commit.drop(0, 0) == [push_id(0, 0), push_id(0, 1)]
+    assert commit.drop(0, 0) == []
+    assert commit.close(CommitDecision(((1, 0),))) == ([push_id(1, 0)], [], [])
 
 
 # -- outbox ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_unanswered_is_repeated_with_growing_pauses_up_to_a_limit() -> None:
-    outbox = Outbox(retry_s=1.0)
-    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
+    retransmit = Retransmit(retry_s=1.0)
+    retransmit.add((0, "clock", 0), tick(0, 1), now=0.0)
     times = list[float]()
     while len(times) < 7:
-        due = outbox.next_due()
+        due = retransmit.next_due()
         assert due is not None
-        assert outbox.repeat_due(due - 0.001) == []
-        assert [(server, entry.message) for server, entry in outbox.repeat_due(due)] == [(0, tick(0, 1))]
+        assert retransmit.repeat_due(due - 0.001) == []
+        assert [(server, entry.message) for server, entry in retransmit.repeat_due(due)] == [(0, tick(0, 1))]
         times.append(due)
     assert times == [1.0, 3.0, 7.0, 15.0, 27.0, 39.0, 51.0]
 
 
 def test_an_answer_is_expected_once_and_a_later_message_replaces_the_earlier() -> None:
-    outbox = Outbox(retry_s=1.0)
-    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
-    outbox.add((0, "clock", 0), tick(0, 2), now=0.5)
-    assert outbox.message((0, "clock", 0)) == tick(0, 2)
-    assert outbox.next_due() == 1.5
-    assert outbox.answered((0, "clock", 0))
-    assert not outbox.answered((0, "clock", 0))
-    assert outbox.next_due() is None
+    retransmit = Retransmit(retry_s=1.0)
+    retransmit.add((0, "clock", 0), tick(0, 1), now=0.0)
+    retransmit.add((0, "clock", 0), tick(0, 2), now=0.5)
+    assert retransmit.message((0, "clock", 0)) == tick(0, 2)
+    assert retransmit.next_due() == 1.5
+    assert retransmit.answered((0, "clock", 0))
+    assert not retransmit.answered((0, "clock", 0))
+    assert retransmit.next_due() is None
 
 
 def test_a_held_push_is_repeated_bare_and_patiently() -> None:
-    outbox = Outbox(retry_s=1.0)
+    retransmit = Retransmit(retry_s=1.0)
     key = (0, "push", 0)
-    outbox.add(key, push(0, 0, 0), now=0.0)
-    outbox.repeat_due(1.0)
-    outbox.make_bare(key)
-    (entry,) = outbox.for_server(0)
+    retransmit.add(key, push(0, 0, 0), now=0.0)
+    retransmit.repeat_due(1.0)
+    retransmit.make_bare(key)
+    (entry,) = retransmit.for_server(0)
     assert (entry.bare, entry.attempts) == (True, 1)
-    outbox.make_bare((0, "push", 9))  # answered already: nothing to do
-    assert outbox.for_server(1) == []
+    retransmit.make_bare((0, "push", 9))  # answered already: nothing to do
+    assert retransmit.for_server(1) == []
 
 
 def test_after_a_new_connection_the_join_comes_first() -> None:
-    outbox = Outbox(retry_s=1.0)
-    outbox.add((0, "push", 0), push(0, 0, 0), now=0.0)
-    outbox.add((0, "clock", 0), tick(0, 1), now=0.0)
-    outbox.add((0, "join", 0), Join(sender(0)), now=0.0)
-    assert [type(entry.message) for entry in outbox.for_server(0)] == [Join, type(push(0, 0, 0)), Clock]
+    retransmit = Retransmit(retry_s=1.0)
+    retransmit.add((0, "push", 0), push(0, 0, 0), now=0.0)
+    retransmit.add((0, "clock", 0), tick(0, 1), now=0.0)
+    retransmit.add((0, "join", 0), Join(sender(0)), now=0.0)
+    assert [type(entry.message) for entry in retransmit.for_server(0)] == [Join, type(push(0, 0, 0)), Clock]
 
 
 # -- membership ------------------------------------------------------------------------------------------------------
 
 
 def test_an_expected_worker_has_a_deadline_and_may_not_act() -> None:
-    lives = Membership(generation=1)
+    lives = WorkerLives(generation=1)
     lives.expect(0, until=9.0)
     assert lives.next_deadline() == 9.0
     assert "has not joined" in lives.objection(sender(0))
@@ -242,7 +242,7 @@ def test_an_expected_worker_has_a_deadline_and_may_not_act() -> None:
 
 
 def test_m2_an_ended_incarnation_never_comes_back() -> None:
-    lives = Membership(generation=1)
+    lives = WorkerLives(generation=1)
     lives.begin(sender(0, 1), clock=3)
     assert lives.objection(sender(0, 1)) == ""
     assert "worker 0 has ended since it joined (incarnation 0 is over)" in lives.objection(sender(0, 0))
@@ -255,13 +255,13 @@ def test_m2_an_ended_incarnation_never_comes_back() -> None:
 
 
 def test_k5_another_generation_may_not_act() -> None:
-    lives = Membership(generation=2)
+    lives = WorkerLives(generation=2)
     lives.begin(sender(0, 0, generation=2), clock=0)
     assert "belongs to generation 1 of the job, this is generation 2" in lives.objection(sender(0, 0, generation=1))
 
 
 def test_who_left_by_itself_is_told_apart() -> None:
-    lives = Membership(generation=1)
+    lives = WorkerLives(generation=1)
     lives.begin(sender(0), clock=0)
     lives.end(0, left=True)
     assert lives.has_left(sender(0))
@@ -269,14 +269,14 @@ def test_who_left_by_itself_is_told_apart() -> None:
 
 
 def test_a_life_that_never_began_can_be_over_and_stays_so() -> None:
-    lives = Membership(generation=1)
+    lives = WorkerLives(generation=1)
     lives.begin(sender(0, 0), clock=0)
-    lives.bury(0, 1)
-    lives.bury(0, 0)
+    lives.mark_dead(0, 1)
+    lives.mark_dead(0, 0)
     lives.end(0, left=False)
     assert lives.has_ended(sender(0, 1))
     assert not lives.has_ended(sender(0, 2))
 
 
 def test_t2_readers_compare_with_the_need_of_the_reader_not_with_its_clock() -> None:
-    assert Readers(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)
+    assert ReadQueue(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)

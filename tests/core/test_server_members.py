@@ -3,7 +3,7 @@
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
 from paceline.core.consistency import asynchronous, backup, bsp, ssp
-from paceline.core.effects import Apply, Discard, Membership, Reply, Serve
+from paceline.core.effects import Apply, Discard, MembershipChanged, Reply, Serve
 from paceline.core.events import Declared, Died, Disconnected, Timeout, Woke
 from paceline.core.messages import (
     Applied,
@@ -28,7 +28,7 @@ def test_t6_expected_workers_hold_the_clock_until_they_are_overdue() -> None:
     assert core.handle(pull(0, 1, 1, needs=1), 0.0) == []
     assert core.next_deadline() == 60.0
     effects = core.handle(Timeout(), 60.0)
-    assert of(effects, Membership) == [Membership(1, 0, "died", "it did not join within 60 s")]
+    assert of(effects, MembershipChanged) == [MembershipChanged(1, 0, "died", "it did not join within 60 s")]
     assert len(of(effects, Serve)) == 1
     assert core.next_deadline() is None
 
@@ -44,7 +44,7 @@ def test_t6_a_joiner_starts_at_the_slowest_clock_and_holds_the_others_from_there
     for worker in (0, 1):
         core.handle(tick(worker, 4 + worker), 0.0)
     effects = core.handle(Join(sender(2)), 0.0)
-    assert effects == [Membership(2, 0, "joined"), Reply(2, 0, Joined(4))]
+    assert effects == [MembershipChanged(2, 0, "joined"), Reply(2, 0, Joined(4))]
     core.handle(tick(0, 5), 0.0)
     assert core.handle(pull(0, 1, 5, needs=5), 0.0) == []
 
@@ -75,7 +75,7 @@ def test_t6_the_lease_of_a_lost_connection_ends_in_a_release() -> None:
     assert core.next_deadline() == 15.0
     assert core.handle(Timeout(), 14.9) == []
     effects = core.handle(Timeout(), 15.0)
-    assert of(effects, Membership) == [Membership(1, 0, "died", "it did not come back within 5 s")]
+    assert of(effects, MembershipChanged) == [MembershipChanged(1, 0, "died", "it did not come back within 5 s")]
     assert [type(m) for m in said(effects, Fetched)] == [Fetched]
 
 
@@ -110,7 +110,7 @@ def test_m2_a_restart_replaces_a_life_that_seems_alive_and_fences_it() -> None:
     core = make_server(ssp(0))
     core.handle(push(1, 0, 0), 0.0)
     effects = core.handle(Join(sender(1, 1)), 0.0)
-    assert [(m.incarnation, m.change) for m in of(effects, Membership)] == [(0, "died"), (1, "joined")]
+    assert [(m.incarnation, m.change) for m in of(effects, MembershipChanged)] == [(0, "died"), (1, "joined")]
     assert of(core.handle(push(1, 1, 0), 0.0), Apply) == []
     assert of(core.handle(push(1, 0, 0, incarnation=1), 0.0), Apply) == [Apply("w", (push_id(1, 0, 1),))]
     (refused,) = said(core.handle(Join(sender(1, 0)), 0.0), WorkerRefused)
@@ -131,7 +131,7 @@ def test_m4_the_death_of_a_worker_drops_what_it_pushed_for_open_clocks() -> None
     effects = core.handle(Died(1, 0, "killed by signal 9"), 0.0)
     assert Discard(push_id(1, 0)) in effects
     assert of(effects, Apply) == [Apply("w", (push_id(0, 0),))]
-    assert Membership(1, 0, "died", "killed by signal 9") in effects
+    assert MembershipChanged(1, 0, "died", "killed by signal 9") in effects
 
 
 def test_a_second_notice_of_a_death_or_one_of_a_former_life_changes_nothing() -> None:
@@ -153,7 +153,7 @@ def test_m2_a_join_that_arrives_after_the_notice_of_death_is_refused() -> None:
 def test_who_has_left_is_answered_once_more_and_its_late_copies_are_ignored() -> None:
     core = make_server(ssp(0))
     effects = core.handle(Leave(sender(1)), 0.0)
-    assert of(effects, Membership) == [Membership(1, 0, "left")]
+    assert of(effects, MembershipChanged) == [MembershipChanged(1, 0, "left")]
     assert said(effects, Left) == [Left()]
     assert core.handle(Leave(sender(1)), 0.0) == [Reply(1, 0, Left())]
     assert core.handle(tick(1, 9), 0.0) == []

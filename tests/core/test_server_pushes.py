@@ -3,11 +3,11 @@
 import pytest
 from tests.core.cores import make_server, of, pull, push, push_id, said, sender, tick
 
-from paceline.core.closing import MAX_WITHDRAWN
+from paceline.core.commit import MAX_WITHDRAWN
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+from paceline.core.dedup import WINDOW
 from paceline.core.effects import Apply, Discard, Hold, Reply, Tell
-from paceline.core.events import Declared, Spoiled, Timeout, Unapplied
-from paceline.core.ledger import WINDOW
+from paceline.core.events import Declared, InvalidPush, Timeout, Unapplied
 from paceline.core.messages import Applied, Clock, Fetched, Follow, Held, PushRefused, WorkerRefused
 from paceline.errors import ProtocolBug
 
@@ -86,7 +86,7 @@ def test_t33_a_quorum_is_of_distinct_workers_not_of_pushes() -> None:
 def test_r15_a_spoiled_push_is_refused_and_its_copies_too() -> None:
     core = make_server(ssp(1))
     refusal = [Reply(0, 0, PushRefused(push_id(0, 0), "value 3 is nan"))]
-    assert core.handle(Spoiled(push(0, 0, 0), "value 3 is nan"), 0.0) == refusal
+    assert core.handle(InvalidPush(push(0, 0, 0), "value 3 is nan"), 0.0) == refusal
     assert core.handle(push(0, 0, 0), 0.0) == refusal
 
 
@@ -137,7 +137,7 @@ def test_a_push_that_is_held_costs_a_worker_no_push_of_another_table() -> None:
     core.handle(push(0, 0, 0), 0.0)
     for seq in range(1, 2 * WINDOW):
         assert of(core.handle(push(0, seq, 0, table="a", settled=seq), 0.0), Apply)
-    assert len(core.lives.current(0).ledger) == 2  # type: ignore[union-attr]
+    assert len(core.lives.current(0).dedup) == 2  # type: ignore[union-attr]
     assert said(core.handle(push(0, 0, 0), 0.0), Held)
 
 
@@ -166,8 +166,8 @@ def test_r4_the_ledger_stays_small_over_ten_thousand_pushes() -> None:
     for seq in range(10_000):
         core.handle(push(0, seq, seq, settled=max(0, seq - 10)), 0.0)
         core.handle(tick(0, seq + 1), 0.0)
-    ledger = core.lives.current(0).ledger  # type: ignore[union-attr]
-    assert len(ledger) == 11
+    dedup = core.lives.current(0).dedup  # type: ignore[union-attr]
+    assert len(dedup) == 11
     (message,) = [effect.message for effect in core.handle(pull(0, 1, 0, 0), 0.0)]  # type: ignore[union-attr]
     assert len(message.includes) == 11
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.strategies import Distribution
 from paceline.errors import UsageError
+from paceline.job.strategy import Distribution
 
 DATA = ["parameter-server", "bsp", "ssp:3", "essp:0", "asynchronous", "backup:1", "all-reduce", "fsdp", "diloco:50"]
 

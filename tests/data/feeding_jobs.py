@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline import sources
-from paceline.feeding.server import FeedNode
-from paceline.launch.carriers import listen_address
-from paceline.launch.spec import ClusterSpec
-from paceline.session import Session
+from paceline.api.session import Session
+from paceline.data.service.server import FeedNode
+from paceline.job.carriers import listen_address
+from paceline.job.spec import ClusterSpec
 
 BATCH_SIZE = 6
 

@@ -14,8 +14,8 @@ from tests.data.test_sharding import Recorder, in_global_order, loader_of
 from torch.utils.data import DataLoader
 
 from paceline.data.loader import ShardedLoader
-from paceline.data.order import Order
-from paceline.data.partition import Cut
+from paceline.data.order import EpochOrder
+from paceline.data.partition import DataCut
 from paceline.data.position import Bookmark, Position, terms_of
 from paceline.data.prefetching import prefetch
 from paceline.errors import UsageError
@@ -23,7 +23,9 @@ from paceline.errors import UsageError
 sizes = st.integers(1, 5)
 
 
-def sharded(loader: DataLoader[Any], size: int, cut: Cut | None = None) -> tuple[list[ShardedLoader], list[Recorder]]:
+def sharded(
+    loader: DataLoader[Any], size: int, cut: DataCut | None = None
+) -> tuple[list[ShardedLoader], list[Recorder]]:
     recorders = [Recorder(rank, size, seed=5) for rank in range(size)]
     return [ShardedLoader(loader, recorder.sharding, cut) for recorder in recorders], recorders
 
@@ -84,7 +86,7 @@ def test_the_rest_of_an_epoch_is_the_same_for_any_number_of_workers(
 
 @given(num=st.integers(1, 50), size=sizes, rounds=st.integers(1, 12))
 def test_runs_go_on_where_they_were_left(num: int, size: int, rounds: int) -> None:
-    loader, cut = loader_of(num, 3, shuffle=True), Cut("contiguous")
+    loader, cut = loader_of(num, 3, shuffle=True), DataCut("contiguous")
     parts, _ = sharded(loader, size, cut)
     rounds = min(rounds, len(parts[0]))
     seen = [take(part, rounds) for part in parts]
@@ -199,7 +201,7 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(change: dict
 
 
 def test_a_bookmark_does_not_pass_the_end() -> None:
-    order = Order(num_samples=10, batch_size=4, drop_last=False, shuffled=False)
+    order = EpochOrder(num_samples=10, batch_size=4, drop_last=False, shuffled=False)
     bookmark = Bookmark(terms_of(order, seed=1), order.num_batches)
     assert bookmark.begin() == Position(0, 0)
     bookmark.reach(7)

@@ -15,13 +15,13 @@ from tests.jobs import job, run_job
 from tests.training.recipes import loss_of, mlp, sgd
 
 import paceline
-from paceline.current import bind
-from paceline.data.order import Order
+from paceline.api.script import bind
+from paceline.api.session import Session
+from paceline.data.order import EpochOrder
 from paceline.errors import Refused, UsageError
-from paceline.session import Session
 
 NUM_SAMPLES = 47
-BATCHES = Order(NUM_SAMPLES, BATCH_SIZE, drop_last=False, shuffled=True)
+BATCHES = EpochOrder(NUM_SAMPLES, BATCH_SIZE, drop_last=False, shuffled=True)
 State = dict[str, int]
 Work = Callable[[Session], tuple[list[int], State]]
 

@@ -18,18 +18,18 @@ from tests.training.recipes import mlp
 
 import paceline
 from paceline import sources
-from paceline.current import bind
-from paceline.data.readers import Readers
+from paceline.api.script import bind
+from paceline.api.session import Session
+from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Dealt
+from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.reader import LocalReader
+from paceline.data.sources.recipe import BatchRecipe
 from paceline.errors import RecordError
-from paceline.feeding.batches import Ask, Batch
-from paceline.feeding.reader import LocalReader
-from paceline.feeding.recipe import Recipe
 from paceline.observe.trace import Epoch, Trace
-from paceline.session import Session
 
 NUM_WORKERS = 3
-OWN = "tests.feeding.own"
+OWN = "tests.data.sources.own"
 Results = list[tuple[list[float], torch.Tensor, int]]
 
 
@@ -347,11 +347,11 @@ class Foretold(LocalReader):
     num_surprises = 0
     most_expected = 0
 
-    def expect(self, asks: Sequence[Ask]) -> None:
+    def expect(self, asks: Sequence[BatchRequest]) -> None:
         self._expected = list(asks)
         self.most_expected = max(self.most_expected, len(self._expected))
 
-    def read(self, ask: Ask) -> Batch:
+    def read(self, ask: BatchRequest) -> Batch:
         self.num_surprises += ask not in self._expected
         return super().read(ask)
 
@@ -361,8 +361,8 @@ def test_what_is_read_was_expected_unless_it_is_another_workers(options: dict[st
     source = write_numbers(tmp_path, 36)
 
     def work(worker: Session) -> tuple[int, int]:
-        reader = Foretold(Recipe(source))
-        worker.readers = Readers(lambda recipe, prefetch: reader)
+        reader = Foretold(BatchRecipe(source))
+        worker.readers = SessionReaders(lambda recipe, prefetch: reader)
         Training(fed(source, shuffle=True, prefetch=3, **options), num_epochs=2)(worker)
         return reader.num_surprises, reader.most_expected
 

@@ -13,10 +13,10 @@ from tests.training.recipes import mlp
 
 import paceline
 from paceline import sources
+from paceline.api.session import Session
 from paceline.errors import DataError, Refused, UsageError
-from paceline.session import Session
 
-OWN = "tests.feeding.own"
+OWN = "tests.data.sources.own"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.fed import FedLoader, Plan
-from paceline.data.order import Order
+from paceline.data.fed import FedLoader, FeedPlan
+from paceline.data.order import EpochOrder
 from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
-from paceline.feeding.batches import Ask, Batch
-from paceline.feeding.records import Faults
+from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.records import Faults
 from paceline.observe.trace import Trace
 
 SEED = 3
@@ -30,10 +30,10 @@ class Spotty:
         self.num_samples = num_samples
         self._bad = bad
 
-    def expect(self, asks: Sequence[Ask]) -> None:
+    def expect(self, asks: Sequence[BatchRequest]) -> None:
         pass
 
-    def read(self, ask: Ask) -> Batch:
+    def read(self, ask: BatchRequest) -> Batch:
         good = [index for index in ask.indices if index not in self._bad]
         return Batch(good or None, len(good), len(ask.indices) - len(good))
 
@@ -47,7 +47,7 @@ class Spotty:
 class Worker:
     """A loader of one worker, and what happens to it."""
 
-    def __init__(self, rank: int, size: int, reader: Spotty, plan: Plan) -> None:
+    def __init__(self, rank: int, size: int, reader: Spotty, plan: FeedPlan) -> None:
         self.events: list[Event] = []
         self.lines: list[str] = []
         sharding = Sharding(
@@ -93,12 +93,12 @@ def ahead(num: int) -> Stage:
 def test_each_sample_comes_once_and_clocks_go_on_in_turn_however_much_is_read_ahead(
     num: int, batch_size: int, size: int, shuffle: bool, drop_last: bool, num_ahead: int, seed: int, share: float
 ) -> None:
-    order = Order(num, batch_size, drop_last, shuffle)
+    order = EpochOrder(num, batch_size, drop_last, shuffle)
     if not order.num_batches:
         return
     draws = torch.rand(num, generator=torch.Generator().manual_seed(seed))
     bad = frozenset(index for index in range(num) if draws[index] < share)
-    plan = Plan(batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, leases=False, prefetch=num_ahead)
+    plan = FeedPlan(batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, leases=False, prefetch=num_ahead)
     workers = [Worker(rank, size, Spotty(num, bad), plan) for rank in range(size)]
     batches, num_clocks = order.batches(SEED, 0), -(-order.num_batches // size)
     for rank, worker in enumerate(workers):

@@ -13,7 +13,7 @@ from tests.data.test_sharding import Recorder
 
 import paceline
 from paceline.data.files import Files, balance, files
-from paceline.data.partition import Cut
+from paceline.data.partition import DataCut
 from paceline.data.sharding import shard_source
 from paceline.errors import DataError, UsageError
 
@@ -85,7 +85,7 @@ def named(sizes: list[int]) -> Files:
     return Files(tuple(Path(f"data/{number:03}") for number in range(len(sizes))), tuple(sizes))
 
 
-def parts_of(source: Files, size: int, cut: Cut) -> list[Files]:
+def parts_of(source: Files, size: int, cut: DataCut) -> list[Files]:
     return [shard_source(source, Recorder(rank, size).sharding, cut) for rank in range(size)]
 
 
@@ -97,7 +97,7 @@ def parts_of(source: Files, size: int, cut: Cut) -> list[Files]:
 )
 def test_each_file_is_one_workers(sizes: list[int], size: int, partition: None, shuffled: bool) -> None:
     source = named(sizes)
-    parts = parts_of(source, size, Cut(partition, shuffled))
+    parts = parts_of(source, size, DataCut(partition, shuffled))
     pairs = [(path, num) for part in parts for path, num in zip(part.paths, part.sizes_bytes, strict=True)]
     assert sorted(pairs) == list(zip(source.paths, source.sizes_bytes, strict=True))
     if partition is None:
@@ -116,15 +116,15 @@ def test_the_largest_goes_first_and_to_whoever_has_least() -> None:
 
 def test_a_shuffle_changes_the_order_of_files_and_not_whose_they_are() -> None:
     source = named([7] * 20)
-    plain, shuffled = (parts_of(source, 2, Cut(shuffled=shuffled)) for shuffled in (False, True))
+    plain, shuffled = (parts_of(source, 2, DataCut(shuffled=shuffled)) for shuffled in (False, True))
     assert [sorted(part) for part in shuffled] == [list(part) for part in plain]
     assert list(chain(*shuffled)) != list(chain(*plain))
 
 
 def test_files_are_hashed_by_their_names_or_by_what_one_says() -> None:
-    few, many = (parts_of(named([1] * num), 3, Cut("hashed")) for num in (10, 20))
+    few, many = (parts_of(named([1] * num), 3, DataCut("hashed")) for num in (10, 20))
     assert [[path for path in part if path.name < "010"] for part in many] == [list(part) for part in few]
-    by_ending = parts_of(named([1] * 20), 3, Cut("hashed", key=lambda path: path.name[-1]))
+    by_ending = parts_of(named([1] * 20), 3, DataCut("hashed", key=lambda path: path.name[-1]))
     assert all(len(part) == 2 * len({path.name[-1] for path in part}) for part in by_ending)
 
 

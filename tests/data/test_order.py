@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import Batches, Order
+from paceline.data.order import Batches, EpochOrder
 
 
-def all_at_once(order: Order, seed: int, epoch: int) -> list[list[int]]:
+def all_at_once(order: EpochOrder, seed: int, epoch: int) -> list[list[int]]:
     """The same batches, made in the plainest way."""
     indices = list(range(order.num_samples))
     if order.shuffled:
@@ -22,13 +22,13 @@ def all_at_once(order: Order, seed: int, epoch: int) -> list[list[int]]:
     return [batch for batch in batches if len(batch) == order.batch_size or not order.drop_last]
 
 
-orders = st.builds(Order, st.integers(0, 60), st.integers(1, 9), st.booleans(), st.booleans())
+orders = st.builds(EpochOrder, st.integers(0, 60), st.integers(1, 9), st.booleans(), st.booleans())
 ends = st.none() | st.integers(-70, 70)
 
 
 @given(orders, st.integers(0, 5), st.integers(0, 5), ends, ends, st.none() | st.integers(1, 7))
 def test_batches_are_those_of_a_list_of_them(
-    order: Order, seed: int, epoch: int, start: int | None, stop: int | None, step: int | None
+    order: EpochOrder, seed: int, epoch: int, start: int | None, stop: int | None, step: int | None
 ) -> None:
     batches, expected = order.batches(seed, epoch), all_at_once(order, seed, epoch)
     assert (list(batches), len(batches)) == (expected, order.num_batches)
@@ -37,19 +37,19 @@ def test_batches_are_those_of_a_list_of_them(
 
 
 def test_a_shuffle_has_the_bits_that_it_always_had() -> None:
-    batches = Order(num_samples=10, batch_size=4, drop_last=False, shuffled=True).batches(seed=3, epoch=2)
+    batches = EpochOrder(num_samples=10, batch_size=4, drop_last=False, shuffled=True).batches(seed=3, epoch=2)
     assert list(batches) == [[4, 6, 9, 0], [8, 5, 1, 2], [3, 7]]
 
 
 def test_there_is_no_batch_behind_the_last() -> None:
-    batches = Order(num_samples=10, batch_size=4, drop_last=True, shuffled=False).batches(0, 0)
+    batches = EpochOrder(num_samples=10, batch_size=4, drop_last=True, shuffled=False).batches(0, 0)
     assert (batches[-1], len(batches)) == ([4, 5, 6, 7], 2)
     with pytest.raises(IndexError):
         batches[2]
 
 
 def test_millions_of_samples_take_eight_bytes_each_or_none() -> None:
-    order = Order(num_samples=10_000_000, batch_size=100, drop_last=False, shuffled=False)
+    order = EpochOrder(num_samples=10_000_000, batch_size=100, drop_last=False, shuffled=False)
     batches = order.batches(0, 0)
     assert isinstance(batches[5::7], Batches)
     assert sys.getsizeof(batches) < 200

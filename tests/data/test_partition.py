@@ -18,17 +18,17 @@ from tests.jobs import run_job
 from torch.utils.data import Subset, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.data.hashing import Key, fixed_hash
-from paceline.data.partition import Cut, Partition
+from paceline.data.partition import DataCut, Partition
 from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
-from paceline.session import Session
 
 partitions = st.sampled_from(get_args(Partition))
 KINDS = {"list": list, "tuple": tuple, "tensor": torch.tensor, "array": np.array, "dataset": MapStyle}
 
 
-def parts_of(source: Any, size: int, cut: Cut, seed: int = 0) -> list[list[int]]:
+def parts_of(source: Any, size: int, cut: DataCut, seed: int = 0) -> list[list[int]]:
     """What each worker gets, in order."""
     owned = [shard_source(source, Recorder(rank, size, seed).sharding, cut) for rank in range(size)]
     return [[int(part[index]) for index in range(len(part))] for part in owned]
@@ -48,7 +48,7 @@ def in_order(parts: list[list[int]], partition: Partition) -> list[int]:
 def test_each_sample_is_one_workers(
     partition: Partition, shuffled: bool, num: int, size: int, seed: int, kind: str
 ) -> None:
-    source, cut = KINDS[kind](list(range(100, 100 + num))), Cut(partition, shuffled)
+    source, cut = KINDS[kind](list(range(100, 100 + num))), DataCut(partition, shuffled)
     parts = parts_of(source, size, cut, seed)
     assert sorted(chain.from_iterable(parts)) == list(range(100, 100 + num))
     if partition == "hashed":
@@ -60,15 +60,15 @@ def test_each_sample_is_one_workers(
 
 
 def test_each_kind_of_source_stays_what_it_is() -> None:
-    for cut in (Cut(), Cut("contiguous"), Cut("hashed"), Cut(shuffled=True)):
+    for cut in (DataCut(), DataCut("contiguous"), DataCut("hashed"), DataCut(shuffled=True)):
         kinds = [type(shard_source(make(list(range(9))), Recorder(1, 2).sharding, cut)) for make in KINDS.values()]
         assert kinds == [list, tuple, torch.Tensor, np.ndarray, Subset]
     assert shard_source(range(9), Recorder(1, 2).sharding) == range(1, 9, 2)
-    assert isinstance(shard_source(range(9), Recorder(1, 2).sharding, Cut("hashed")), Subset)
+    assert isinstance(shard_source(range(9), Recorder(1, 2).sharding, DataCut("hashed")), Subset)
 
 
 def test_a_worker_without_samples_has_an_empty_part_of_the_same_kind() -> None:
-    for cut in (Cut(), Cut(shuffled=True), Cut("hashed")):
+    for cut in (DataCut(), DataCut(shuffled=True), DataCut("hashed")):
         parts = [shard_source(torch.ones(1, 3), Recorder(rank, 9).sharding, cut) for rank in range(9)]
         assert sorted(len(part) for part in parts) == [0] * 8 + [1]
         assert {part.shape[1:] for part in parts} == {(3,)}
@@ -76,7 +76,7 @@ def test_a_worker_without_samples_has_an_empty_part_of_the_same_kind() -> None:
 
 def test_a_seed_gives_an_order_and_another_gives_another() -> None:
     source = list(range(50))
-    orders = [tuple(parts_of(source, 1, Cut(shuffled=True), seed)[0]) for seed in (0, 0, 1)]
+    orders = [tuple(parts_of(source, 1, DataCut(shuffled=True), seed)[0]) for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0] != tuple(source)
 
@@ -121,7 +121,7 @@ def test_hashes_fall_to_all_workers_alike() -> None:
 
 
 def test_samples_of_one_key_are_of_one_worker_and_stay_there_when_others_come() -> None:
-    cut = Cut("hashed", key=lambda sample: sample // 10)
+    cut = DataCut("hashed", key=lambda sample: sample // 10)
     few, many = (parts_of(list(range(num)), 3, cut) for num in (60, 90))
     assert all(len({sample // 10 for sample in part}) * 10 == len(part) for part in few)
     assert [[sample for sample in part if sample < 60] for part in many] == few
@@ -130,7 +130,7 @@ def test_samples_of_one_key_are_of_one_worker_and_stay_there_when_others_come() 
 @pytest.mark.parametrize("key", [1.5, None, ["a"], ("a", 2.0), torch.tensor(3), np.int64(3)])
 def test_what_is_no_key_is_refused(key: Any) -> None:
     with pytest.raises(UsageError, match=r"the key of a sample is a \w+, expected an int, a str, bytes or a tuple"):
-        parts_of([1, 2], 2, Cut("hashed", key=lambda sample: key))
+        parts_of([1, 2], 2, DataCut("hashed", key=lambda sample: key))
 
 
 # -- batches in runs -------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_what_is_no_key_is_refused(key: Any) -> None:
 def test_runs_of_batches_are_as_long_as_those_of_others(num: int, batch_size: int, size: int, drop_last: bool) -> None:
     loader = loader_of(num, batch_size, drop_last=drop_last)
     recorders = [Recorder(rank, size) for rank in range(size)]
-    owned = [shard_source(loader, recorder.sharding, Cut("contiguous")) for recorder in recorders]
+    owned = [shard_source(loader, recorder.sharding, DataCut("contiguous")) for recorder in recorders]
     lengths = [len(own) for own in owned]
     parts = [[batch.tolist() for (batch,) in own] for own in owned]
     assert list(chain.from_iterable(parts)) == [batch.tolist() for (batch,) in loader]
@@ -163,9 +163,9 @@ def test_a_script_says_how_data_are_cut(tmp_path: Path) -> None:
 
     first, second = run_job(tmp_path, work, workers=2)
     assert (first[0], second[0]) == (list(range(15)), list(range(15, 30)))
-    hashed = parts_of(list(range(30)), 2, Cut("hashed", key=lambda sample: sample % 10))
+    hashed = parts_of(list(range(30)), 2, DataCut("hashed", key=lambda sample: sample % 10))
     assert [first[1], second[1]] == hashed
-    assert [first[2], second[2]] == parts_of(list(range(30)), 2, Cut(shuffled=True), seed=3)
+    assert [first[2], second[2]] == parts_of(list(range(30)), 2, DataCut(shuffled=True), seed=3)
 
 
 # -- what is said and refused ----------------------------------------------------------------------------------------
@@ -191,20 +191,28 @@ def test_one_line_is_said_where_there_is_not_something_for_each_worker(source: A
 @pytest.mark.parametrize(
     ("source", "cut", "message"),
     [
-        (loader_of(4, 2), Cut("hashed"), "a DataLoader is cut by batches, whose samples would be of different workers"),
-        (loader_of(4, 2), Cut(shuffled=True), "a DataLoader says itself whether it is shuffled"),
-        ({1, 2}, Cut("contiguous"), 'an iterable cannot be cut by partition="contiguous", as nobody knows how long'),
-        (stream(), Cut(shuffled=True), "an iterable cannot be shuffled, as nobody knows how long"),
+        (
+            loader_of(4, 2),
+            DataCut("hashed"),
+            "a DataLoader is cut by batches, whose samples would be of different workers",
+        ),
+        (loader_of(4, 2), DataCut(shuffled=True), "a DataLoader says itself whether it is shuffled"),
+        (
+            {1, 2},
+            DataCut("contiguous"),
+            'an iterable cannot be cut by partition="contiguous", as nobody knows how long',
+        ),
+        (stream(), DataCut(shuffled=True), "an iterable cannot be shuffled, as nobody knows how long"),
     ],
 )
-def test_what_cannot_be_cut_so_is_refused(source: Any, cut: Cut, message: str) -> None:
+def test_what_cannot_be_cut_so_is_refused(source: Any, cut: DataCut, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         shard_source(source, Recorder(0, 2).sharding, cut)
 
 
 def test_cuts_that_mean_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="partition is 'random', expected one of strided, contiguous, hashed"):
-        Cut("random")  # pyright: ignore[reportArgumentType]
+        DataCut("random")  # pyright: ignore[reportArgumentType]
     for partition in (None, "strided", "contiguous"):
         with pytest.raises(UsageError, match="or leave out key"):
-            Cut(partition, key=int)
+            DataCut(partition, key=int)

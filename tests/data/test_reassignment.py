@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import paceline
-from paceline.current import bind
+from paceline.api.script import bind
+from paceline.api.session import Session
 from paceline.errors import Refused, UsageError
-from paceline.session import Session
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 BATCH_SIZE = 6

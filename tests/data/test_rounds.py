@@ -7,8 +7,8 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import Order
-from paceline.data.rounds import Rounds, num_slices
+from paceline.data.order import EpochOrder
+from paceline.data.rounds import EpochRounds, num_slices
 
 
 @given(
@@ -21,9 +21,9 @@ from paceline.data.rounds import Rounds, num_slices
 def test_rounds_are_the_batches_behind_the_start_in_turns(
     num: int, workers: int, slices: int, start: int, drop_last: bool
 ) -> None:
-    batches = Order(num, 4, drop_last, shuffled=True).batches(0, 0)
+    batches = EpochOrder(num, 4, drop_last, shuffled=True).batches(0, 0)
     start = min(start, len(batches))
-    rounds = Rounds(batches, workers, slices).starting(start)
+    rounds = EpochRounds(batches, workers, slices).starting(start)
     places = [
         (number, home, index)
         for number in range(len(rounds))
@@ -46,5 +46,5 @@ def test_rounds_are_the_batches_behind_the_start_in_turns(
 
 
 def test_a_share_that_is_smaller_than_the_others_has_slices_of_about_their_size_or_none() -> None:
-    rounds = Rounds(Order(9, 4, drop_last=False, shuffled=False).batches(0, 0), num_workers=2, slices=2)
+    rounds = EpochRounds(EpochOrder(9, 4, drop_last=False, shuffled=False).batches(0, 0), num_workers=2, slices=2)
     assert [rounds.sizes(number) for number in range(3)] == [(2, 2), (1, 0), ()]

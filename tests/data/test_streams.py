@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.data.test_sharding import Recorder
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from paceline.data.partition import Cut
-from paceline.data.sharding import shard_source
-from paceline.data.streams import ShardedStream
+from paceline.data.partition import DataCut
+from paceline.data.sharding import ShardedStream, shard_source
 from paceline.errors import UsageError
 
 
@@ -36,8 +35,8 @@ class OwnPart(IterableDataset[int]):
         return iter(range(12) if info is None else range(info.id, 12, info.num_workers))
 
 
-def streams_of(source: Any, size: int, cut: Cut | None = None) -> list[ShardedStream]:
-    owned = [shard_source(source, Recorder(rank, size).sharding, cut or Cut()) for rank in range(size)]
+def streams_of(source: Any, size: int, cut: DataCut | None = None) -> list[ShardedStream]:
+    owned = [shard_source(source, Recorder(rank, size).sharding, cut or DataCut()) for rank in range(size)]
     assert all(isinstance(own, ShardedStream) for own in owned)
     return owned
 
@@ -63,7 +62,7 @@ def test_items_by_turns_go_on_for_any_number_of_workers(num: int, sizes: list[in
 
 @given(num=st.integers(1, 40), size=st.integers(1, 5), turns=st.integers(1, 9), by_key=st.booleans())
 def test_hashed_items_go_on_for_each_worker_alone(num: int, size: int, turns: int, by_key: bool) -> None:
-    cut = Cut("hashed", key=(lambda item: item // 3) if by_key else None)
+    cut = DataCut("hashed", key=(lambda item: item // 3) if by_key else None)
     first, again = streams_of(Numbers(num), size, cut), streams_of(Numbers(num), size, cut)
     seen = [list(islice(stream, turns)) for stream in first]
     for old, new in zip(first, again, strict=True):
@@ -80,7 +79,7 @@ def test_hashed_items_go_on_for_each_worker_alone(num: int, size: int, turns: in
 
 
 def test_the_state_of_hashed_items_is_one_workers() -> None:
-    cut = Cut("hashed")
+    cut = DataCut("hashed")
     one, other = streams_of(Numbers(9), 2, cut)
     with pytest.raises(UsageError, match=r"worker 0, not 1"):
         other.load_state_dict(one.state_dict())

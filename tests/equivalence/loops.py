@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 BATCH_SIZE, NUM_EPOCHS = 4, 3
 _NUM_SAMPLES = {"even": 16, "one short": 14, "one missing": 20}
@@ -202,7 +202,7 @@ def saved_by_first(worker: Session, loop: Loop, name: str) -> Any:
     """Return the values and the states of a loop as worker 0 has them, through a file and back."""
     paceline.barrier()  # no pushes are under way
     values, states = loop.values(), loop.states()
-    run_dir = worker.exchange.company.run_dir
+    run_dir = worker.exchange.worker_set.run_dir
     assert run_dir is not None
     file = run_dir / f"{name}.pt"
     if worker.rank == 0:

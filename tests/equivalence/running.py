@@ -15,8 +15,8 @@ from tests.tidy.tree import ROOT
 from torch import Tensor
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 
 _PATIENCE_S = 300.0
 SCRIPT = Path(__file__).with_name("scripts") / "processes.py"

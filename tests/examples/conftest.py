@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch
-from paceline.launch.environment import child_environment, nursery_environment
-from paceline.launch.forking.nursery import Nursery
+from paceline.launch.forkserver.server import ForkServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY_WITHIN_S = 60.0
@@ -26,23 +26,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     """Runs an example of this name, with these arguments, to its end."""
     environment = {**child_environment(1, 1), "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("nursery")
-    nursery = Nursery(nursery_environment(environment, EXAMPLES), folder, EXAMPLES / "one_line.py")
-    process = nursery.open(nursery.launch)
+    fork_server = ForkServer(fork_server_environment(environment, EXAMPLES), folder, EXAMPLES / "one_line.py")
+    process = fork_server.open(fork_server.launch)
     assert process.stdout is not None
     assert process.stderr is not None
 
     def run(name: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "paceline.launch.worker", str(EXAMPLES / name), *map(str, args))
-        started = nursery.start(Launch(role="worker", name=name, rank=0, command=command, environment=environment))
+        started = fork_server.start(Launch(role="worker", name=name, rank=0, command=command, environment=environment))
         assert started.stdout is not None
         assert started.stderr is not None
         with started.stdout, started.stderr:
             told, complained = started.stdout.read().decode(), started.stderr.read().decode()
         return subprocess.CompletedProcess(command, started.wait(), told, complained)
 
-    with nursery, process.stdout, process.stderr:
+    with fork_server, process.stdout, process.stderr:
         deadline_s = time.monotonic() + READY_WITHIN_S
-        while not nursery.settled():
+        while not fork_server.settled():
             select.select([process.stdout], [], [], 0.01)
             assert time.monotonic() < deadline_s, "the nursery is not ready"
         yield run

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from paceline.core.strategies import Distribution
+from paceline.job.strategy import Distribution
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 NUMEL, NUM_STEPS, PATIENCE_S = 1000, 3, 60.0
 

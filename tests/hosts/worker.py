@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.node.table import Table
-from paceline.session import Session
+from paceline.api.session import Session
+from paceline.worker.table import Table
 
 NUMEL, NUM_STEPS, PATIENCE_S = 64_000, 4, 60.0
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.launch.spec import ClusterSpec
+from paceline.job.spec import ClusterSpec
 
 
 def main() -> None:

@@ -111,8 +111,8 @@ def _read(path: Path) -> bytes:
 
 PREAMBLE = """
 import os, signal, subprocess, sys
-from paceline.launch.environment import find_place
-from paceline.launch.spec import wait_spec
+from paceline.job.environment import find_place
+from paceline.job.spec import wait_spec
 place = find_place()
 spec = wait_spec(place.spec_path, timeout_s=10.0)
 """

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tests.launch.launching import launch, write_script
 
+from paceline.api.join import start
 from paceline.errors import UsageError
-from paceline.joining import start
 
 # A worker kills data servers, in the order of these ranks; where one is started again it waits for its new address.
 KILLER = """
-from paceline.launch.addresses import data_addresses
-from paceline.launch.polling import wait_for
+from paceline.job.addresses import data_addresses
+from paceline.job.polling import wait_for
 def kill(rank, again=False):
     before = data_addresses(spec)[rank]
     os.kill(int(before), signal.SIGKILL)

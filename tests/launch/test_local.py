@@ -12,11 +12,11 @@ import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.errors import UsageError
+from paceline.job.spec import read_token, write_token
 from paceline.launch.console import SCREEN_LINES, Console
 from paceline.launch.local import prepare_run_dir, run_local
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
-from paceline.launch.spec import read_token, write_token
 from paceline.observe.runs import read_run
 
 PAUSE = "print('ready'); signal.pause()\n"
@@ -61,7 +61,7 @@ def test_what_is_kept_and_what_is_not(tmp_path: Path) -> None:
         tmp_path,
         """
 from pathlib import Path
-from paceline.launch.spec import read_token
+from paceline.job.spec import read_token
 token = read_token(Path(spec.run_dir))
 seen = Path("/proc/self/environ").read_bytes() + Path("/proc/self/cmdline").read_bytes()
 print(len(token), token in seen, token.hex().encode() in seen)
@@ -272,7 +272,7 @@ def test_a_worker_that_would_finish_its_step_ends_at_once_with_a_run_that_failed
         tmp_path,
         """
 from pathlib import Path
-from paceline.launch.notice import CALLED_OFF_NAME, Notice
+from paceline.launch.preemption import CALLED_OFF_NAME, Notice
 gate = os.path.join(spec.run_dir, "gate")
 if place.rank == 0:
     notice = Notice(Path(spec.run_dir) / CALLED_OFF_NAME)
@@ -348,7 +348,7 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch:
     planted, link = tmp_path / "planted", tmp_path / "link"
     planted.mkdir()
     link.symlink_to(planted)
-    monkeypatch.setattr("paceline.launch.folders.os.geteuid", lambda: 12345)
+    monkeypatch.setattr("paceline.job.folders.os.geteuid", lambda: 12345)
     for folder in (planted, link):
         with pytest.raises(UsageError, match=f"{folder} is of user {planted.stat().st_uid}, expected 12345"):
             prepare_run_dir(folder)
@@ -370,7 +370,7 @@ def test_a_token_that_others_may_read_or_have_planted_is_refused(
     found = SimpleNamespace(st_mode=stat.S_IFREG | mode, st_uid=os.geteuid() + stranger)
     expected = f"has mode {mode:04o} and owner {found.st_uid}, expected 0600 and"
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.launch.spec.os.fstat", lambda _: found)
+        patch.setattr("paceline.job.spec.os.fstat", lambda _: found)
         with pytest.raises(UsageError, match=expected):
             read_token(tmp_path)
 

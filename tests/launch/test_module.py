@@ -9,7 +9,7 @@ import pytest
 from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import local
-from paceline.launch.emit.command import launch
+from paceline.launch.manifests.command import launch
 from paceline.launch.module import find_module, source_of
 from paceline.launch.plan import LocalRun
 

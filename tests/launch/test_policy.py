@@ -2,25 +2,25 @@
 
 import pytest
 
-from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
+from paceline.launch.policy import CrashDecision, Policy, describe_exit, shell_code
 
 
 @pytest.mark.parametrize(
     ("policy", "exit_code", "num_restarts", "decision"),
     [
-        (Policy(), 0, 0, Decision.CONTINUE),
-        (Policy(on_crash="stop"), 0, 0, Decision.CONTINUE),
-        (Policy(), 1, 0, Decision.STOP),
-        (Policy(on_error="continue"), 1, 0, Decision.CONTINUE),
-        (Policy(on_crash="restart"), 1, 0, Decision.STOP),
-        (Policy(), -9, 0, Decision.CONTINUE),
-        (Policy(on_crash="stop"), -9, 0, Decision.STOP),
-        (Policy(on_crash="restart", max_restarts=2), -9, 1, Decision.RESTART),
-        (Policy(on_crash="restart", max_restarts=2), -9, 2, Decision.STOP),
-        (Policy(on_crash="restart", max_restarts=0), -9, 0, Decision.STOP),
+        (Policy(), 0, 0, CrashDecision.CONTINUE),
+        (Policy(on_crash="stop"), 0, 0, CrashDecision.CONTINUE),
+        (Policy(), 1, 0, CrashDecision.STOP),
+        (Policy(on_error="continue"), 1, 0, CrashDecision.CONTINUE),
+        (Policy(on_crash="restart"), 1, 0, CrashDecision.STOP),
+        (Policy(), -9, 0, CrashDecision.CONTINUE),
+        (Policy(on_crash="stop"), -9, 0, CrashDecision.STOP),
+        (Policy(on_crash="restart", max_restarts=2), -9, 1, CrashDecision.RESTART),
+        (Policy(on_crash="restart", max_restarts=2), -9, 2, CrashDecision.STOP),
+        (Policy(on_crash="restart", max_restarts=0), -9, 0, CrashDecision.STOP),
     ],
 )
-def test_decisions(policy: Policy, exit_code: int, num_restarts: int, decision: Decision) -> None:
+def test_decisions(policy: Policy, exit_code: int, num_restarts: int, decision: CrashDecision) -> None:
     assert policy.decide(exit_code, num_restarts) is decision
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tests.jobs import job
 
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.launch.addresses import SPEC_NAME
+from paceline.job.addresses import SPEC_NAME
+from paceline.job.spec import ClusterSpec
 from paceline.launch.shares import read_shares
-from paceline.launch.spec import ClusterSpec
 from paceline.observe.runs import read_run
 from paceline.observe.trace import Load, Trace, trace_path
-from paceline.session import Session
-from paceline.tensors.update import Add
+from paceline.update.named_rules import Add
 
 
 def recorded(folder: Path, loads: list[Load], num_servers: int = 2, shares: tuple[float, ...] = ()) -> Path:

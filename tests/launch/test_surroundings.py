@@ -9,8 +9,8 @@ import pytest
 
 from paceline import cli
 from paceline.errors import UsageError
-from paceline.launch.environment import child_environment
-from paceline.launch.forking import title
+from paceline.job.environment import child_environment
+from paceline.launch.forkserver import child as title
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.script import check_script
@@ -18,7 +18,7 @@ from paceline.observe import resources
 
 ASK = """
 import json, sys
-from paceline.launch.environment import child_environment
+from paceline.job.environment import child_environment
 print(json.dumps({name: text for name, text in child_environment(1, 1, {}).items() if name.startswith("PYTHON")}))
 """
 
@@ -96,4 +96,4 @@ def test_without_proc_nothing_is_counted_and_no_title_is_set(tmp_path: Path, mon
     monkeypatch.setattr(resources, "_PROCESS", tmp_path / "self")
     title.show_as(("another",), {})
     assert Path("/proc/self/cmdline").read_bytes() == before
-    assert resources.Odometer().usage() is None
+    assert resources.ResourceUsage().usage() is None

@@ -8,24 +8,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-from tests.node.cluster import RETRY_S, Cluster
+from tests.nodes.cluster import RETRY_S, Cluster
 from torch import Tensor
 
 from paceline.core.consistency import Consistency
-from paceline.node.declaration import Declaration
-from paceline.node.meter import Meter
-from paceline.node.opening import Opening
-from paceline.node.outgoing import PushOutcome
-from paceline.node.requests import Meet
-from paceline.node.rows.opened import CacheOptions
-from paceline.node.rows.table import RowTable
-from paceline.node.table import Table
-from paceline.node.worker import WorkerNode
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
-from paceline.tensors.filters import KeyCache
-from paceline.tensors.rows.spec import Lifecycle
-from paceline.tensors.update import Add
+from paceline.update.filters import KeyCache
+from paceline.update.named_rules import Add
+from paceline.update.rows.spec import Lifecycle
+from paceline.wire.requests import Barrier
+from paceline.worker.declaration import Declaration
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.node import WorkerNode
+from paceline.worker.opening import TableOpener
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.table import RowTable
+from paceline.worker.table import Table
 
 NUM_WORKERS = 2
 NUM_CLOCKS = 5
@@ -75,7 +75,7 @@ class Counting(Trace):
         self.num_applied = Counter[str]()
 
     def record(self, record: records.Record) -> None:
-        if isinstance(record, records.Applied):
+        if isinstance(record, records.AppliedRecord):
             self.num_applied[record.table] += len(record.workers)
 
 
@@ -99,7 +99,7 @@ class Book(ABC):
 class DenseBook(Book):
     """Every NUM_MARKS elements have one of each mark: all memory that a push goes through is looked at."""
 
-    def __init__(self, opening: Opening, cell: Cell, name: str) -> None:
+    def __init__(self, opening: TableOpener, cell: Cell, name: str) -> None:
         super().__init__(name, Consistency.parse(cell.policy))
         self.numel = cell.num_servers * cell.size_bytes // 4
         live = cell.kind == "views"
@@ -119,7 +119,7 @@ class DenseBook(Book):
 class RowBook(Book):
     """Every row has a column for each mark."""
 
-    def __init__(self, opening: Opening, cell: Cell, name: str) -> None:
+    def __init__(self, opening: TableOpener, cell: Cell, name: str) -> None:
         super().__init__(name, Consistency.parse(cell.policy))
         num_rows = max(cell.num_servers, cell.num_servers * cell.size_bytes // (8 + 4 * NUM_MARKS))
         self.ids = torch.arange(num_rows) * 7919 - 3 * num_rows
@@ -149,7 +149,7 @@ def by_mark(flat: Tensor) -> Tensor:
     return torch.cat([flat[:whole], last]).view(-1, NUM_MARKS)
 
 
-def open_book(opening: Opening, cell: Cell, name: str) -> Book:
+def open_book(opening: TableOpener, cell: Cell, name: str) -> Book:
     return (RowBook if "rows" in cell.kind else DenseBook)(opening, cell, name)
 
 
@@ -167,7 +167,7 @@ class Ledger:
     def work(self, node: WorkerNode) -> None:
         """Push a mark into each table at every clock, look at every read, and at everything in the end."""
         rank = node.settings.sender.worker
-        opening = Opening(rank, node, Meter(Trace(None), rank))
+        opening = TableOpener(rank, node, StepMetrics(Trace(None), rank))
         books = [open_book(opening, self.cell, name) for name in self.names]
         num_made = 0
         while node.clock < self.cell.num_clocks:  # by clocks: under a quorum a late worker goes on where the others are
@@ -179,7 +179,7 @@ class Ledger:
             for book in books:
                 look_at(book, rank, num_made, book.read(refresh=num_made % 2 == 0))
         node.settle()
-        node.calls.ask(0, lambda number: Meet(number, "end"), "the other workers")
+        node.calls.ask(0, lambda number: Barrier(number, "end"), "the other workers")
         for book in books:
             assert_counts(book.read(refresh=True, exact=True), self.expected(book.name), f"worker {rank}")
 
@@ -203,9 +203,9 @@ class Ledger:
             for trace in counting:
                 assert trace.num_applied[name] == int(expected.sum()), name
         for server in servers.servers:
-            assert not server._shelf._waiting
+            assert not server._dense_tables._waiting
             assert not any(served.waiting for served in server._rows.tables.values())
-            assert server._landing.pool.num_lent == 0
+            assert server._receive_buffers.pool.num_lent == 0
 
 
 def look_at(book: Book, rank: int, num_made: int, found: Tensor) -> None:

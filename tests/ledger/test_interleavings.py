@@ -6,17 +6,17 @@ from contextlib import suppress
 
 import pytest
 from tests.ledger.tables import KINDS, NUM_WORKERS, Cell, Counting, Ledger
-from tests.node.cluster import Cluster
-from tests.node.stage import PATIENCE_S, Stage, StagedTransport, staged
+from tests.nodes.cluster import Cluster
+from tests.nodes.stage import PATIENCE_S, Stage, StagedTransport, staged
 
 from paceline.core.messages import Sender
 from paceline.core.settings import ServerSettings, WorkerSettings
-from paceline.node.server import ServerNode
-from paceline.node.waiting import WorkerOptions
-from paceline.node.wire import PushFrame
-from paceline.node.worker import WorkerNode
+from paceline.server.node import ServerNode
 from paceline.transport.base import Frame
-from paceline.transport.pool import Buffer, BufferPool
+from paceline.transport.buffer_pool import Buffer, BufferPool
+from paceline.wire.messages import PushFrame
+from paceline.worker.lock import WorkerOptions
+from paceline.worker.node import WorkerNode
 
 NEVER_S = 1e6
 POLICIES = ("asynchronous", "ssp:1", "essp:1", "bsp", "bound=1,visible=on_clock,deliver=on_clock")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.ledger.pairs import Choice, all_of, name_of, pairwise
 from tests.ledger.tables import CARRIERS, KINDS, NAMED, NUM_WORKERS, POLICIES, SIZES, Cell, Counting, Ledger
-from tests.node.cluster import cluster, counts_of
+from tests.nodes.cluster import cluster, counts_of
 
 from paceline.transport import FaultPlan
 

@@ -13,8 +13,8 @@ from tests.ledger.tables import CARRIERS, NAMED, POLICIES, Counting, assert_coun
 from torch import Tensor, nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.core.consistency import Consistency
-from paceline.session import Session
 
 NUM_WORKERS = 2
 NUM_STEPS = 5
@@ -112,7 +112,7 @@ def run(choice: Choice, directory: Path) -> None:
         for server, trace in zip(started.servers, counting, strict=True):
             server.trace = trace
         num_refused = sum(started.run(lambda ps: train(ps, choice)))
-        tables = sorted(started.servers[0]._shelf.specs)
+        tables = sorted(started.servers[0]._dense_tables.specs)
         for trace in counting:
             if "backup" in str(choice["policy"]):
                 assert trace.num_applied.total() + num_refused <= NUM_MARKS * len(tables)
@@ -120,8 +120,8 @@ def run(choice: Choice, directory: Path) -> None:
                 assert num_refused == 0
                 assert trace.num_applied == dict.fromkeys(tables, NUM_MARKS)
         for server in started.servers:
-            assert not server._shelf._waiting
-            assert server._landing.pool.num_lent == 0
+            assert not server._dense_tables._waiting
+            assert server._receive_buffers.pool.num_lent == 0
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ class Mutant:
     new: str
 
 
-WORKER, SERVER, LEDGER, TABLES = "core/worker.py", "core/server.py", "core/ledger.py", "core/tables.py"
-READERS, CLOSING, MEMBERSHIP = "core/readers.py", "core/closing.py", "core/membership.py"
-CLOCKS, OUTBOX, CONSISTENCY = "core/clocks.py", "core/outbox.py", "core/consistency.py"
+WORKER, SERVER, DEDUP, TABLES = "core/worker.py", "core/server.py", "core/dedup.py", "core/tables.py"
+READERS, COMMIT, MEMBERSHIP = "core/read_queue.py", "core/commit.py", "core/membership.py"
+CLOCKS, RETRANSMIT, CONSISTENCY = "core/clocks.py", "core/retransmit.py", "core/consistency.py"
 
 MUTANTS: tuple[Mutant, ...] = (
     # -- the bound ---------------------------------------------------------------------------------------------------
@@ -77,15 +77,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an overdue lease is never noticed", MEMBERSHIP, "life.lease_until <= now", "life.lease_until < 0"),
     Mutant("a lost question to the lead is not repeated", SERVER, "table.ask_lead_at <= now", "table.ask_lead_at < 0"),
     # -- once, and acknowledged after that ---------------------------------------------------------------------------
-    Mutant("no dedup", LEDGER, "return self._answers.get(push.id.seq)", "return None"),
-    Mutant("the ledger forgets one too many", LEDGER, "kept.seqs[0] < settled and", "kept.seqs[0] <= settled and"),
+    Mutant("no dedup", DEDUP, "return self._answers.get(push.id.seq)", "return None"),
+    Mutant("the ledger forgets one too many", DEDUP, "kept.seqs[0] < settled and", "kept.seqs[0] <= settled and"),
     Mutant(
         "a late copy is taken for a new push",
-        LEDGER,
+        DEDUP,
         "return push.id.seq < self.settled_in(push.table)",
         "return False",
     ),
-    Mutant("the ledger never forgets", LEDGER, "if settled > kept.settled:", "if settled > kept.settled + 10**9:"),
+    Mutant("the ledger never forgets", DEDUP, "if settled > kept.settled:", "if settled > kept.settled + 10**9:"),
     Mutant(
         "acknowledged on receipt",
         SERVER,
@@ -109,20 +109,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "                continue\n"
         "            effects.append(Send(server, entry.message, entry.bare))\n",
     ),
-    Mutant("a first push sent without its tensor", OUTBOX, "bare: bool = False", "bare: bool = True"),
+    Mutant("a first push sent without its tensor", RETRANSMIT, "bare: bool = False", "bare: bool = True"),
     Mutant(
         "unbounded retry", WORKER, "if entry.attempts > self.settings.max_attempts and", "if entry.attempts < 0 and"
     ),
     Mutant("leave before everything is settled", WORKER, "if self._leaving and not self._pushed:", "if self._leaving:"),
     Mutant(
         "says that held pushes are in the values",
-        LEDGER,
+        DEDUP,
         "if isinstance(self._answers[seq], Applied)",
         "if self._answers[seq]",
     ),
     Mutant(
         "says that no unsettled push is in the values",
-        LEDGER,
+        DEDUP,
         "if isinstance(self._answers[seq], Applied)",
         "if isinstance(self._answers[seq], PushRefused)",
     ),
@@ -149,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the dead may join late",
         SERVER,
-        "self.lives.bury(event.worker, event.incarnation)",
+        "self.lives.mark_dead(event.worker, event.incarnation)",
         "pass",
     ),
     Mutant(
@@ -180,13 +180,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a joiner starts in a clock that is closed",
         SERVER,
-        "max([self._clocks.add(sender.worker), *(t.closing.clock for t in self.tables.values())])",
+        "max([self._clocks.add(sender.worker), *(t.commit.clock for t in self.tables.values())])",
         "self._clocks.add(sender.worker)",
     ),
     # -- closing clocks ----------------------------------------------------------------------------------------------
     Mutant(
         "summed in order of arrival",
-        CLOSING,
+        COMMIT,
         "sorted(self._held.pop(self.clock, []))",
         "self._held.pop(self.clock, [])",
     ),
@@ -199,17 +199,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a quorum although none was asked for",
         TABLES,
-        "clock, backups = self.closing.clock, self.consistency.backups",
-        "clock, backups = self.closing.clock, 1",
+        "clock, backups = self.commit.clock, self.consistency.backups",
+        "clock, backups = self.commit.clock, 1",
     ),
     Mutant(
-        "a push for a closed clock is held", SERVER, "elif push.clock < table.closing.clock:", "elif push.clock < 0:"
+        "a push for a closed clock is held", SERVER, "elif push.clock < table.commit.clock:", "elif push.clock < 0:"
     ),
     Mutant(
         "values served before the update is applied",
         SERVER,
-        "        applied, withdrawn, late = table.closing.close(decision)\n",
-        "        applied, withdrawn, late = table.closing.close(decision)\n"
+        "        applied, withdrawn, late = table.commit.close(decision)\n",
+        "        applied, withdrawn, late = table.commit.close(decision)\n"
         "        self._release(name, table, effects)\n",
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what is withdrawn is forgotten when one server has heard of it",
         WORKER,
-        "if all(self._outbox.message((s,",
-        "if any(self._outbox.message((s,",
+        "if all(self._retransmit.message((s,",
+        "if any(self._retransmit.message((s,",
     ),
     Mutant(
         "a joiner does not count as finished with the clocks before it",
@@ -238,7 +238,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a refused part takes all pushes of its worker and clock with it",
-        CLOSING,
+        COMMIT,
         "(*life, push_id.seq) in gone",
         "life in {entry[:2] for entry in gone}",
     ),
@@ -268,7 +268,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a read gives up while others are slow",
-        OUTBOX,
+        RETRANSMIT,
         "return self.bare or isinstance(self.message, Pull)",
         "return self.bare",
     ),
@@ -280,7 +280,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the lead forgets a decision when the first follower has it",
-        CLOSING,
+        COMMIT,
         "done = min(self._following.values())",
         "done = max(self._following.values())",
     ),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tests.core.cores import make_server, make_worker, of, pull, push, push_id, said, sender, tick
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
+from paceline.core.dedup import WINDOW
 from paceline.core.effects import Apply, Fail, Serve
 from paceline.core.events import (
     Arrived,
@@ -20,8 +21,18 @@ from paceline.core.events import (
     WantPush,
     WantRead,
 )
-from paceline.core.ledger import WINDOW
-from paceline.core.messages import Clock, Closed, Delivered, Fetched, Held, Join, Joined, PushRefused, Taken, Ticked
+from paceline.core.messages import (
+    Clock,
+    Closed,
+    Delivered,
+    Fetched,
+    Held,
+    Join,
+    Joined,
+    PieceTaken,
+    PushRefused,
+    Ticked,
+)
 
 
 def generations() -> None:
@@ -50,7 +61,7 @@ def late_copies() -> None:
     assert core.handle(push(0, 0, 0), 0.0) == []
 
 
-def leases() -> None:
+def work_queue() -> None:
     core = make_server(ssp(1))
     core.handle(Disconnected(0, 0), 0.0)
     core.handle(Join(sender(0)), 1.0)
@@ -83,9 +94,9 @@ def deliveries() -> None:
     core.handle(pull(0, 1, 0, needs=0), 0.0)
     assert len(said(core.handle(tick(0, 1), 0.0), Delivered)) == 1
     assert said(core.handle(tick(0, 2), 0.0), Delivered) == []
-    assert [m.clock for m in said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered)] == [2]
+    assert [m.clock for m in said(core.handle(PieceTaken(sender(0), "w", 1), 0.0), Delivered)] == [2]
     assert said(core.handle(tick(0, 3), 0.0), Delivered) == []
-    assert said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered) == []
+    assert said(core.handle(PieceTaken(sender(0), "w", 1), 0.0), Delivered) == []
 
 
 def older_values() -> None:
@@ -172,7 +183,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     attempts,
     ledger_size,
     late_copies,
-    leases,
+    work_queue,
     late_joins,
     joins_again,
     first_clocks,

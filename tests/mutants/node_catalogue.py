@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 from tests.mutants.catalogue import Mutant
 
-SERVER, LINKS, SHELF, PUSHES = "node/server.py", "node/links.py", "node/shelf.py", "node/pushes.py"
-OUTGOING, PEERS, ROLES, MIRROR, WORKER = (
+SERVER, LINKS, DENSE_TABLES, PUSHES = (
+    "server/node.py",
+    "wire/connection.py",
+    "server/dense_tables.py",
+    "worker/pushes.py",
+)
+OUTGOING, PEERS, ROLES, CACHE, WORKER = (
     f"node/{name}.py" for name in ("outgoing", "peers", "roles", "mirror", "worker")
 )
-CLIENT, ROWS, SILENCE = "node/rows/client.py", "node/rows/shelf.py", "transport/silence.py"
-SECURITY, READS = "transport/security.py", "node/reads.py"
+CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_tables.py", "transport/channel.py"
+SECURITY, READS = "transport/handshake.py", "worker/reads.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         SERVER,
         "if push_id in unapplied:",
         "if ():",
-        "node/test_failing_rules",
+        "nodes/test_failing_rules",
         "no_push",
     ),
     _of(
@@ -42,7 +47,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         SERVER,
         "            self._handle(Unapplied(effect.table, effect.ids, problem))\n",
         "",
-        "node/test_failing_rules",
+        "nodes/test_failing_rules",
         "copies",
     ),
     _of(
@@ -50,34 +55,38 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         SERVER,
         "        if problem:\n            self._peers.send_worker(*life,",
         "        if ():\n            self._peers.send_worker(*life,",
-        "node/test_failing_rules",
+        "nodes/test_failing_rules",
         "copies",
     ),
     _of(
         "a lease ends before what has come is taken in",
         SERVER,
-        "for _ in range(self._inbox.num_waiting())",
+        "for _ in range(self._acceptor.num_waiting())",
         "for _ in range(0)",
-        "node/test_busy_server",
+        "server/test_busy_server",
         "l6",
     ),
     _of(
-        "a server holds its own pause against workers", SERVER, "self._handle(Woke())", "pass", "node/test_busy_server"
+        "a server holds its own pause against workers",
+        SERVER,
+        "self._handle(Woke())",
+        "pass",
+        "server/test_busy_server",
     ),
     _of(
         "a new connection is used before what is unanswered is repeated",
         LINKS,
         "self.on_reconnected(partial(self._use, made))",
         "self._use(made)\n                self.on_reconnected(lambda: None)",
-        "node/test_worker",
+        "worker/test_node",
         "e7",
     ),
     _of(
         "a worker's word that it has looked for NaN is believed over tcp",
-        SHELF,
+        DENSE_TABLES,
         "not (frame.screened and self.trusts_screening)",
         "not frame.screened",
-        "node/test_rules",
+        "nodes/test_rules",
         "e8",
     ),
     _of(
@@ -85,15 +94,15 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         OUTGOING,
         "        if ranks:\n",
         "        if ():\n",
-        "node/test_worker",
+        "worker/test_node",
         "told",
     ),
     _of(
         "a held push is taken in again without its tensor",
         SERVER,
-        "        if self._shelf.has(push.id):",
+        "        if self._dense_tables.has(push.id):",
         "        if False:",
-        "node/test_rules",
+        "nodes/test_rules",
         "bare",
     ),
     _of(
@@ -101,7 +110,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         PEERS,
         "if hello.connection < newest or (",
         "if (",
-        "node/test_rules",
+        "nodes/test_rules",
         "late",
     ),
     _of(
@@ -109,34 +118,45 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         SERVER,
         "        check_said(hello, message, self.settings.num_servers)\n",
         "",
-        "node/test_rules",
+        "nodes/test_rules",
         "forged",
     ),
     _of(
-        "a worker speaks for another", ROLES, "!= (hello.rank, hello.incarnation)", "== ()", "node/test_rules", "forged"
+        "a worker speaks for another",
+        ROLES,
+        "!= (hello.rank, hello.incarnation)",
+        "== ()",
+        "nodes/test_rules",
+        "forged",
     ),
-    _of("a push that is too short is taken", SHELF, "len(body) != expected", "len(body) > expected", "node/test_rules"),
+    _of(
+        "a push that is too short is taken",
+        DENSE_TABLES,
+        "len(body) != expected",
+        "len(body) > expected",
+        "nodes/test_rules",
+    ),
     _of(
         "values under way are overwritten",
         SERVER,
         '"read", message.request, size_bytes)',
         '"read", 0, size_bytes)',
-        "node/test_rules",
+        "nodes/test_rules",
         "under_way",
     ),
     _of(
         "an own update is forgotten before all servers have it",
-        MIRROR,
+        CACHE,
         "if seq < settled or seq in includes:",
         "if True:",
-        "node/test_mirror",
+        "worker/test_cache",
     ),
     _of(
         "a refused update goes on to be shown",
         WORKER,
         "        if outgoing.answers.refused:\n",
         "        if ():\n",
-        "node/test_worker",
+        "worker/test_node",
         "no_longer_shown",
     ),
     _of(
@@ -144,16 +164,16 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         PUSHES,
         "return slots.available or (slots.held and self._oldest(table, clock) == clock",
         "return slots.available or (slots.held and self._oldest(table, clock) < clock",
-        "node/test_worker",
+        "worker/test_node",
         "many_pushes",
     ),
-    _of("a newer read ends with an older one", READS, "if request <= done.request:", "if True:", "node/test_reads"),
+    _of("a newer read ends with an older one", READS, "if request <= done.request:", "if True:", "worker/test_reads"),
     _of(
         "a cut is taken for a refusal",
         SECURITY,
         "if proof == REFUSAL:",
         "if proof != REFUSAL:",
-        "transport/test_security",
+        "transport/test_handshake",
     ),
     _of("a stopped peer is given up", SILENCE, "else 0.0", "else SILENCE_S", "transport/test_tcp", "unanswered"),
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -162,7 +182,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         ROWS,
         'num_bad = 0 if served.spec.nonfinite in ("zero", "ignore") else',
         "num_bad = 0 if True else",
-        "node/rows/test_row_lives",
+        "worker/rows/test_lives",
         "no_sense",
     ),
     _of(
@@ -170,18 +190,16 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         ROWS,
         "if key[0] != life}",
         "if key[0] != ()}",
-        "node/rows/test_row_lives",
+        "worker/rows/test_lives",
         "within_bounds",
     ),
-    _of(
-        "reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "node/rows/test_row_lives", "within_bounds"
-    ),
+    _of("reads may wait without number", ROWS, ">= MAX_READS:", ">= 10**9:", "worker/rows/test_lives", "within_bounds"),
     _of(
         "pushes that wait for the own clock count as under way",
         CLIENT,
         "self._pushes.count(name) - num_held <",
         "self._pushes.count(name) <",
-        "node/rows/test_row_lives",
+        "worker/rows/test_lives",
         "too_many_pushes",
     ),
     _of(
@@ -189,7 +207,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
         ROWS,
         "if not problem and not body and frame.keys.num:",
         "if False:",
-        "node/rows/test_row_lives",
+        "worker/rows/test_lives",
         "no_sense",
     ),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.catalogue import READERS, SERVER, Mutant
 
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
-CACHE, CLIENT, READINGS = "node/rows/cache.py", "node/rows/client.py", "node/rows/readings.py"
-SHELF, SUBSCRIPTIONS, OPENED = "node/rows/shelf.py", "node/rows/subscriptions.py", "node/rows/opened.py"
-KEYS = "tensors/filters/keys.py"
+CACHE, CLIENT, ROW_READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
+DENSE_TABLES, SUBSCRIPTIONS, OPENED = "server/row_tables.py", "server/row_tables.py", "worker/rows/opened.py"
+KEYS = "update/filters/key_cache.py"
 
 # Found without torch, by the cores with rows in plain Python around them.
 CORE_MUTANTS: tuple[Mutant, ...] = (
@@ -66,10 +66,10 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
 
 # Found by whole nodes.
 NODE_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("rows may be one clock too old", READINGS, "clocks < (needs if", "clocks < (needs - 1 if"),
+    Mutant("rows may be one clock too old", ROW_READS, "clocks < (needs if", "clocks < (needs - 1 if"),
     Mutant(
         "kept rows are as fresh as the deliveries of another server",
-        READINGS,
+        ROW_READS,
         "delivered[server] <",
         "max(delivered) <",
     ),
@@ -90,7 +90,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "subscribed after the reply",
-        SHELF,
+        DENSE_TABLES,
         "            self._subscription(served, life).add(ids, message.request)\n"
         "        return served.down.pack_rows(None, served.store.read(ids, message.clock))",
         "            self._subscription(served, life)\n"
@@ -100,7 +100,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "rows that go are unsubscribed from though they are on their way again",
         CLIENT,
-        "ids = ids[~torch.isin(ids, self._readings.ids_of(opened.spec.name))]",
+        "ids = ids[~torch.isin(ids, self._row_reads.ids_of(opened.spec.name))]",
         "ids = ids[:]",
     ),
     Mutant(

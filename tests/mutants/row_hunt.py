@@ -12,7 +12,7 @@ from collections.abc import Callable
 from paceline.errors import PacelineError
 
 _OF_CORES = ("tests.core.test_row_reads", "tests.core.test_row_readers")
-_OF_NODES = ("tests.node.rows.test_readings", "tests.node.rows.test_row_cache", "tests.node.rows.test_row_orders")
+_OF_NODES = ("tests.worker.rows.test_reads", "tests.worker.rows.test_cache", "tests.worker.rows.test_orders")
 
 
 def hunt_cores(num_seeds: int) -> str:
@@ -27,7 +27,7 @@ def hunt_cores(num_seeds: int) -> str:
 def hunt_nodes(num_seeds: int) -> str:
     """Return what was found to be wrong, or nothing."""
     import torch
-    from tests.node.rows.rehearsal import Rehearsal
+    from tests.worker.rows.rehearsal import Rehearsal
 
     from paceline.core.consistency import essp, ssp
 

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 
 from paceline.observe.runs import Run, gather
-from paceline.observe.trace import Evaluated, MinClock, Read, Record, Step
+from paceline.observe.trace import Evaluated, MinClock, ReadRecord, Record, Step
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Rehearsal:
         end_t = start_t + compute_s
         loss = self.final_loss + 2.2 * math.exp(-clock / 18) + rng.uniform(0, 0.06)
         if self.num_workers > 1:
-            self.records.append(Read(start_t, worker, "model", clock, held[worker], wait_s, source))
+            self.records.append(ReadRecord(start_t, worker, "model", clock, held[worker], wait_s, source))
         self.records.append(Step(end_t, worker, clock, 32, loss, wait_s, wait_s + compute_s, wait_s + compute_s / 10))
         finished[worker], free_t[worker] = clock + 1, end_t
         self.last_end_t[clock] = max(self.last_end_t.get(clock, 0.0), end_t)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.progress import Board, WorkerRow, plain_line
+from paceline.observe.progress import TraceDisplay, WorkerRow, plain_line
 from paceline.observe.trace import Step, Trace, trace_path
 
 
@@ -28,7 +28,7 @@ def two_workers(run: Path) -> None:
 
 def test_rows_say_clock_loss_rate_lead_communication_and_waiting(tmp_path: Path) -> None:
     two_workers(tmp_path)
-    board = Board(tmp_path / "trace", 2, stream=io.StringIO())
+    board = TraceDisplay(tmp_path / "trace", 2, stream=io.StringIO())
     board.refresh(0.0)
     assert board.rows() == [
         WorkerRow(0, 3, pytest.approx(0.4), 128.0, lead=1, comm_share=pytest.approx(0.1), wait_share=0.0),
@@ -40,14 +40,14 @@ def test_rates_forget_what_is_older_than_the_window(tmp_path: Path) -> None:
     with Trace(trace_path(tmp_path, "worker", 0)) as trace:
         trace.record(Step(100.0, 0, 0, 1, 9.0, 0.0, 1.0))
         trace.record(Step(106.0, 0, 1, 30, 1.0, 1.5, 3.0, 2.25))
-    board = Board(tmp_path / "trace", 1, stream=io.StringIO())
+    board = TraceDisplay(tmp_path / "trace", 1, stream=io.StringIO())
     board.refresh(0.0)
     assert board.rows() == [WorkerRow(0, 2, loss=1.0, samples_per_s=10.0, lead=0, comm_share=0.75, wait_share=0.5)]
 
 
 def test_without_a_terminal_one_line_every_two_seconds(tmp_path: Path) -> None:
     out = io.StringIO()
-    board = Board(tmp_path / "trace", 2, stream=out)
+    board = TraceDisplay(tmp_path / "trace", 2, stream=out)
     for now in (50.0, 51.0, 52.0):
         board.refresh(now)
     assert out.getvalue() == ""  # nothing to tell yet
@@ -63,7 +63,7 @@ def test_without_a_terminal_one_line_every_two_seconds(tmp_path: Path) -> None:
 
 def test_without_a_terminal_the_last_line_tells_what_came_since(tmp_path: Path) -> None:
     out = io.StringIO()
-    board = Board(tmp_path / "trace", 2, stream=out)
+    board = TraceDisplay(tmp_path / "trace", 2, stream=out)
     board.refresh(50.0)
     two_workers(tmp_path)
     board.close()
@@ -82,7 +82,7 @@ def test_on_a_terminal_a_table_with_every_worker(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TERM", "xterm")
     two_workers(tmp_path)
     out, stdout = Terminal(), sys.stdout
-    board = Board(tmp_path / "trace", 2, stream=out)
+    board = TraceDisplay(tmp_path / "trace", 2, stream=out)
     board.refresh(10.0)
     board.refresh(12.0)
     board.close()
@@ -95,7 +95,7 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(tmp_path: Path, monkeypa
     monkeypatch.setenv("TERM", "dumb")
     two_workers(tmp_path)
     out = Terminal()
-    board = Board(tmp_path / "trace", 2, stream=out)
+    board = TraceDisplay(tmp_path / "trace", 2, stream=out)
     board.refresh(10.0)
     board.close()
     assert out.getvalue().startswith("0 s  |  clock 3 2  |")
@@ -106,7 +106,7 @@ def test_the_table_names_states_in_the_place_of_a_bar(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TERM", "xterm")
     two_workers(tmp_path)
     out = Terminal()
-    board = Board(tmp_path / "trace", 2, stream=out)
+    board = TraceDisplay(tmp_path / "trace", 2, stream=out)
     board.refresh(10.0)
     board.note(1, "dead since 14:03:22")
     board.refresh(20.0)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.resources import Odometer, Usage
+from paceline.observe.resources import ResourceUsage, Usage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell")
 
 
-def used(odometer: Odometer | None = None) -> Usage:
-    found = (odometer or Odometer()).usage()
+def used(odometer: ResourceUsage | None = None) -> Usage:
+    found = (odometer or ResourceUsage()).usage()
     assert found is not None
     return found
 
@@ -29,7 +29,7 @@ def test_what_goes_over_a_connection_is_counted_on_both_of_its_ends() -> None:
         assert len(other.recv(5000, socket.MSG_WAITALL)) == 5000
         other.sendall(b"got it")  # carries the acknowledgement with it
         assert client.recv(6) == b"got it"
-        odometer = Odometer()
+        odometer = ResourceUsage()
         after = used(odometer)
     assert after.sent_bytes - before.sent_bytes in (5000, 5006)  # the last answer may be unacknowledged yet
     assert after.received_bytes - before.received_bytes == 5006
@@ -46,7 +46,7 @@ def test_unix_sockets_and_files_count_nothing_and_stay_open() -> None:
 
 
 def test_who_can_open_nothing_more_looks_another_time() -> None:
-    odometer = Odometer()
+    odometer = ResourceUsage()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.dup(0)
     os.close(probe)
@@ -76,5 +76,5 @@ def test_a_descriptor_that_is_a_file_by_the_time_it_is_copied_leaves_no_copy(
     with (tmp_path / "file").open("w"):
         monkeypatch.setattr("paceline.observe.resources.os.readlink", lambda _: "socket:[1]")
         before = len(os.listdir("/proc/self/fd"))
-        Odometer().look()
+        ResourceUsage().look()
         assert len(os.listdir("/proc/self/fd")) == before

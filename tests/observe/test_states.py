@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.progress import Board, WorkerRow, plain_line
+from paceline.observe.progress import TraceDisplay, WorkerRow, plain_line
 from paceline.observe.states import HUNG_S
 from paceline.observe.trace import Record, Resources, State, Step, Trace, trace_path
 
@@ -16,7 +16,7 @@ class Stage:
     def __init__(self, folder: Path, num_workers: int) -> None:
         self._folder = folder
         self.out = io.StringIO()
-        self.board = Board(folder / "trace", num_workers, stream=self.out)
+        self.board = TraceDisplay(folder / "trace", num_workers, stream=self.out)
 
     def write(self, worker: int, *records: Record) -> None:
         with Trace(trace_path(self._folder, "worker", worker)) as trace:

@@ -3,11 +3,11 @@ from tests.observe.synthetic import Rehearsal
 
 from paceline.observe.runs import Run, gather
 from paceline.observe.summary import CURVE_POINTS, CurvePoint, summarize
-from paceline.observe.trace import Evaluated, Membership, MinClock, Read, Record, RowRead, Step
+from paceline.observe.trace import Evaluated, MembershipRecord, MinClock, ReadRecord, Record, RowRead, Step
 
 
-def read(t: float, worker: int, clock: int, value_clock: int, table: str = "w") -> Read:
-    return Read(t, worker, table, clock, value_clock, 0.0, "fetch")
+def read(t: float, worker: int, clock: int, value_clock: int, table: str = "w") -> ReadRecord:
+    return ReadRecord(t, worker, table, clock, value_clock, 0.0, "fetch")
 
 
 def step(
@@ -86,7 +86,7 @@ def test_the_lead_is_between_workers_that_compute_at_the_same_time() -> None:
 
 
 def test_a_dead_worker_holds_nobody_back() -> None:
-    died = Membership(1.5, 0, 1, 0, "died")
+    died = MembershipRecord(1.5, 0, 1, 0, "died")
     records: list[Record] = [read(1, 0, 0, 0), read(1, 1, 0, 0), died, step(2, 0, 0), read(3, 0, 9, 9)]
     assert summarize(gather(records)).max_lead == 0
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.observe.runs import Tail, read_run
+from paceline.observe.runs import TraceFollower, read_run
 from paceline.observe.trace import (
-    Applied,
+    AppliedRecord,
     Evaluated,
     Handled,
-    Membership,
+    MembershipRecord,
     MinClock,
-    Read,
+    ReadRecord,
     Record,
     Refusal,
     Resources,
@@ -22,15 +22,15 @@ from paceline.observe.trace import (
 )
 
 ONE_OF_EACH: list[Record] = [
-    Read(1.0, 0, "w", 3, 2, 0.25, "fetch"),
+    ReadRecord(1.0, 0, "w", 3, 2, 0.25, "fetch"),
     Step(2.0, 0, 3, 32, 0.5, 0.25, 1.0, 0.375),
     Step(2.5, 0, 4, 32, None, 0.0, 0.5),
     Evaluated(3.0, 0, 4, 0.4, 0.9),
     Resources(3.5, 0, 4096, 120, 80),
     MinClock(4.0, 1, "w", 3),
-    Applied(5.0, 1, "w", (2, 0, 1), 3),
+    AppliedRecord(5.0, 1, "w", (2, 0, 1), 3),
     Refusal(6.0, 1, 2, "w", "not a number"),
-    Membership(7.0, 1, 2, 1, "died"),
+    MembershipRecord(7.0, 1, 2, 1, "died"),
     Handled(8.0, "server-1", {"name": "Push", "clock": 3}, [{"name": "Apply"}, {"name": "Reply"}]),
 ]
 
@@ -129,7 +129,7 @@ def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
 
 def test_the_tail_returns_each_whole_line_once(tmp_path: Path) -> None:
     path = tmp_path / "trace" / "worker-0.jsonl"
-    tail = Tail(path.parent)
+    tail = TraceFollower(path.parent)
     assert tail.poll() == []
     with Trace(path) as trace:
         trace.record(step(1.0))
@@ -148,7 +148,7 @@ def test_the_tail_follows_every_worker_and_no_server(tmp_path: Path) -> None:
     for role, rank in (("worker", 1), ("worker", 0), ("server", 0)):
         with Trace(trace_path(tmp_path, role, rank)) as trace:
             trace.record(step(1.0, rank))
-    assert Tail(tmp_path / "trace").poll() == [step(1.0, 0), step(1.0, 1)]
+    assert TraceFollower(tmp_path / "trace").poll() == [step(1.0, 0), step(1.0, 1)]
 
 
 def test_a_full_disk_ends_the_trace_in_one_line_and_nothing_else(
@@ -184,7 +184,7 @@ def test_a_trace_that_cannot_be_made_is_told_and_left_out(tmp_path: Path) -> Non
 
 def test_a_bounded_trace_keeps_the_latest_records_and_is_followed_without_a_gap(tmp_path: Path) -> None:
     path = trace_path(tmp_path, "worker", 0)
-    tail, seen = Tail(path.parent), list[Record]()
+    tail, seen = TraceFollower(path.parent), list[Record]()
     with Trace(path, max_bytes=2000) as trace:
         for clock in range(200):
             trace.record(step(float(clock), clock=clock))

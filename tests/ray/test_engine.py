@@ -30,7 +30,7 @@ KILL_ACTORS = """
 import os, signal, sys
 import psutil
 import paceline
-from paceline.launch.environment import find_place
+from paceline.job.environment import find_place
 life = find_place().incarnation
 with paceline.connect() as ps:
     table = ps.table("w", shape=(1,), update=paceline.update.Add(), consistency="asynchronous")
@@ -52,7 +52,7 @@ with paceline.connect() as ps:
 
 KILL_SELF_THEN_FAIL = """
 import os, signal, sys
-from paceline.launch.environment import find_place
+from paceline.job.environment import find_place
 if find_place().incarnation == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 print(os.environ["COLOUR"], sys.argv[1:], os.getcwd(), flush=True)

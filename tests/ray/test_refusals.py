@@ -12,10 +12,10 @@ from paceline import cli
 from paceline.errors import PeerError, UsageError
 from paceline.launch.plan import LocalRun
 from paceline.ray.engine import check_dashboard, check_reachable, prepare
+from paceline.ray.file_follower import CHUNK_BYTES, FileFollower
+from paceline.ray.messages import News
 from paceline.ray.options import RayOptions
-from paceline.ray.orders import News
-from paceline.ray.outbox import Outbox
-from paceline.ray.tail import CHUNK_BYTES, Tail
+from paceline.ray.outbox import NewsBuffer
 
 RUN = LocalRun(script=Path("jobs/train.py"))
 
@@ -99,7 +99,7 @@ def test_the_script_is_found_from_the_folder_that_every_node_gets() -> None:
 
 
 def test_news_come_in_order_and_the_exit_code_with_all_that_was_before() -> None:
-    outbox = Outbox()
+    outbox = NewsBuffer()
     outbox.relay("worker 0", 0, "one", to_stderr=False)
     outbox.relay("worker 0", 0, "two", to_stderr=True)
     outbox.put(trace=b"a\n")
@@ -114,7 +114,7 @@ def test_a_trace_is_told_in_whole_lines_to_its_end_though_its_folder_is_gone(tmp
     line = b'{"kind": "applied"}\n' * (CHUNK_BYTES // 16)
     path.write_bytes(line + b'{"torn')
     (tmp_path / "server-0.address").write_text("tcp://127.0.0.1:7\n")
-    outbox, tail = Outbox(), Tail(tmp_path, "server", 0)
+    outbox, tail = NewsBuffer(), FileFollower(tmp_path, "server", 0)
 
     assert tail.report(outbox)
     first = outbox.take(1.0)

@@ -13,12 +13,12 @@ import pytest
 from tests.leaks import nothing_left_behind
 
 import paceline
+from paceline.api.session import Session
 from paceline.serve.access import server_access
+from paceline.serve.gateway import Gateway
 from paceline.serve.namespace import Hosting
 from paceline.serve.namespaces import Namespaces
-from paceline.serve.reception import Reception
 from paceline.serve.state import StateFolder
-from paceline.session import Session
 
 JOIN_S = 60.0
 
@@ -72,13 +72,13 @@ def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **sett
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
             namespaces = Namespaces(folder, transport, Hosting(tell=told, **settings))
-            reception, unsaved = Reception(listener, namespaces), list[list[str]]()
-            thread = threading.Thread(target=lambda: unsaved.append(reception.run()), name="test-reception")
+            gateway, unsaved = Gateway(listener, namespaces), list[list[str]]()
+            thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()
             try:
                 yield House(state, namespaces, int(listener.address.rpartition(":")[2]), told)
             finally:
-                reception.stop()
+                gateway.stop()
                 thread.join(JOIN_S)
             assert [len(lines) for lines in unsaved] == [num_unsaved]
         finally:

@@ -22,15 +22,15 @@ from paceline.errors import (
     PeerError,
     UsageError,
 )
-from paceline.launch.keys.holders import Holder
-from paceline.launch.keys.keyring import issue_keys, make_keys, revoke
-from paceline.node.wire import Hello
-from paceline.node.wire import encode as encode_node
-from paceline.serve.access import Pass, server_access
-from paceline.serve.location import Location
-from paceline.serve.messages import Ask, TurnedAway, Visit, encode
+from paceline.job.credentials.holders import Holder
+from paceline.job.credentials.key_store import issue_keys, make_keys, revoke
+from paceline.serve.access import ClientCredentials, server_access
+from paceline.serve.messages import EnterFrame, EnterRefused, EnterRequest, encode
+from paceline.serve.url import ServeUrl
 from paceline.transport.base import EMPTY, Connection
 from paceline.version import __version__
+from paceline.wire.messages import Hello
+from paceline.wire.messages import encode as encode_node
 
 TOKEN = bytes(range(32))
 
@@ -59,7 +59,7 @@ def test_a_token_is_needed_and_the_right_one(served: House) -> None:
 
 
 def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.serve.calling.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("paceline.serve.client.CONNECT_TIMEOUT_S", 0.3)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -79,7 +79,7 @@ def test_a_fault_at_the_reception_is_told_on_both_sides(
         raise RuntimeError("a fault of ours")
 
     with house(tmp_path / "state") as served:
-        monkeypatch.setattr("paceline.serve.reception.encode", fail)
+        monkeypatch.setattr("paceline.serve.gateway.encode", fail)
         with told_in_time(ConnectionLost, rf"{served.address('a')} has not said whether it lets this client in: "):
             served.connect("a")
     assert "RuntimeError: a fault of ours" in capsys.readouterr().err
@@ -92,14 +92,16 @@ def talk(connection: Connection, header: bytes, body: memoryview) -> None:
 
 
 def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> None:
-    transport = Pass(token=served.state / "token").access(Location.parse(served.address()), None).transport()
+    transport = (
+        ClientCredentials(token=served.state / "token").access(ServeUrl.parse(served.address()), None).transport()
+    )
     nonsense = [
         (b"", b"", EMPTY),
         (b"\xff" * 99, b"", EMPTY),
-        (encode(Visit("nobody", b"hello")), b"?", EMPTY),
-        (encode(Visit("default")), b"", EMPTY),
-        (encode(Visit("default")), b"?", memoryview(bytes(1000))),
-        (encode(TurnedAway("you")), b"", EMPTY),
+        (encode(EnterFrame("nobody", b"hello")), b"?", EMPTY),
+        (encode(EnterFrame("default")), b"", EMPTY),
+        (encode(EnterFrame("default")), b"?", memoryview(bytes(1000))),
+        (encode(EnterRefused("you")), b"", EMPTY),
     ]
     for identity, header, body in nonsense:
         connection = transport.connect(f"tcp://127.0.0.1:{served.port}", identity, timeout_s=5.0)
@@ -111,10 +113,14 @@ def test_who_talks_nonsense_is_cut_off_and_others_are_served(served: House) -> N
 
 
 def test_silent_holders_of_the_token_keep_no_client_waiting(served: House) -> None:
-    transport = Pass(token=served.state / "token").access(Location.parse(served.address()), None).transport()
+    transport = (
+        ClientCredentials(token=served.state / "token").access(ServeUrl.parse(served.address()), None).transport()
+    )
     with ExitStack() as crowd:
         for number in range(80):
-            visit = Visit("default") if number % 2 else Visit("default", ask=Ask(None, 3, __version__))
+            visit = (
+                EnterFrame("default") if number % 2 else EnterFrame("default", ask=EnterRequest(None, 3, __version__))
+            )
             silent = transport.connect(f"tcp://127.0.0.1:{served.port}", encode(visit), timeout_s=5.0)
             crowd.enter_context(closing(silent))
         began = time.monotonic()
@@ -131,9 +137,9 @@ def test_a_client_whose_certificate_is_revoked_after_its_handshake_is_not_admitt
         served.namespaces.expel({"worker-3"})  # no file says so to the handshake
         with told_in_time(PeerError, r"its certificate \(worker-3, [0-9A-F]+\) was revoked"):
             served.connect(token=None, keys=third)
-        transport = Pass(keys=third).access(Location.parse(served.address()), None).transport()
+        transport = ClientCredentials(keys=third).access(ServeUrl.parse(served.address()), None).transport()
         hello = encode_node(Hello("worker", 3, 0, 1))
-        visit = encode(Visit("default", hello))
+        visit = encode(EnterFrame("default", hello))
         with (
             served.connect(token=None, keys=keys),
             closing(transport.connect(f"tcp://127.0.0.1:{served.port}", visit, timeout_s=5.0)) as late,
@@ -243,7 +249,7 @@ def test_a_server_does_not_start_with_certificates_that_do_not_hold(
     """As if the keys had been made so many days ago, or in the future."""
     keys, told = tmp_path / "keys", list[str]()
     made = datetime.now(UTC) + timedelta(days=days, hours=-12)
-    monkeypatch.setattr("paceline.launch.keys.certificates.datetime", Mock(now=lambda _: made))
+    monkeypatch.setattr("paceline.job.credentials.certificates.datetime", Mock(now=lambda _: made))
     make_keys(keys)
     if "more" in problem:
         server_access("127.0.0.1", tmp_path, keys, told.append)

@@ -13,9 +13,9 @@ import torch
 from tests.serve.house import House, house
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import PeerError, Refused, UsageError
-from paceline.node.table import Table
-from paceline.session import Session
+from paceline.worker.table import Table
 
 
 def open_weights(ps: Session, consistency: str = "bsp", lr: float = 0.5) -> Table:
@@ -212,7 +212,7 @@ def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_pat
     with house(tmp_path / "state") as served, served.connect() as ps:
         weights = open_weights(ps)
         with pytest.raises(Refused, match="own_functions"):
-            weights.call("tests.node.own_functions:increment")
+            weights.call("tests.nodes.own_functions:increment")
         life = paceline.Lifecycle(memory_bytes=1 << 20, spill=str(tmp_path))
         with pytest.raises(Refused, match="writes where its own user says and nowhere else"):
             ps.table("users", rows=2, update=paceline.update.Add(), life=life)
@@ -245,7 +245,7 @@ def test_what_the_disk_does_not_take_is_told_and_tried_again(tmp_path: Path, mon
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.keeping.sync", fail)
+    monkeypatch.setattr("paceline.serve.checkpoint.sync", fail)
     with house(tmp_path / "state", save_every_s=0.01) as served:
         with served.connect() as ps:
             values = train(ps, 1)
@@ -268,7 +268,7 @@ def test_a_namespace_without_clients_that_the_disk_does_not_take_is_not_tried_at
         if full.is_set():
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("paceline.serve.keeping.sync", fail)
+    monkeypatch.setattr("paceline.serve.checkpoint.sync", fail)
     with house(tmp_path / "state", save_every_s=3600.0) as served:
         with served.connect("job") as ps:
             train(ps, 1)

@@ -19,11 +19,11 @@ from tests.leaks import nothing_left_behind
 from tests.serve.house import house
 
 import paceline
+from paceline.api.session import Session
 from paceline.cli import answer
 from paceline.errors import Refused
-from paceline.node.table import Table
 from paceline.serve.state import NamespaceFolder
-from paceline.session import Session
+from paceline.worker.table import Table
 
 DEADLINE_S = 60.0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.serve.files import digest_of
-from paceline.serve.manifest import Entry, Manifest
+from paceline.serve.manifest import Manifest, ManifestEntry
 from paceline.serve.state import NamespaceFolder, StateFolder
 
 
@@ -21,7 +21,7 @@ def writing(text: str) -> Callable[[Path], Manifest]:
     def fill(folder: Path) -> Manifest:
         file = folder / "0.safetensors"
         file.write_text(text)
-        return Manifest("job", 7, (Entry("w", "shape", file.name, digest_of(file), 1, b"spec", b"hyper"),))
+        return Manifest("job", 7, (ManifestEntry("w", "shape", file.name, digest_of(file), 1, b"spec", b"hyper"),))
 
     return fill
 
@@ -217,7 +217,7 @@ def test_what_could_not_be_read_again_is_not_written(folder: NamespaceFolder, mo
 )
 def test_a_manifest_says_what_it_may_and_nothing_else(change: tuple[bytes, bytes]) -> None:
     file = "0.safetensors"
-    good = Manifest("job", 7, (Entry("w", "shape", file, "0" * 64, 1, b"spec", b"hyper"),)).encode()
+    good = Manifest("job", 7, (ManifestEntry("w", "shape", file, "0" * 64, 1, b"spec", b"hyper"),)).encode()
     assert Manifest.decode(good, Path("m")).clock == 7
     assert change[0] in good
     with pytest.raises(CheckpointError, match=r"^m "):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
-from paceline.simulate.scenario import Fate, Network, Scenario, Stragglers
+from paceline.simulate.scenario import Faults, Network, Scenario, Stragglers
 
 STALENESSES = (0, 1, 2, 4, 8)
 
@@ -66,10 +66,10 @@ def _draw_network(rng: Random) -> Network:
     return Network(latency_s, drop=some(0.1), duplicate=some(0.3), reorder=some(0.3), cut=some(0.01), spoil=some(0.02))
 
 
-def _draw_fate(rng: Random) -> Fate:
+def _draw_fate(rng: Random) -> Faults:
     if rng.random() < 0.4:
-        return Fate()
-    return Fate(
+        return Faults()
+    return Faults(
         deaths=rng.randint(0, 2),
         pauses=rng.randint(0, 1),
         stops=rng.randint(0, 1),

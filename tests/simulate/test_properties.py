@@ -9,7 +9,7 @@ from tests.simulate.swarm import draw
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.simulate.history import History
-from paceline.simulate.scenario import Fate, Network, Scenario, Stragglers
+from paceline.simulate.scenario import Faults, Network, Scenario, Stragglers
 from paceline.simulate.world import World
 
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,7 +42,7 @@ ROUGH = st.builds(
     spoil=st.sampled_from([0.0, 0.05]),
 )
 FATES = st.builds(
-    Fate,
+    Faults,
     deaths=st.integers(0, 3),
     pauses=st.integers(0, 2),
     stops=st.integers(0, 1),
@@ -67,7 +67,7 @@ def patient(scenario: Scenario) -> Scenario:
 def scenarios(
     points: st.SearchStrategy[Consistency] = POINTS,
     networks: st.SearchStrategy[Network] = CLEAN | ROUGH,
-    fates: st.SearchStrategy[Fate] = FATES,
+    fates: st.SearchStrategy[Faults] = FATES,
     others: st.SearchStrategy[tuple[Consistency, ...]] = ALONE,
     rows: st.SearchStrategy[tuple[Consistency, ...]] = ALONE,
     num_pushes: st.SearchStrategy[int] = ONE,
@@ -101,7 +101,7 @@ def test_whatever_happens_no_rule_is_broken_and_everybody_finishes(scenario: Sce
 def test_where_servers_keep_few_answers_workers_wait_and_none_is_refused(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place in ("paceline.core.ledger.WINDOW", "paceline.core.worker.WINDOW"):
+    for place in ("paceline.core.dedup.WINDOW", "paceline.core.worker.WINDOW"):
         monkeypatch.setattr(place, window)
     for seed in range(60):
         world = World(replace(draw(seed), num_pushes=3))
@@ -110,7 +110,7 @@ def test_where_servers_keep_few_answers_workers_wait_and_none_is_refused(
 
 
 @FEW
-@given(scenarios(points=st.just(bsp()), networks=ROUGH, fates=st.just(Fate())))
+@given(scenarios(points=st.just(bsp()), networks=ROUGH, fates=st.just(Faults())))
 def test_bsp4_under_bsp_a_rough_network_does_not_show_in_what_is_applied(scenario: Scenario) -> None:
     rough = World(replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))).run()
     clean = World(replace(scenario, network=Network())).run()
@@ -120,7 +120,7 @@ def test_bsp4_under_bsp_a_rough_network_does_not_show_in_what_is_applied(scenari
 
 
 @FEW
-@given(scenarios(points=st.builds(backup, st.integers(1, 3)), fates=st.just(Fate())))
+@given(scenarios(points=st.builds(backup, st.integers(1, 3)), fates=st.just(Faults())))
 def test_t33_every_clock_has_a_full_quorum_of_distinct_workers(scenario: Scenario) -> None:
     scenario = replace(scenario, network=replace(scenario.network, cut=0.0, spoil=0.0))
     quorum = max(1, scenario.num_workers - scenario.consistency.backups)

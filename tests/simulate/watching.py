@@ -6,7 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.core.effects import Advanced, Apply, Discard, Forget, Membership, ReadDone, Reply, Send, Serve, Tell
+from paceline.core.effects import (
+    Advanced,
+    Apply,
+    Discard,
+    Forget,
+    MembershipChanged,
+    ReadDone,
+    Reply,
+    Send,
+    Serve,
+    Tell,
+)
 from paceline.core.events import Arrived, Died, Timeout, WantPush, WantRows
 from paceline.core.messages import (
     Clock,
@@ -102,7 +113,7 @@ class WatchedWorld(World):
         jumped = False
         for effect in effects:
             match effect:
-                case Membership():
+                case MembershipChanged():
                     self._watch_membership(effect)
                 case Discard() if isinstance(event, Died | Timeout):
                     self.marks["held pushes of a dead worker discarded"] += 1
@@ -161,7 +172,7 @@ class WatchedWorld(World):
                 again = copies > 1 and not isinstance(effect.message, WorkerRefused)
                 self.marks["a copy of a push answered from the ledger"] += again
 
-    def _watch_membership(self, effect: Membership) -> None:
+    def _watch_membership(self, effect: MembershipChanged) -> None:
         joined = effect.change == "joined"
         self.marks["a restart joined as a new incarnation"] += joined and effect.incarnation > 0
         self.marks["a worker joined in the middle of the run"] += joined and effect.worker >= self.scenario.num_workers

@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 
 import paceline
-from paceline.current import current
+from paceline.api.script import current
 
 # Programs: importing them is running them.
 PROGRAMS = {"paceline.__main__"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 from paceline.training.optimizer import DistributedOptimizer
 
 torch.set_num_threads(1)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.observe.runs import read_run
-from paceline.session import Session
 from paceline.training.strategy import Distributed
 
 BATCH_SIZE = 4

@@ -8,7 +8,7 @@ from tests.jobs import run_job
 from tests.training.recipes import Recipe, adam, sgd, train, train_alone
 from torch import Tensor
 
-from paceline.session import Session
+from paceline.api.session import Session
 
 RECIPES = {"sgd": Recipe(optimizer=sgd, num_steps=100), "adam": Recipe(optimizer=adam, num_steps=100)}
 

@@ -9,8 +9,8 @@ from tests.training.recipes import micro_batch, seeded, sgd
 from torch import Tensor, nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 
 MOMENTUM = 0.25
 

@@ -14,8 +14,8 @@ from tests.training.recipes import adam, loss_of, micro_batch, parameters, seede
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
-from paceline.training.courier import Courier
+from paceline.api.session import Session
+from paceline.training.device_copies import DeviceCopies
 from paceline.training.optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
@@ -149,9 +149,9 @@ def test_what_grad_scaler_does_is_pushed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def courier() -> Iterator[Courier]:
+def device_copies() -> Iterator[DeviceCopies]:
     refused: list[str] = []
-    yield Courier({torch.device("cuda", 0): torch.cuda.Stream()}, refused.append)
+    yield DeviceCopies({torch.device("cuda", 0): torch.cuda.Stream()}, refused.append)
     assert refused == []
 
 
@@ -159,15 +159,15 @@ class Owner:
     pass
 
 
-def test_a_gradient_that_is_computed_late_and_dropped_at_once_comes_whole(courier: Courier) -> None:
+def test_a_gradient_that_is_computed_late_and_dropped_at_once_comes_whole(device_copies: DeviceCopies) -> None:
     owner, memory = Owner(), torch.frombuffer(mmap.mmap(-1, 1 << 24), dtype=torch.float32)
-    courier.lock(owner, memory)
+    device_copies.lock(owner, memory)
     assert memory.is_pinned()
     source = torch.ones(1 << 22, device="cuda")
     for _ in range(100):
         source = (source * 1.0001).sin().add(1)
     expected = source.clone()
-    done = courier.fetch(source, memory)
+    done = device_copies.fetch(source, memory)
     del source
     others = [torch.zeros(1 << 22, device="cuda") for _ in range(8)]  # one of them could be given its memory
     done.synchronize()
@@ -178,12 +178,12 @@ def test_a_gradient_that_is_computed_late_and_dropped_at_once_comes_whole(courie
     assert not memory.is_pinned()
 
 
-def test_values_are_there_for_what_is_computed_next(courier: Courier) -> None:
+def test_values_are_there_for_what_is_computed_next(device_copies: DeviceCopies) -> None:
     values = torch.rand(1 << 20).pin_memory()
     weight = torch.zeros(1 << 20, device="cuda")
-    courier.deliver(values, weight)
+    device_copies.deliver(values, weight)
     total = weight.double().sum()
-    for reading in courier.queued():
+    for reading in device_copies.queued():
         reading.synchronize()
     assert total.item() == pytest.approx(values.double().sum().item())
 

@@ -13,12 +13,12 @@ from tests.training.recipes import adam, loss_of, micro_batch, mlp, parameters
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.strategies import Distribution
+from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
-from paceline.node.table import Table
-from paceline.session import Session
-from paceline.training.choice import choose_strategy
+from paceline.job.strategy import Distribution
 from paceline.training.downpour import DownpourOptimizer
+from paceline.training.resolve import choose_strategy
+from paceline.worker.table import Table
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import Refused, UsageError
-from paceline.session import Session
 
 NUM, WIDTH, NUM_STEPS = 12, 3, 8
 SGD = paceline.update.SGD(lr=0.5)
@@ -210,6 +210,6 @@ def test_workers_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_init_a_module_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.current._process.session", None)
+    monkeypatch.setattr("paceline.api.script._process.session", None)
     with pytest.raises(UsageError, match=r"paceline.init\(\) has not been called"):
         contextvars.Context().run(paceline.Embedding, None, 1, update=ADD)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import IdOutOfRange
-from paceline.session import Session
-from paceline.training.lookup import MAX_ASKED
+from paceline.training.embedding_gradients import MAX_ASKED
 
 NUM, WIDTH = 12, 3
 ADAGRAD = paceline.update.Adagrad(lr=0.5)

@@ -9,7 +9,7 @@ from tests.jobs import CARRIERS, run_job
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 POLICIES = ("bsp", "ssp:1", "essp:1", "asynchronous", "backup:1", "bound=1,visible=on_clock")
 SHAPES = ((0,), (0, 3), (3, 0))

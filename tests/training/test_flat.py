@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.training.flat import Flat, segments_of
+from paceline.training.flat import FlatParameters, segments_of
 
 
 def test_values_travel_in_the_order_of_the_tensors() -> None:
@@ -16,7 +16,7 @@ def test_values_travel_in_the_order_of_the_tensors() -> None:
         "without": nn.Parameter(torch.ones(2)),
         "scalar": nn.Parameter(torch.ones(())),
     }
-    flat = Flat.over(tensors)
+    flat = FlatParameters.over(tensors)
     out = torch.full((9,), torch.nan)
     flat.pack_values(out)
     assert out.tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0, 1.0, 1.0, 1.0]
@@ -28,7 +28,7 @@ def test_values_travel_in_the_order_of_the_tensors() -> None:
 @pytest.mark.parametrize("tensors", [{}, {"a": torch.zeros(2, dtype=torch.int64)}])
 def test_what_has_no_floating_point_type_is_refused(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(UsageError, match="expected one of float32, float64, bfloat16, float16 for all"):
-        Flat.over(tensors)
+        FlatParameters.over(tensors)
 
 
 def test_parameters_are_called_what_the_model_calls_them_or_else_the_optimizer() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 BATCH_SIZE = 4

@@ -13,7 +13,7 @@ from tests.training.views import aligned
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 from paceline.training.optimizer import DistributedOptimizer
 
 NUM_STEPS = 6

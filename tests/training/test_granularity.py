@@ -11,17 +11,17 @@ from tests.jobs import run_job
 from torch import Tensor, nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.core.consistency import Consistency
-from paceline.core.grid import Grid
 from paceline.errors import UsageError
-from paceline.parallel.part import Part
-from paceline.parallel.split import Share
-from paceline.parallel.split_layers import ColumnLinear, RowLinear
-from paceline.session import Session
-from paceline.tensors.torch_rule import granularity_of
+from paceline.job.mesh import MeshShape
+from paceline.model_parallel.part import ModelPart
+from paceline.model_parallel.split import RankShare
+from paceline.model_parallel.split_layers import ColumnLinear, RowLinear
 from paceline.training.all_reduce import AllReduce
 from paceline.training.optimizer import ParameterServer, Settings
 from paceline.training.part_job import distribute_part
+from paceline.update.torch_rule import granularity_of
 
 
 class Sign(torch.optim.Optimizer):
@@ -72,13 +72,13 @@ def test_what_a_class_looks_at_is_known_or_tried_out(optimizer: Any, expected: s
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), AllReduce()], ids=["parameter-server", "all-reduce"])
 def test_parts_of_tensors_are_not_given_to_who_looks_at_whole_ones(strategy: Any) -> None:
-    share = Share(cast("Any", None), 0, 2)
+    share = RankShare(cast("Any", None), 0, 2)
     model = nn.Sequential(
         ColumnLinear(nn.Linear(4, 4, bias=False), share, {}, None, "0"),
         RowLinear(nn.Linear(4, 4, bias=False), share, {}, None, "1"),
         nn.Linear(4, 4, bias=False),
     )
-    part = Part(Grid(1, 1, 2), 0, None)
+    part = ModelPart(MeshShape(1, 1, 2), 0, None)
     settings = Settings(Consistency.parse("bsp"), "samples", 1, "reject", "model")
 
     def distributed(optimizer: torch.optim.Optimizer) -> object:

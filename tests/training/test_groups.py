@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.core.consistency import bsp
 from paceline.errors import UsageError
-from paceline.session import Session
 from paceline.training.groups import GroupedOptimizer, Groups
 from paceline.training.optimizer import ParameterServer, Settings
 from paceline.training.part_job import PartJob
 
 if TYPE_CHECKING:
-    from paceline.parallel.part import Part
-    from paceline.training.bank import Slices
+    from paceline.model_parallel.part import ModelPart
+    from paceline.training.gradient_accumulation import SliceSums
     from paceline.training.part_job import WholeJob
 
 BATCH_SIZE = 4
@@ -237,7 +237,7 @@ def test_a_state_goes_from_one_process_to_groups_and_back(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"'model' has all its parameters from the start"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         with pytest.raises(UsageError, match=r"slices=\.\.\.\) does not go with"):
-            optimizer.begin_slices(cast("Slices", None))  # not looked at: a part is under all-reduce
+            optimizer.begin_slices(cast("SliceSums", None))  # not looked at: a part is under all-reduce
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.005
         found = optimizer.state_dict()
@@ -273,7 +273,10 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
         assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' is told fsdp, which shards a model as a whole")
-        cut, how = PartJob(cast("WholeJob", worker), cast("Part", None)), Settings(bsp(), "mean", 1, "reject", "model")
+        cut, how = (
+            PartJob(cast("WholeJob", worker), cast("ModelPart", None)),
+            Settings(bsp(), "mean", 1, "reject", "model"),
+        )
         with pytest.raises(UsageError, match="patterns are for a model that each worker holds as a whole"):
             Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, cut)
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
+from paceline.api.session import Session
 from paceline.core.partition import Range
-from paceline.node.mirror import Mirror
-from paceline.session import Session
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.update import Add
-from paceline.training.flat import Flat
+from paceline.training.flat import FlatParameters
 from paceline.training.gradients import Gradients
+from paceline.update.named_rules import Add
+from paceline.update.table import Segment, TableSpec
+from paceline.worker.cache import TableCache
 
 
 @dataclass
@@ -204,8 +204,8 @@ def test_values_stay_while_devices_read_them(
     found = run_job(tmp_path, work, workers=2, carrier=carrier)
     if consistency != "essp:0":
         assert torch.equal(found[0], train_alone(Recipe(optimizer=sgd, num_steps=6), 2)[0])
-    for courier in couriers.made:
-        assert sum(reader.done for reader in courier.readers) >= 4 * 6, "whoever brought new values has waited"
+    for device_copies in couriers.made:
+        assert sum(reader.done for reader in device_copies.readers) >= 4 * 6, "whoever brought new values has waited"
 
 
 def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, couriers: Couriers) -> None:
@@ -260,7 +260,7 @@ def test_without_overlap_nothing_is_copied_before_the_script_says_that_gradients
 def test_a_gradient_that_leaves_its_device_does_not_meet_its_older_copy() -> None:
     weight = nn.Parameter(torch.zeros(4))
     away: Any = LateCourier(lambda tensor: tensor is weight or bool(tensor[0] == 1))
-    gradients = Gradients(Flat.over({"w": weight}), in_place=False, courier=away)
+    gradients = Gradients(FlatParameters.over({"w": weight}), in_place=False, device_copies=away)
     buffer = torch.empty(4)
     gradients.attach(buffer)
     weight.grad = torch.ones(4)
@@ -273,7 +273,7 @@ def test_a_gradient_that_leaves_its_device_does_not_meet_its_older_copy() -> Non
 def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
     weight = nn.Parameter(torch.zeros(4))
     away: Any = LateCourier(everything)
-    gradients = Gradients(Flat.over({"w": weight}), in_place=False, courier=away)
+    gradients = Gradients(FlatParameters.over({"w": weight}), in_place=False, device_copies=away)
     gradients.attach(torch.empty(4))
     weight.grad = torch.ones(4)
     gradients.fetch(0)
@@ -299,12 +299,12 @@ def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: C
 
 def test_new_values_wait_for_who_reads_the_old() -> None:
     spec = TableSpec("w", (Segment("w", (4,)),), "float32", Add(), "ssp:1", "sum", "reject")
-    mirror = Mirror(spec, (Range(0, 0, 4),), reads_own_writes=False)
-    assert mirror.memory is not None
-    done, ongoing = (Reader(mirror.memory, mirror.memory.clone(), done) for done in (True, False))
-    mirror.note_reading(done)
-    mirror.note_reading(ongoing)
-    assert mirror._readings == [ongoing]
-    mirror.install(0, memoryview(torch.ones(4).numpy()).cast("B"), settled=0, includes=())
+    cache = TableCache(spec, (Range(0, 0, 4),), reads_own_writes=False)
+    assert cache.memory is not None
+    done, ongoing = (Reader(cache.memory, cache.memory.clone(), done) for done in (True, False))
+    cache.note_reading(done)
+    cache.note_reading(ongoing)
+    assert cache._row_reads == [ongoing]
+    cache.install(0, memoryview(torch.ones(4).numpy()).cast("B"), settled=0, includes=())
     assert ongoing.done
-    assert mirror.memory.tolist() == [1.0] * 4
+    assert cache.memory.tolist() == [1.0] * 4

@@ -17,13 +17,13 @@ from tests.training.recipes import loss_of, mlp, parameters
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.strategies import Distribution
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
-from paceline.training.choice import choose_strategy
+from paceline.job.strategy import Distribution
 from paceline.training.local_sgd import LocalSGD
-from paceline.training.local_sgd_fragment import Fragment
-from paceline.training.local_sgd_rounds import Rounds
+from paceline.training.local_sgd_optimizer import Fragment
+from paceline.training.local_sgd_rounds import ExchangeRounds
+from paceline.training.resolve import choose_strategy
 from paceline.transport.base import EMPTY
 from paceline.transport.memory import MemoryConnection
 
@@ -73,7 +73,7 @@ def train_in_job(
 class PlainRounds:
     """The same by one process in a plain loop, with an outer optimizer of torch for each fragment."""
 
-    def __init__(self, rounds: Rounds, make: Make, samples: tuple[float, ...]) -> None:
+    def __init__(self, rounds: ExchangeRounds, make: Make, samples: tuple[float, ...]) -> None:
         self.rounds, self.samples = rounds, samples
         self.models = [model_of() for _ in samples]
         self.inner = [make(model) for model in self.models]
@@ -154,8 +154,8 @@ MUTANTS: dict[str, tuple[type, str, Any]] = {
         "push",
         lambda f, push=Fragment.push: (setattr(f, "num_samples", 1.0), push(f))[1],
     ),
-    "no momentum": (Rounds, "rule", lambda rounds, n: paceline.update.SGD(rounds.outer_lr)),
-    "a turn too early": (Rounds, "_phase", lambda rounds, turn: turn * rounds.steps // rounds.fragments),
+    "no momentum": (ExchangeRounds, "rule", lambda rounds, n: paceline.update.SGD(rounds.outer_lr)),
+    "a turn too early": (ExchangeRounds, "_phase", lambda rounds, turn: turn * rounds.steps // rounds.fragments),
 }
 
 

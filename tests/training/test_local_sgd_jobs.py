@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.current import bind
+from paceline.api.script import bind
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 from paceline.training.local_sgd import LocalSGD
 from paceline.training.local_sgd_optimizer import LocalOptimizer
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import Refused, UsageError
-from paceline.session import Session
 
 
 def assert_same_bits(directory: Path, recipe: Recipe, *, workers: int = 2, servers: int = 2) -> None:

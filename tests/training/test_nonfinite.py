@@ -10,13 +10,13 @@ from tests.training.recipes import Recipe, accumulate, mlp, one_batch, parameter
 from torch import Tensor, nn
 
 import paceline
-from paceline.core.closing import closed_before, completed_without
+from paceline.api.session import Session
+from paceline.core.commit import closed_before, completed_without
 from paceline.errors import UsageError
-from paceline.node.meter import Meter
-from paceline.node.outgoing import PushOutcome, settled
 from paceline.observe.runs import read_run
 from paceline.observe.trace import NO_SERVER, Trace
-from paceline.session import Session
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.pushes import PushOutcome, settled
 
 POLICIES = ["bsp", "ssp:2", "essp:2", "asynchronous"]
 NUM_STEPS = 6
@@ -159,7 +159,7 @@ def test_steps_that_are_left_out_are_told(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_quorum_that_goes_on_without_a_worker_is_not_told() -> None:
     told: list[str] = []
-    meter = Meter(Trace(None), 2, tell=told.append)
+    meter = StepMetrics(Trace(None), 2, tell=told.append)
     for reason in (completed_without(2, "w", 5), closed_before("w", 5, 7)):
         meter.watch_push("w", "backup:1", 5, settled(PushOutcome(applied=False, reason=reason)))
     assert told == []

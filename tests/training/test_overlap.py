@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 from paceline.training.bucket import runs_of
 from paceline.training.optimizer import DistributedOptimizer
 

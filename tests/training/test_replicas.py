@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import PeerError, UsageError
-from paceline.session import Session
-from paceline.training.agreed_numbers import Numbers, digest_of_values
+from paceline.training.agreed_hyperparameters import AgreedHyperparameters, digest_of_values
 from paceline.training.strategy import Distributed
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-14}
@@ -286,7 +286,7 @@ def test_numbers_are_those_of_the_class_and_a_digest_sees_every_bit() -> None:
     weight = nn.Parameter(torch.arange(7.0))
     optimizer = torch.optim.Adam([weight], lr=0.5)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    numbers = Numbers(optimizer)
+    numbers = AgreedHyperparameters(optimizer)
     before = optimizer.param_groups[0]["betas"]
     with numbers.held(numbers.encoded().replace(b"0.999", b"0.25")):
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.25)

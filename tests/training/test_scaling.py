@@ -11,8 +11,8 @@ from tests.training.recipes import Recipe, accumulate, loss_of, micro_batch, mlp
 from torch import Tensor, nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 
 BAD = {2: 1, 5: 0}  # the worker whose loss overflows, by step
 NUM_STEPS = 8

@@ -11,7 +11,7 @@ from tests.training.test_buffers import normalised
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 
 def state(model: nn.Module) -> Tensor:

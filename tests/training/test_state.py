@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import Refused, UsageError
-from paceline.session import Session
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 NUM_WORKERS = 2

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.session import Session
 from paceline.training.strategy import Distributed, in_use
 
 BATCH_SIZE = 4

@@ -25,15 +25,15 @@ from tests.training.views import ALL, aligned, of_many_pages, of_peers, run_step
 from torch import Tensor, nn
 
 import paceline
+from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.core.partition import Range
-from paceline.node.mirror import Mirror
-from paceline.session import Session
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.update import Add
-from paceline.training.flat import Flat
+from paceline.training.flat import FlatParameters
 from paceline.training.optimizer import DistributedOptimizer
 from paceline.training.weights import Weights
+from paceline.update.named_rules import Add
+from paceline.update.table import Segment, TableSpec
+from paceline.worker.cache import TableCache
 
 
 def in_double() -> nn.Module:
@@ -193,13 +193,13 @@ class Served:
     """A table whose values lie wherever the test says, instead of on servers."""
 
     def __init__(self, spec: TableSpec) -> None:
-        self.mirror = Mirror(spec, (Range(0, 0, spec.numel),), reads_own_writes=False, live=True)
+        self.cache = TableCache(spec, (Range(0, 0, spec.numel),), reads_own_writes=False, live=True)
 
     def lend(self, memory: memoryview) -> None:
-        self.mirror.install(0, memory, settled=0, includes=())
+        self.cache.install(0, memory, settled=0, includes=())
 
-    def read(self, take: Callable[[Mirror], None], *, refresh: bool = True, exact: bool = False) -> None:
-        take(self.mirror)
+    def read(self, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
+        take(self.cache)
 
 
 def test_memory_that_is_lent_anew_is_viewed_instead() -> None:
@@ -207,7 +207,7 @@ def test_memory_that_is_lent_anew_is_viewed_instead() -> None:
     weight = nn.Parameter(torch.zeros(2048))
     spec = TableSpec("w", (Segment("w", (2048,)),), "float32", Add(), "bsp", "sum", "reject")
     served = Served(spec)
-    weights = Weights(Flat.over({"w": weight}), served)  # pyright: ignore[reportArgumentType]
+    weights = Weights(FlatParameters.over({"w": weight}), served)  # pyright: ignore[reportArgumentType]
     for number in (1.0, 2.0):
         values = torch.full((2048,), number)
         served.lend(memoryview(values.numpy()).cast("B"))

@@ -11,7 +11,7 @@ from tests.training.views import ALL, aligned, of_many_pages, run_steps, viewing
 from torch import Tensor, nn
 
 import paceline
-from paceline.session import Session
+from paceline.api.session import Session
 
 
 def in_place(model: nn.Module) -> None:

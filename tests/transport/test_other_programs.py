@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DeadlineExceeded, PeerError
-from paceline.launch.keys.holders import Holder, tls_settings
-from paceline.launch.keys.keyring import make_keys
+from paceline.job.credentials.holders import Holder, tls_settings
+from paceline.job.credentials.key_store import make_keys
 from paceline.transport import Credentials, TcpTransport
 
 CREDENTIALS = Credentials(bytes(range(32)), "others")

@@ -5,13 +5,13 @@ import struct
 
 import pytest
 
-from paceline.transport import silence
-from paceline.transport.silence import SILENCE_S, Silence
+from paceline.transport import channel as silence
+from paceline.transport.channel import SILENCE_S, SilenceLimit
 from paceline.transport.tcp import KEEPALIVE_AFTER_S, KEEPALIVE_EVERY_S, NUM_KEEPALIVES
 
 
 class Line:
-    """A socket as far as `Silence` asks: with what the kernel knows of its connection."""
+    """A socket as far as `SilenceLimit` asks: with what the kernel knows of its connection."""
 
     def __init__(self) -> None:
         self.user_timeout_ms = 0
@@ -37,7 +37,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Line:
 
 @pytest.mark.parametrize(("heard_ms", "left_ms"), [(0, 11_000), (4_000, 7_000), (10_000, 1_000), (15_000, 1_000)])
 def test_what_is_sent_late_in_a_silence_does_not_make_it_longer(line: Line, heard_ms: int, left_ms: int) -> None:
-    watch = Silence(line)  # type: ignore[arg-type]
+    watch = SilenceLimit(line)  # type: ignore[arg-type]
     line.retransmits, line.ack_ago_ms, line.data_ago_ms = 1, heard_ms, heard_ms + 60_000
 
     watch.look()

@@ -19,10 +19,9 @@ from tests.transport.wire import open_raw, raw_server, shake_hands
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Limits, TcpTransport
 from paceline.transport.base import EMPTY
-from paceline.transport.channel import OutOfTime, SocketChannel
+from paceline.transport.channel import OutOfTime, SilenceLimit, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, encode_prefix
-from paceline.transport.silence import Silence
 from paceline.transport.stream import StreamConnection
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +204,7 @@ def user_timeout_ms(connection: StreamConnection) -> int:
 def test_a_peer_that_is_stopped_while_a_large_frame_is_under_way_is_not_given_up_by_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.transport.silence._PAUSE_S", 0.0)
+    monkeypatch.setattr("paceline.transport.channel._PAUSE_S", 0.0)
     transport, body = TcpTransport(CREDENTIALS), memoryview(bytes(32 << 20))
     with closing(transport.listen("127.0.0.1:0")) as listener, ThreadPoolExecutor(1) as pool:
         near = transport.connect(listener.address, b"", timeout_s=5)
@@ -247,7 +246,7 @@ def test_a_process_that_is_stopped_for_twenty_seconds_gets_its_large_frame() -> 
 
 
 def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.transport.silence._PAUSE_S", 0.0)
+    monkeypatch.setattr("paceline.transport.channel._PAUSE_S", 0.0)
 
     class Line:
         """A socket whose kernel says how often it has said something again, and asked at a closed window."""
@@ -264,7 +263,7 @@ def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.Monke
             self.timeout_ms = value
 
     line = Line()
-    silence = Silence(line)  # type: ignore[arg-type]
+    silence = SilenceLimit(line)  # type: ignore[arg-type]
     seen: list[int] = []
     for line.said_again, line.asked_again in ((0, 0), (0, 2), (1, 0), (5, 0), (0, 0), (0, 3), (0, 1)):
         silence.look()

@@ -18,7 +18,7 @@ from tests.transport.wire import open_raw, raw_server, read_to_end
 from paceline.errors import AuthenticationFailed, ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport import Credentials, Limits, Listener, TcpTransport, TlsSettings
 from paceline.transport.base import ANY
-from paceline.transport.security import Greeted, TokenHandshake
+from paceline.transport.handshake import HandshakeResult, TokenHandshake
 from paceline.transport.tls import TlsHandshake
 
 
@@ -221,7 +221,7 @@ class RevokedMeanwhile:
         self._revoked = revoked
         self._proof = TokenHandshake(CREDENTIALS)
 
-    def introduce(self, *said: Any, bound: bytes) -> Greeted:
+    def introduce(self, *said: Any, bound: bytes) -> HandshakeResult:
         self._revoked.write_text(f"{ANY}\n")
         return self._proof.introduce(*said, bound=bound)
 

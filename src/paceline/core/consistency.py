@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from paceline.errors import UsageError
@@ -185,3 +185,43 @@ def _integer(text: str, whole: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"consistency '{whole}': '{text}' is not a whole number.") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """How long updates of a table may wait on the worker that made them.
+
+    Args:
+        consistency: of the table. Where updates may wait its bound is 1 or more, and they show on arrival.
+        hold: for how many clocks; 0 to bound.
+
+    Example:
+        >>> from paceline.core.consistency import ssp
+        >>> deferral = Deferral(ssp(3), hold=1)
+        >>> deferral.needs(7)  # values of clock 5 contain what was made below 4 = 7 - 3
+        5
+        >>> deferral.contained(5)
+        4
+        >>> deferral.due(7)  # before clock 7 is finished, what was made at 6 or before has to go
+        6
+    """
+
+    consistency: Consistency
+    hold: int = 0
+
+    def needs(self, clock: int) -> int:
+        """Return the value clock that a read at `clock` must at least have."""
+        return self._tighter.needs(clock)
+
+    def contained(self, value_clock: int) -> int:
+        """Return the clock below which values of this clock contain every update that was made."""
+        return max(0, value_clock - self.hold)
+
+    def due(self, clock: int) -> int:
+        """Return the latest clock whose updates have to be sent before `clock` is finished."""
+        return clock - self.hold
+
+    @property
+    def _tighter(self) -> Consistency:
+        bound = self.consistency.bound
+        return self.consistency if bound is None else replace(self.consistency, bound=bound - self.hold)

@@ -69,7 +69,7 @@ class Advanced:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class MembershipChanged:
     """For the record: who came and went; `change` is "joined", "left" or "died"."""
 
     worker: int
@@ -78,7 +78,7 @@ class Membership:
     reason: str = ""
 
 
-ServerEffect = Hold | Apply | Discard | Reply | Serve | Tell | Advanced | Membership
+ServerEffect = Hold | Apply | Discard | Reply | Serve | Tell | Advanced | MembershipChanged
 
 
 # -- of a worker -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoiled:
+class InvalidPush:
     """This push arrived, but its tensor may not be applied (a value that is not finite, for example)."""
 
     push: Push
@@ -73,7 +73,7 @@ class Woke:
     """This server has not run for a while and heard no worker: leases that ended meanwhile begin anew."""
 
 
-ServerHappening = Declared | Changed | Spoiled | Unapplied | Disconnected | Died | Timeout | Woke
+ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | Died | Timeout | Woke
 
 
 # -- to a worker -----------------------------------------------------------------------------------------------------

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core.ledger import Ledger
+from paceline.core.dedup import DedupWindow
 from paceline.core.messages import Sender
 
 
 @dataclass(slots=True)
-class Life:
+class Incarnation:
     """One incarnation of one worker, while it takes part or is expected to."""
 
     incarnation: int
     joined_at: int | None = None  # the clock it was told at its join; None while it is only expected
     lease_until: float | None = None  # given up at this time unless it comes (back); None while connected
-    ledger: Ledger = field(default_factory=Ledger)
+    dedup: DedupWindow = field(default_factory=DedupWindow)
 
 
 @dataclass(slots=True)
-class Membership:
+class WorkerLives:
     """The lives of all workers, by rank. An incarnation that has ended never comes back."""
 
     generation: int
-    _lives: dict[int, Life] = field(default_factory=dict[int, Life])
+    _lives: dict[int, Incarnation] = field(default_factory=dict[int, Incarnation])
     # Invariant: every incarnation up to the one named here is over; the flag says that this one left by itself.
     _ended: dict[int, tuple[int, bool]] = field(default_factory=dict[int, tuple[int, bool]])
 
     def expect(self, worker: int, until: float) -> None:
         """Count on a worker that has not joined yet, until its lease ends."""
-        self._lives[worker] = Life(incarnation=0, lease_until=until)
+        self._lives[worker] = Incarnation(incarnation=0, lease_until=until)
 
     def begin(self, sender: Sender, clock: int) -> None:
         """Start a life that has joined at this clock."""
-        self._lives[sender.worker] = Life(sender.incarnation, joined_at=clock)
+        self._lives[sender.worker] = Incarnation(sender.incarnation, joined_at=clock)
 
     def end(self, worker: int, *, left: bool) -> None:
         """End the current life of a worker."""
         ended = (self._lives.pop(worker).incarnation, left)
         self._ended[worker] = max(ended, self._ended.get(worker, ended))
 
-    def bury(self, worker: int, incarnation: int) -> None:
+    def mark_dead(self, worker: int, incarnation: int) -> None:
         """Note the end of a life that never began here: its join may still be on the way and is then refused."""
         if incarnation > self._ended.get(worker, (-1, False))[0]:
             self._ended[worker] = (incarnation, False)
 
-    def current(self, worker: int) -> Life | None:
+    def current(self, worker: int) -> Incarnation | None:
         """Return the life of this worker that takes part or is expected."""
         return self._lives.get(worker)
 
@@ -75,7 +75,7 @@ class Membership:
         """Return when the first lease ends."""
         return min((life.lease_until for life in self._lives.values() if life.lease_until is not None), default=None)
 
-    def overdue(self, now: float) -> list[tuple[int, Life]]:
+    def overdue(self, now: float) -> list[tuple[int, Incarnation]]:
         """Return the workers whose lease has ended."""
         return [
             (worker, life)

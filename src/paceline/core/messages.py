@@ -87,7 +87,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PieceTaken:
     """I have taken in what you delivered up to `clock`; you may send the next."""
 
     sender: Sender
@@ -95,7 +95,7 @@ class Taken:
     clock: int
 
 
-FromWorker = Join | Leave | Push | Clock | Pull | Taken
+FromWorker = Join | Leave | Push | Clock | Pull | PieceTaken
 
 
 # -- what a server answers -------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -121,6 +122,33 @@ def shares_by_speed(former: Sequence[float], efforts: Sequence[Effort]) -> tuple
     return tuple(
         shared_out * speed / total if speed > 0 else share for share, speed in zip(before, speeds, strict=True)
     )
+
+
+def shares_over_hosts(workers: Sequence[Hashable], servers: Sequence[Hashable]) -> tuple[float, ...]:
+    """Return the share of each server, so that the lines of all hosts are done at about the same time.
+
+    What BytePS computes for one server beside each worker holds for hosts: of n with workers and k with servers
+    alone, h of the former with servers, a host with servers alone keeps so much that n times it is what a host with
+    both sends, 1 + (n - 2) times what that keeps. Servers on one host share what it keeps.
+
+    Args:
+        workers: the host of each worker, about as many on each.
+        servers: the host of each server, by rank.
+
+    Example:
+        >>> [round(share, 3) for share in shares_over_hosts(["a", "b", "c", "d"], ["e", "a", "b", "c", "d"])]
+        [0.333, 0.167, 0.167, 0.167, 0.167]
+        >>> shares_over_hosts(["a", "a", "b", "b"], ["a", "c", "d", "d"])
+        (0.0, 0.5, 0.25, 0.25)
+    """
+    at_work, crowd = set(workers), Counter(servers)
+    num_both, num_hosts = len(crowd.keys() & at_work), len(at_work)
+    num_alone = len(crowd) - num_both
+    beside = 0.0
+    if num_both and num_alone < num_hosts:
+        beside = (num_hosts - num_alone) / (num_both * num_hosts + num_alone * (num_hosts - 2))
+    alone = (1 - num_both * beside) / num_alone if num_alone else 0.0
+    return tuple((beside if host in at_work else alone) / crowd[host] for host in servers)
 
 
 def _nearest_cut(starts: list[int], wanted: int, cut: Cut) -> int:

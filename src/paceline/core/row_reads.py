@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, InstallRows, ReadDone, Send, WorkerEffect
 from paceline.core.events import WantRows
-from paceline.core.messages import Delivered, Fetched, Pull, Sender, Taken
-from paceline.core.outbox import Key, Outbox
+from paceline.core.messages import Delivered, Fetched, PieceTaken, Pull, Sender
+from paceline.core.retransmit import Key, Retransmit
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RowReads:
     """The row tables that a worker has opened, and its reads of them that are under way."""
 
     sender: Sender
-    outbox: Outbox
+    retransmit: Retransmit
     _tables: dict[str, _RowTable] = field(default_factory=dict[str, _RowTable])
     _open: dict[int, _RowReading] = field(default_factory=dict[int, _RowReading])
 
@@ -88,7 +88,7 @@ class RowReads:
 
     def asked(self, server: int, request: int) -> Pull | None:
         """Return the pull that a server has yet to answer for a read, if there is one."""
-        message = self.outbox.message(_key(server, request))
+        message = self.retransmit.message(_key(server, request))
         return message if isinstance(message, Pull) else None
 
     def want(self, event: WantRows, request: int, clock: int, now: float, effects: list[WorkerEffect]) -> None:
@@ -98,7 +98,7 @@ class RowReads:
         self._open[request] = reading
         for server in (*event.fetch, *event.deliver):
             pull = Pull(self.sender, request, event.table, clock, needs)
-            self.outbox.add(_key(server, request), pull, now)
+            self.retransmit.add(_key(server, request), pull, now)
             if server in reading.fetching:
                 effects.append(Send(server, pull))
         self._finish(request, effects)
@@ -114,7 +114,7 @@ class RowReads:
         if self._tables[message.table].overtook(server, message):
             effects.append(Send(server, asked))
             return
-        self.outbox.answered(_key(server, message.request))
+        self.retransmit.answered(_key(server, message.request))
         effects.append(
             InstallRows(server, message.table, message.request, message.clock, message.settled, message.includes)
         )
@@ -123,7 +123,7 @@ class RowReads:
 
     def on_delivered(self, server: int, message: Delivered, effects: list[WorkerEffect]) -> None:
         """Take in rows that changed; only then may reads rely on the clock that they bring."""
-        table, taken = self._tables[message.table], Taken(self.sender, message.table, message.clock)
+        table, taken = self._tables[message.table], PieceTaken(self.sender, message.table, message.clock)
         if table.last.get(server) == message:
             effects.append(Send(server, taken))  # the first one may be lost
             return
@@ -136,7 +136,7 @@ class RowReads:
         table.last[server], table.delivered[server] = message, max(message.clock, before)
         for request, reading in list(self._open.items()):
             if reading.table == message.table and server in reading.delivering and message.clock >= reading.needs:
-                self.outbox.answered(_key(server, request))
+                self.retransmit.answered(_key(server, request))
                 reading.came(server, message.clock, "delivery")
                 self._finish(request, effects)
 

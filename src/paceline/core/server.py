@@ -13,29 +13,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.core.clocks import Clocks
-from paceline.core.closing import (
+from paceline.core.commit import (
     MAX_AT_ONCE,
     MAX_WITHDRAWN,
-    Closing,
-    Decision,
+    ClockCommit,
+    CommitDecision,
     closed_before,
     completed_without,
 )
-from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
+from paceline.core.dedup import WINDOW
+from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
 from paceline.core.events import (
     Changed,
     Declared,
     Died,
     Disconnected,
+    InvalidPush,
     ServerHappening,
-    Spoiled,
     Timeout,
     Unapplied,
     Woke,
 )
-from paceline.core.ledger import WINDOW
-from paceline.core.membership import Life
-from paceline.core.membership import Membership as Lives
+from paceline.core.membership import Incarnation
+from paceline.core.membership import WorkerLives as Lives
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -46,13 +46,13 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
+    PieceTaken,
     Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
     Sender,
-    Taken,
     Ticked,
     WorkerRefused,
 )
@@ -60,7 +60,7 @@ from paceline.core.settings import ServerSettings
 from paceline.core.tables import ServedTable
 from paceline.errors import ProtocolBug
 
-ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
+ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | PieceTaken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
 MAX_EARLY = 1 << 12  # questions of followers about tables that are yet to be declared
@@ -100,9 +100,9 @@ class ServerCore:
                 self._on_clock(event, effects)
             case Pull():
                 self._on_pull(event, effects)
-            case Taken():
+            case PieceTaken():
                 self._on_taken(event, effects)
-            case Spoiled():
+            case InvalidPush():
                 self._on_push(event.push, event.reason, effects)
             case Unapplied():
                 for push_id in event.ids:
@@ -139,7 +139,7 @@ class ServerCore:
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
         entry = self.tables[table]
-        return entry.closing.clock if entry.closes_clocks else self._clocks.slowest
+        return entry.commit.clock if entry.closes_clocks else self._clocks.slowest
 
     @property
     def members(self) -> list[int]:
@@ -170,41 +170,41 @@ class ServerCore:
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
-    def _on_push(self, push: Push, spoiled: str, effects: list[ServerEffect]) -> None:
+    def _on_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
         life = self._life_of(push.id.sender, effects)
         if life is None:
             return
         if push.table in self.tables:
-            life.ledger.settle(push.table, push.settled)
-        if life.ledger.is_late(push):
+            life.dedup.settle(push.table, push.settled)
+        if life.dedup.is_late(push):
             return
-        known = life.ledger.answer(push)
+        known = life.dedup.answer(push)
         if known is not None:
             effects.append(self._to(push.id, known))
-        elif life.ledger.overflows(self._filed_under(push.table)):
+        elif life.dedup.overflows(self._filed_under(push.table)):
             reason = f"worker {push.id.worker} has more than {WINDOW} unsettled pushes of table '{push.table[:200]}'"
             effects.append(self._to(push.id, WorkerRefused(push.id.sender, reason)))
         else:
-            self._decide_push(push, spoiled, effects)
+            self._decide_push(push, invalid, effects)
 
     def _filed_under(self, table: str) -> str:
         """Return under which name answers are kept: one for all tables that do not exist, so that it has a bound."""
         return table if table in self.tables else ""
 
-    def _decide_push(self, push: Push, spoiled: str, effects: list[ServerEffect]) -> None:
+    def _decide_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
         """Answer a push that is seen for the first time."""
         table = self.tables.get(push.table)
-        if spoiled or table is None:
-            self._answer(push.id, push.table, PushRefused(push.id, spoiled or self._unknown(push.table)), effects)
+        if invalid or table is None:
+            self._answer(push.id, push.table, PushRefused(push.id, invalid or self._unknown(push.table)), effects)
         elif not table.closes_clocks:
             effects.append(Apply(push.table, (push.id,)))
             table.version += 1
             self._answer(push.id, push.table, Applied(push.id), effects)
-        elif push.clock < table.closing.clock:
-            reason = closed_before(push.table, push.clock, table.closing.clock)
+        elif push.clock < table.commit.clock:
+            reason = closed_before(push.table, push.clock, table.commit.clock)
             self._answer(push.id, push.table, PushRefused(push.id, reason), effects)
         else:
-            table.closing.hold(push.id, push.clock)
+            table.commit.hold(push.id, push.clock)
             effects.append(Hold(push.id))
             self._answer(push.id, push.table, Held(push.id), effects)
 
@@ -213,7 +213,7 @@ class ServerCore:
     ) -> None:
         life = self.lives.current(push_id.worker)
         if life and life.incarnation == push_id.incarnation:
-            life.ledger.record(self._filed_under(table), answer)
+            life.dedup.record(self._filed_under(table), answer)
         effects.append(self._to(push_id, answer))
 
     # -- clocks ------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class ServerCore:
             table = self.tables.get(name)
             if table is None or not table.closes_clocks:
                 continue
-            if not table.closing.withdraw(sender.worker, sender.incarnation, clock, seq):
+            if not table.commit.withdraw(sender.worker, sender.incarnation, clock, seq):
                 reason = f"more than {MAX_WITHDRAWN} of its pushes of table '{name}' are withdrawn from open clocks"
                 effects.append(Reply(sender.worker, sender.incarnation, WorkerRefused(sender, reason)))
                 self._give_up(sender.worker, life, "died", reason, effects)
@@ -248,24 +248,24 @@ class ServerCore:
 
     def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
         """On the lead: close clocks that enough workers have finished, some at a time, and tell those who wait."""
-        last = table.closing.clock + MAX_AT_ONCE
+        last = table.commit.clock + MAX_AT_ONCE
         while not self._follows and table.is_complete(self._clocks):
-            clock = table.closing.clock
+            clock = table.commit.clock
             if clock == last:
                 self._has_more = True
                 return
             finished = self._clocks.past(clock)
-            decision = table.closing.decide([(worker, self._living(worker).incarnation) for worker in finished])
+            decision = table.commit.decide([(worker, self._living(worker).incarnation) for worker in finished])
             self._close(name, table, decision, effects)
-            for server in table.closing.followers_of(clock):
+            for server in table.commit.followers_of(clock):
                 effects.append(Tell(server, self._closed(name, clock, decision)))
 
-    def _closed(self, table: str, clock: int, decision: Decision) -> Closed:
+    def _closed(self, table: str, clock: int, decision: CommitDecision) -> Closed:
         return Closed(self.settings.generation, table, clock, decision.contributors, decision.withdrawn)
 
-    def _close(self, name: str, table: ServedTable, decision: Decision, effects: list[ServerEffect]) -> None:
-        clock = table.closing.clock
-        applied, withdrawn, late = table.closing.close(decision)
+    def _close(self, name: str, table: ServedTable, decision: CommitDecision, effects: list[ServerEffect]) -> None:
+        clock = table.commit.clock
+        applied, withdrawn, late = table.commit.close(decision)
         if applied:
             effects.append(Apply(name, tuple(applied)))
             table.version += 1
@@ -284,9 +284,9 @@ class ServerCore:
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
-        if event.generation != self.settings.generation or table is None or event.clock != table.closing.clock:
+        if event.generation != self.settings.generation or table is None or event.clock != table.commit.clock:
             return
-        self._close(event.table, table, Decision(event.contributors, event.withdrawn), effects)
+        self._close(event.table, table, CommitDecision(event.contributors, event.withdrawn), effects)
         self._ask_lead(event.table, table, now, effects)
 
     def _on_follow(self, event: Follow, effects: list[ServerEffect]) -> None:
@@ -297,14 +297,14 @@ class ServerCore:
             if len(self._early) < MAX_EARLY:  # else it is asked again
                 self._early.append(event)
         elif table.closes_clocks:
-            decision = table.closing.follow(event.server, event.clock)
+            decision = table.commit.follow(event.server, event.clock)
             if decision is not None:
                 effects.append(Tell(event.server, self._closed(event.table, event.clock, decision)))
             self._close_complete(event.table, table, effects)
 
     def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
-        follow = Follow(self.settings.generation, self.settings.server, name, table.closing.clock)
+        follow = Follow(self.settings.generation, self.settings.server, name, table.commit.clock)
         effects.append(Tell(LEAD, follow))
 
     # -- reads -------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class ServerCore:
         elif table.readers.ask(pull, self.clock_of(pull.table)):
             effects.append(self._values(pull, table))
 
-    def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
+    def _on_taken(self, event: PieceTaken, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
             table.readers.taken(event.sender.worker, event.clock)
@@ -337,11 +337,11 @@ class ServerCore:
 
     def _deliver(self, name: str, table: ServedTable, worker: int, effects: list[ServerEffect]) -> None:
         life = self._living(worker)
-        effects.append(Serve(worker, life.incarnation, table.delivered(worker, self.clock_of(name), life.ledger)))
+        effects.append(Serve(worker, life.incarnation, table.delivered(worker, self.clock_of(name), life.dedup)))
 
     def _values(self, pull: Pull, table: ServedTable) -> Serve:
-        ledger = self._living(pull.sender.worker).ledger
-        message = table.fetched(pull, self.clock_of(pull.table), ledger)
+        dedup = self._living(pull.sender.worker).dedup
+        message = table.fetched(pull, self.clock_of(pull.table), dedup)
         return Serve(pull.sender.worker, pull.sender.incarnation, message)
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -355,7 +355,9 @@ class ServerCore:
                 )
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
-        table = ServedTable(event.table, event.consistency, Closing(followers, clock=self._clocks.slowest), event.keyed)
+        table = ServedTable(
+            event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
+        )
         self.tables[event.table] = table
         if self._follows and table.closes_clocks:
             self._ask_lead(event.table, table, now, effects)
@@ -389,11 +391,11 @@ class ServerCore:
         clock = (
             self._clocks.of(sender.worker)
             if sender.worker in self._clocks
-            else max([self._clocks.add(sender.worker), *(t.closing.clock for t in self.tables.values())])
+            else max([self._clocks.add(sender.worker), *(t.commit.clock for t in self.tables.values())])
         )
         self._clocks.advance(sender.worker, clock)
         self.lives.begin(sender, clock)
-        effects.append(Membership(sender.worker, sender.incarnation, "joined"))
+        effects.append(MembershipChanged(sender.worker, sender.incarnation, "joined"))
         effects.append(Reply(sender.worker, sender.incarnation, Joined(clock)))
 
     def _on_leave(self, event: Leave, effects: list[ServerEffect]) -> None:
@@ -413,7 +415,7 @@ class ServerCore:
         if life and life.incarnation == event.incarnation:
             self._give_up(event.worker, life, "died", event.reason, effects)
         else:
-            self.lives.bury(event.worker, event.incarnation)
+            self.lives.mark_dead(event.worker, event.incarnation)
 
     def _on_timeout(self, now: float, effects: list[ServerEffect]) -> None:
         for worker, life in self.lives.overdue(now):
@@ -426,7 +428,7 @@ class ServerCore:
         if self._has_more:
             self._progress(self._clocks.slowest, effects)
 
-    def _give_up(self, worker: int, life: Life, change: str, reason: str, effects: list[ServerEffect]) -> None:
+    def _give_up(self, worker: int, life: Incarnation, change: str, reason: str, effects: list[ServerEffect]) -> None:
         """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it.
 
         Only the lead drops: another server may have yet to apply a clock that the lead has closed with this worker.
@@ -434,16 +436,16 @@ class ServerCore:
         for table in self.tables.values():
             table.readers.forget(worker)
             if not self._follows:
-                effects += [Discard(push_id) for push_id in table.closing.drop(worker, life.incarnation)]
+                effects += [Discard(push_id) for push_id in table.commit.drop(worker, life.incarnation)]
         self.lives.end(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)
-        effects.append(Membership(worker, life.incarnation, change, reason))
+        effects.append(MembershipChanged(worker, life.incarnation, change, reason))
         self._progress(before, effects)
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Life | None:
+    def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Incarnation | None:
         """Return the life that this sender is, or refuse it."""
         objection = self.lives.objection(sender)
         if objection:
@@ -452,7 +454,7 @@ class ServerCore:
             return None
         return self.lives.current(sender.worker)
 
-    def _living(self, worker: int) -> Life:
+    def _living(self, worker: int) -> Incarnation:
         life = self.lives.current(worker)
         if life is None:
             raise ProtocolBug(f"worker {worker} is served values but takes no part; lives: {self.lives}")

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
+from paceline.core.dedup import WINDOW
 from paceline.core.effects import Fail, Install, JoinDone, LeaveDone, ReadDone, Release, Send, WorkerEffect
 from paceline.core.events import (
     Arrived,
@@ -26,7 +27,6 @@ from paceline.core.events import (
     WantRead,
     WantRows,
 )
-from paceline.core.ledger import WINDOW
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -38,16 +38,16 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
+    PieceTaken,
     Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
-    Taken,
     Ticked,
     WorkerRefused,
 )
-from paceline.core.outbox import Key, Outbox
+from paceline.core.retransmit import Key, Retransmit
 from paceline.core.row_reads import RowReads
 from paceline.core.settings import WorkerSettings
 from paceline.errors import ProtocolBug
@@ -106,13 +106,13 @@ class WorkerCore:
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
     _leaving: bool = False
     _left: set[int] = field(default_factory=set[int])
-    _outbox: Outbox = field(init=False)
+    _retransmit: Retransmit = field(init=False)
     rows: RowReads = field(init=False)
 
     def __post_init__(self) -> None:
         """Start with nothing said."""
-        self._outbox = Outbox(self.settings.retry_s)
-        self.rows = RowReads(self.settings.sender, self._outbox)
+        self._retransmit = Retransmit(self.settings.retry_s)
+        self.rows = RowReads(self.settings.sender, self._retransmit)
 
     # -- driving -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class WorkerCore:
 
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
-        return self._outbox.next_due()
+        return self._retransmit.next_due()
 
     def settled(self, table: str) -> int:
         """Return a sequence number below which every server has answered all pushes of this table."""
@@ -207,9 +207,9 @@ class WorkerCore:
         self._note_seen(pushed, server)
         key = (server, "push", answer.id.seq)
         if isinstance(answer, Held):
-            self._outbox.make_bare(key)
+            self._retransmit.make_bare(key)
         else:
-            self._outbox.answered(key)
+            self._retransmit.answered(key)
             pushed.unsettled.discard(server)
             refused = answer.reason if isinstance(answer, PushRefused) else ""
             if refused:
@@ -266,7 +266,7 @@ class WorkerCore:
             table.have[server] = (message.clock, message.version)
             effects.append(Install(server, message.table, message.settled, message.includes))
         if isinstance(message, Delivered):
-            effects.append(Send(server, Taken(self.settings.sender, message.table, message.clock)))
+            effects.append(Send(server, PieceTaken(self.settings.sender, message.table, message.clock)))
         else:
             self._on_answered_pull(server, message, effects)
         reading = table.reading
@@ -280,10 +280,10 @@ class WorkerCore:
 
     def _on_answered_pull(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
         key: Key = (server, "pull", message.table)
-        asked = self._outbox.message(key)
+        asked = self._retransmit.message(key)
         if not isinstance(asked, Pull) or asked.request != message.request:
             return
-        self._outbox.answered(key)
+        self._retransmit.answered(key)
         if message.clock < asked.needs:
             effects.append(
                 Fail(
@@ -299,7 +299,7 @@ class WorkerCore:
             return
         table.reading = None
         for server in table.servers:
-            self._outbox.answered((server, "pull", name))
+            self._retransmit.answered((server, "pull", name))
         oldest = min(clock for clock, _ in table.have.values())
         effects.append(ReadDone(reading.request, name, oldest, reading.source))
         self._follow(table.consistency, oldest, now, effects)
@@ -321,7 +321,7 @@ class WorkerCore:
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def _on_joined(self, server: int, message: Joined, now: float, effects: list[WorkerEffect]) -> None:
-        self._outbox.answered((server, "join", 0))
+        self._retransmit.answered((server, "join", 0))
         self._joined[server] = message.clock
         if len(self._joined) < self.settings.num_servers or self._has_joined:
             return
@@ -344,8 +344,8 @@ class WorkerCore:
             self._say_to_all("leave", Leave(self.settings.sender), now, effects)
 
     def _on_left(self, server: int, effects: list[WorkerEffect]) -> None:
-        self._outbox.answered((server, "clock", 0))
-        if self._outbox.answered((server, "leave", 0)):
+        self._retransmit.answered((server, "clock", 0))
+        if self._retransmit.answered((server, "leave", 0)):
             self._left.add(server)
             if len(self._left) == self.settings.num_servers:
                 effects.append(LeaveDone())
@@ -378,23 +378,23 @@ class WorkerCore:
 
     def _has_left(self, server: int) -> bool:
         """Say whether this worker has taken leave of a server, be it that the answer is still awaited."""
-        return server in self._left or self._outbox.message((server, "leave", 0)) is not None
+        return server in self._left or self._retransmit.message((server, "leave", 0)) is not None
 
     def _on_ticked(self, server: int, message: Ticked) -> None:
-        asked = self._outbox.message((server, "clock", 0))
+        asked = self._retransmit.message((server, "clock", 0))
         if isinstance(asked, Clock) and message.clock >= asked.clock:
-            self._outbox.answered((server, "clock", 0))
-        if all(self._outbox.message((s, "clock", 0)) is None for s in range(self.settings.num_servers)):
+            self._retransmit.answered((server, "clock", 0))
+        if all(self._retransmit.message((s, "clock", 0)) is None for s in range(self.settings.num_servers)):
             self._withdrawn = {entry for entry in self._withdrawn if entry[1] >= self._ticked}
 
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
         if server in self._joined:  # also while others have yet to answer: its lease runs
-            self._outbox.add((server, "join", 0), Join(self.settings.sender), now)
+            self._retransmit.add((server, "join", 0), Join(self.settings.sender), now)
         self.rows.on_connected(server)
-        effects += [Send(server, entry.message, entry.bare) for entry in self._outbox.for_server(server)]
+        effects += [Send(server, entry.message, entry.bare) for entry in self._retransmit.for_server(server)]
 
     def _on_timeout(self, now: float, effects: list[WorkerEffect]) -> None:
-        for server, entry in self._outbox.repeat_due(now):
+        for server, entry in self._retransmit.repeat_due(now):
             if entry.attempts > self.settings.max_attempts and not entry.waits_for_others:
                 what = type(entry.message).__name__.lower()
                 effects.append(Fail(f"server {server} has not answered a {what} in {entry.attempts - 1} attempts"))
@@ -402,7 +402,7 @@ class WorkerCore:
             effects.append(Send(server, entry.message, entry.bare))
 
     def _say(self, key: Key, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:
-        self._outbox.add(key, message, now)
+        self._retransmit.add(key, message, now)
         effects.append(Send(key[0], message))
 
     def _say_to_all(self, kind: str, message: FromWorker, now: float, effects: list[WorkerEffect]) -> None:

@@ -4,31 +4,103 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
 import torch
 
-from paceline.data.dealt import DealtBatches
-from paceline.data.order import Batches, Order
+from paceline.data.order import Batches, EpochOrder
 from paceline.data.partition import Sharding
 from paceline.data.position import Bookmark, terms_of
-from paceline.data.rounds import Rounds, num_slices
+from paceline.data.rounds import EpochRounds, num_slices
+from paceline.data.service.client import MAX_PREFETCH
+from paceline.data.service.messages import MAX_SAMPLES
 from paceline.data.slicing import Slicing, Walk
-from paceline.data.tally import Tally
+from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.reader import Reader
+from paceline.data.tally import SampleTally
 from paceline.errors import UsageError
-from paceline.feeding.batches import Ask, Batch
-from paceline.feeding.client import MAX_PREFETCH
-from paceline.feeding.reader import Reader
-from paceline.feeding.wire import MAX_SAMPLES
 from paceline.observe.trace import Trace
+
+
+@dataclass(slots=True)
+class DealtBatches:
+    """What a loop gets, and what its optimizers ask whether more comes in the clock under way.
+
+    A slice of which no record could be decoded is not handed out. So that the step before knows whether it is the last
+    one of its clock, the slice that follows is read by then.
+    """
+
+    walk: Walk
+    reader: Reader
+    rank: int
+    prefetch: int
+    tally: SampleTally
+    skips: bool  # records that could not be decoded are left out
+    num_samples: int = 0  # of the batch under way, of those that could be decoded
+    _rescale: float = 1.0  # of the batch under way, see `Walk.rescale`
+    _held: tuple[Batch, float] | None = None  # what comes next, where that had to be known
+    _pieces: Iterator[list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin the walk."""
+        self._pieces = iter(self.walk)
+        self._expect()
+
+    @property
+    def weight(self) -> float:
+        """What the batch under way weighs; see `Walk.weight`."""
+        return self.num_samples * self._rescale
+
+    @property
+    def num_expected(self) -> int:
+        """How many samples all have in the clock under way; 0 where others may have left out some of theirs."""
+        return 0 if self.skips or not self.num_samples else self.walk.num_expected
+
+    def more(self) -> bool:
+        """Say whether another batch follows for this worker in the clock under way; blocks until that is read."""
+        if not self.num_samples:
+            return False
+        while self._held is None and self.walk.more():
+            batch = self._read(next(self._pieces))
+            self._held = (batch, self.walk.rescale) if batch.num_samples else None
+        return self._held is not None
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches that have samples."""
+        while True:
+            coming, self._held = self._held or self._next(), None
+            if coming is None:
+                return
+            batch, self._rescale = coming
+            self.num_samples = batch.num_samples
+            self.tally.num_samples += batch.num_samples
+            yield batch
+
+    def _next(self) -> tuple[Batch, float] | None:
+        batch = next((batch for batch in map(self._read, self._pieces) if batch.num_samples), None)
+        return None if batch is None else (batch, self.walk.rescale)
+
+    def _read(self, indices: list[int]) -> Batch:
+        batch = self.reader.read(BatchRequest(self.tally.epoch, tuple(indices)))
+        self.tally.num_skipped += batch.num_skipped
+        if self.walk.is_again:
+            self.tally.num_again += len(indices)
+        self._expect()
+        return batch
+
+    def _expect(self) -> None:
+        """Have the reader get ready what most likely comes: the rest of this worker's own share, and the next ones."""
+        own = islice(self.walk.own_next(self.rank), self.prefetch + 1)
+        self.reader.expect([BatchRequest(self.tally.epoch, tuple(indices)) for indices in own])
+
 
 _FIXED: Final = "Or give paceline.feed leases=False: then every worker has a fixed share."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FeedPlan:
     """How a source is cut into batches, and who gets them.
 
     Args:
@@ -74,13 +146,13 @@ class FedLoader:
     counts as nothing and leaves no trace. Made by `paceline.feed`.
     """
 
-    def __init__(self, reader: Reader, plan: Plan, sharding: Sharding, slicing: Slicing, trace: Trace) -> None:
+    def __init__(self, reader: Reader, plan: FeedPlan, sharding: Sharding, slicing: Slicing, trace: Trace) -> None:
         self._reader = reader
         self._plan = plan
         self._sharding = sharding
         self._slicing = slicing
         self._trace = trace
-        self._order = Order(reader.num_samples, plan.batch_size, plan.drop_last, plan.shuffle)
+        self._order = EpochOrder(reader.num_samples, plan.batch_size, plan.drop_last, plan.shuffle)
         self._check()
         sharding.note_size(self._order.num_batches, f"batches of a source of {self.num_samples} samples")
         self._bookmark = Bookmark(terms_of(self._order, sharding.seed), self._order.num_batches)
@@ -163,7 +235,7 @@ class FedLoader:
             return
         if self._plan.leases:
             raise UsageError("which batch comes next is known only when it is asked for: give feed leases=False.")
-        own, tally = self._own(self._bookmark.next.num_done), Tally(self._sharding.rank, epoch)
+        own, tally = self._own(self._bookmark.next.num_done), SampleTally(self._sharding.rank, epoch)
         num_rounds = -(-(self._order.num_batches - self._bookmark.begin().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not handed out
         try:
@@ -185,7 +257,7 @@ class FedLoader:
 
     def _read_all(self, epoch: int, batches: Iterable[list[int]]) -> Iterator[Batch]:
         """Read batches one by one, while those that follow are made."""
-        asks = (Ask(epoch, tuple(indices)) for indices in batches)
+        asks = (BatchRequest(epoch, tuple(indices)) for indices in batches)
         window = deque(islice(asks, self._plan.prefetch + 1))
         self._reader.expect(window)
         while window:
@@ -194,7 +266,7 @@ class FedLoader:
             self._reader.expect(window)
             yield batch
 
-    def _settle(self, batch: Batch, tally: Tally) -> bool:
+    def _settle(self, batch: Batch, tally: SampleTally) -> bool:
         """Count a batch whose turn has come; say whether there is something in it to hand out."""
         tally.num_samples += batch.num_samples
         tally.num_skipped += batch.num_skipped
@@ -208,7 +280,7 @@ class FedLoader:
     # -- leases ------------------------------------------------------------------------------------------------------
 
     def _dealt(self) -> Iterator[Any]:
-        tally = Tally(self._sharding.rank, self.epoch)
+        tally = SampleTally(self._sharding.rank, self.epoch)
         batches = self._begin(tally)
         self._walk = batches.walk
         try:
@@ -225,12 +297,12 @@ class FedLoader:
             self._tell(tally)
         self._bookmark.end()
 
-    def _begin(self, tally: Tally) -> DealtBatches:
+    def _begin(self, tally: SampleTally) -> DealtBatches:
         """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
         order, plan, sharding = self._order, self._plan, self._sharding
         number = max(self._next_pass, self.epoch)
         batches = order.batches(sharding.seed, self.epoch)
-        rounds = Rounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
+        rounds = EpochRounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
         dealt = self._slicing.deal(self._work, order, sharding.seed, plan.slices, self.epoch)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
         own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally, plan.skips)
@@ -249,7 +321,7 @@ class FedLoader:
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def _tell(self, tally: Tally) -> None:
+    def _tell(self, tally: SampleTally) -> None:
         """Tell what became of the samples of an epoch, whether it has ended or was left."""
         tally.tell(self._trace, self._sharding.tell, self._reader.faults().reasons)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import overload
 
-from paceline.data.partition import Cut, Sharding
+from paceline.data.partition import DataCut, Sharding
+from paceline.data.sources.files import WholePaths
 from paceline.errors import DataError, UsageError
-from paceline.feeding.files import WholePaths
 
 _MOST_LISTED = 5  # files that a message names
 
@@ -97,7 +97,7 @@ def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
     return Files(tuple(map(Path, names)), tuple(os.path.getsize(name) for name in names))
 
 
-def shard_files(source: Files, sharding: Sharding, cut: Cut) -> Files:
+def shard_files(source: Files, sharding: Sharding, cut: DataCut) -> Files:
     """Return the files that are this worker's: about as many bytes as others have, unless cut otherwise."""
     sharding.note_size(len(source), "files")
     if cut.partition is None:

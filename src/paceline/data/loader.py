@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.data.order import Batches, Order
-from paceline.data.partition import Cut, Sharding, run
+from paceline.data.order import Batches, EpochOrder
+from paceline.data.partition import DataCut, Sharding, run
 from paceline.data.position import Bookmark, terms_of
 from paceline.errors import UsageError
 
@@ -22,12 +22,12 @@ class ShardedLoader:
     continued by another number of workers; where it is contiguous, a run of the whole, and it may not.
     """
 
-    def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: Cut | None = None) -> None:
-        _check(loader, cut or Cut())
+    def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
+        _check(loader, cut or DataCut())
         self._loader = loader
         self._sharding = sharding
         self._is_strided = cut is None or cut.partition != "contiguous"
-        self._order = Order(
+        self._order = EpochOrder(
             num_samples=_size(loader),
             batch_size=cast("int", loader.batch_size),
             drop_last=loader.drop_last,
@@ -59,7 +59,7 @@ class ShardedLoader:
         return self.bookmark.next.epoch
 
     @property
-    def order(self) -> Order:
+    def order(self) -> EpochOrder:
         """What the global sequences of batches follow from, together with the seed."""
         return self._order
 
@@ -136,7 +136,7 @@ class ShardedLoader:
         return batches[run(len(batches), self._sharding)][-(-num_done // size) :]
 
 
-def _check(loader: DataLoader[Any], cut: Cut) -> None:
+def _check(loader: DataLoader[Any], cut: DataCut) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
     sampler = loader.sampler

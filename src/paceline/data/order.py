@@ -14,7 +14,7 @@ MAX_SEED = 1 << 42  # so that the seeds of its epochs have 63 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpochOrder:
     """What the global sequences of batches of all epochs follow from, together with the seed.
 
     Clock c of W workers has the batches c*W to c*W + W - 1 of it, and worker r's own is c*W + r.

@@ -54,7 +54,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DataCut:
     """How data are cut into the parts of workers.
 
     Args:

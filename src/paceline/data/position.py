@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.order import Order
+from paceline.data.order import EpochOrder
 from paceline.errors import UsageError
 
 # What a position is of, by name: it means something only where all of it is the same.
@@ -83,7 +83,7 @@ class Bookmark:
         self.reached = self.next = _read(state, self.terms, self.most)
 
 
-def terms_of(order: Order, seed: int) -> dict[str, int]:
+def terms_of(order: EpochOrder, seed: int) -> dict[str, int]:
     """Return what a position in batches is of."""
     return {
         "num_samples": order.num_samples,

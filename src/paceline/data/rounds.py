@@ -9,7 +9,7 @@ from paceline.data.order import Batches
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class EpochRounds:
     """The rounds of an epoch, or of the rest of one, of which nothing is made before it is asked for.
 
     Args:
@@ -48,7 +48,7 @@ class Rounds:
             yield from (part(batch, self.slices, at) for at in range(index, min(self.slices, len(batch))))
             index = 0
 
-    def starting(self, start: int) -> Rounds:
+    def starting(self, start: int) -> EpochRounds:
         """Return the rounds of the same epoch after so many batches."""
         return replace(self, start=start)
 

@@ -10,27 +10,27 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.core.leases import Answer, Round
+from paceline.core.work_queue import WorkAnswer, WorkRound
 from paceline.data.loader import ShardedLoader
-from paceline.data.order import Order
-from paceline.data.partition import Cut, Sharding
+from paceline.data.order import EpochOrder
+from paceline.data.partition import DataCut, Sharding
 from paceline.data.position import terms_of
-from paceline.data.rounds import Rounds, num_slices
+from paceline.data.rounds import EpochRounds, num_slices
 from paceline.errors import UsageError
-from paceline.node.answers import read_answer_of
-from paceline.node.calls import Calls
-from paceline.node.dealer import Dealing, read_answer
-from paceline.node.requests import TakePiece
+from paceline.server.work_queue import WorkQueueEntry, read_answer
+from paceline.wire.answers import read_answer_of
+from paceline.wire.requests import ClaimWork
+from paceline.worker.rpc import Rpc
 
 _Source = TypeVar("_Source")
 
-_DEALER = 0  # the server that deals
+_WORK_HOST = 0  # the server that deals
 # Slices left for each worker when one may be asked for ahead: then a worker at half the speed of the others, or more,
 # is through with two before those have taken the rest.
 _MANY = 4
 
 
-class Slices(Protocol):
+class ClockSlices(Protocol):
     """The slices that this worker is given in a clock, as far as optimizers want to know of them."""
 
     @property
@@ -56,7 +56,7 @@ class Slices(Protocol):
 class Banks(Protocol):
     """What adds up gradients: a distributed optimizer."""
 
-    def begin_slices(self, slices: Slices) -> None:
+    def begin_slices(self, slices: ClockSlices) -> None:
         """Finish a clock only with the last slice that this worker is given in it."""
         ...
 
@@ -77,22 +77,22 @@ class Slicing:
     """
 
     num_workers: int
-    calls: Calls
+    calls: Rpc
     optimizers: Collection[Banks]
     clock: Callable[[], int]
     _num_loaders: int = 0
-    _slices: Slices | None = None  # the last that were begun
+    _slices: ClockSlices | None = None  # the last that were begun
 
     def name_next(self) -> str:
         """Return the name of the work of the next loader; workers make theirs in the same order."""
         self._num_loaders += 1
         return f"the slices of loader {self._num_loaders}"
 
-    def deal(self, work: str, order: Order, seed: int, slices: int, epoch: int) -> Dealt:
+    def deal(self, work: str, order: EpochOrder, seed: int, slices: int, epoch: int) -> Dealt:
         """Return what is dealt out under this name in an epoch of this order."""
         return Dealt(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
 
-    def begin(self, slices: Slices) -> None:
+    def begin(self, slices: ClockSlices) -> None:
         """Let optimizers add up the gradients of these slices.
 
         Raises:
@@ -119,24 +119,24 @@ class Slicing:
 class Dealt:
     """Work that a server deals out, by name, and what all who take part have to agree on."""
 
-    calls: Calls
+    calls: Rpc
     clock: Callable[[], int]
     work: str
     terms: tuple[int, ...]
 
-    def ask(self, place: Round, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
+    def ask(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
         """Ask for a slice in the round to which this worker has come, of those that begin behind so many batches."""
         return self.calls.begin(
-            _DEALER,
-            lambda number: TakePiece(
+            _WORK_HOST,
+            lambda number: ClaimWork(
                 number, self.work, place.epoch, place.number, sizes, self.terms, start, self.clock()
             ),
         )
 
-    def answer(self, asked: Future[memoryview], place: Round) -> Dealing:
+    def answer(self, asked: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
         """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
         what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
-        return read_answer_of(_DEALER, what, read_answer, self.calls.answer(asked, what))
+        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.answer(asked, what))
 
 
 @dataclass(slots=True)
@@ -149,15 +149,15 @@ class Walk:
     """
 
     dealt: Dealt
-    rounds: Rounds  # share of each worker in each
+    rounds: EpochRounds  # share of each worker in each
     epoch: int  # as the server counts; nobody goes back to an earlier one
     on_missing: Callable[[], None]  # finishes a clock without a gradient
     num_workers: int
     num_samples: int = 0  # of the slice under way
     _number: int = 0  # of the round
-    _taken: Answer | None = None  # the slice that was dealt last
+    _taken: WorkAnswer | None = None  # the slice that was dealt last
     _asked: Future[memoryview] | None = None  # for what comes after the slice under way
-    _next: Answer | None = None  # that, as far as it is known
+    _next: WorkAnswer | None = None  # that, as far as it is known
     _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
 
     @property
@@ -224,9 +224,9 @@ class Walk:
 
     def _ask(self) -> None:
         sizes = self.rounds.sizes(self._number)
-        self._asked = self.dealt.ask(Round(self.epoch, self._number), sizes, self.rounds.start)
+        self._asked = self.dealt.ask(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> WorkAnswer:
         """Return what comes next for this worker; blocks until that is known.
 
         A worker that was started again may be told that the rounds of the others begin elsewhere.
@@ -235,7 +235,7 @@ class Walk:
             self._ask()
         asked, self._asked = self._asked, None
         assert asked is not None, "asked above"
-        dealing = self.dealt.answer(asked, Round(self.epoch, self._number))
+        dealing = self.dealt.answer(asked, WorkRound(self.epoch, self._number))
         if dealing.answer.round.epoch == self.epoch:
             self.rounds = self.rounds.starting(dealing.start)
         return dealing.answer
@@ -251,7 +251,7 @@ class SlicedLoader:
     """A loader cut over the workers, whose batches are the slices that this worker is dealt. Iterating is one epoch."""
 
     def __init__(
-        self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing, cut: Cut | None = None
+        self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
     ) -> None:
         self._whole = ShardedLoader(loader, sharding, cut)
         _check(loader, sharding, slices, slicing)
@@ -335,7 +335,7 @@ class SlicedLoader:
         """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
         sharding, whole, number = self._sharding, self._whole, max(self._next_pass, self._whole.epoch)
         dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
-        rounds = Rounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
+        rounds = EpochRounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
         self._slicing.begin(walk)
         self._next_pass = number + 1
@@ -343,7 +343,9 @@ class SlicedLoader:
         return walk
 
 
-def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slicing, cut: Cut | None = None) -> _Source:
+def slice_source(
+    source: _Source, sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
+) -> _Source:
     """Return the slices that this worker is dealt of a loader, used in its place; see `paceline.shard`.
 
     Raises:
@@ -351,7 +353,7 @@ def slice_source(source: _Source, sharding: Sharding, slices: int, slicing: Slic
     """
     if not isinstance(source, DataLoader):
         raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")
-    if (cut or Cut()).partition not in (None, "strided"):
+    if (cut or DataCut()).partition not in (None, "strided"):
         raise UsageError("slices go to whoever has time for them, from batches in their order: leave out partition.")
     return cast("_Source", SlicedLoader(cast("DataLoader[Any]", source), sharding, slices, slicing, cut))
 

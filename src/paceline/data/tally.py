@@ -10,7 +10,7 @@ from paceline.observe.trace import Epoch, Trace
 
 
 @dataclass(slots=True)
-class Tally:
+class SampleTally:
     """Counts samples as they are handed out.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Final, Literal, Protocol, final
 
-from paceline.launch.environment import Place
+from paceline.job.environment import Place
 from paceline.launch.guard import MARK, Guard, kill_group, kill_marked
 from paceline.launch.pipes import Pipe
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, TextIO, final
 
-from paceline.launch.environment import wants_colour
+from paceline.job.environment import wants_colour
 
 COLOURS: Final = (36, 32, 33, 35, 34)  # cyan, green, yellow, magenta, blue
 RESET: Final = "\x1b[0m"

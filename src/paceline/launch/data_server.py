@@ -8,15 +8,15 @@ import sys
 import threading
 from pathlib import Path
 
-from paceline.feeding.server import FeedNode
-from paceline.launch.addresses import address_path
-from paceline.launch.carriers import listen_address, make_transport
-from paceline.launch.environment import checks_memory
-from paceline.launch.keys.holders import Holder
-from paceline.launch.keys.revocation import revoked_path, watching_revoked
-from paceline.launch.machines import LOOPBACK
+from paceline.data.service.server import FeedNode
+from paceline.job.addresses import address_path
+from paceline.job.carriers import listen_address, make_transport
+from paceline.job.credentials.holders import Holder
+from paceline.job.credentials.revocation import revoked_path, watching_revoked
+from paceline.job.environment import checks_memory
+from paceline.job.machines import LOOPBACK
+from paceline.job.spec import ClusterSpec, write_private
 from paceline.launch.serving import orders, run_program, tell_misunderstood
-from paceline.launch.spec import ClusterSpec, write_private
 from paceline.observe.trace import Trace, trace_path
 
 

@@ -11,7 +11,7 @@ from paceline.launch.policy import EXIT_LOST, describe_exit
 from paceline.observe.trace import Exit, Trace, trace_path
 
 if TYPE_CHECKING:
-    from paceline.launch.supervise import Board, Member
+    from paceline.launch.supervise import Member, ProgressDisplay
 
 CLOCK: Final = "%H:%M:%S"
 
@@ -28,7 +28,7 @@ class Exits:
     """
 
     def __init__(
-        self, console: Console, board: "Board | None", run_dir: Path, now: Callable[[], float] = time.time
+        self, console: Console, board: "ProgressDisplay | None", run_dir: Path, now: Callable[[], float] = time.time
     ) -> None:
         self._console = console
         self._board = board

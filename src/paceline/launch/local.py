@@ -11,31 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TextIO
 
-from paceline.core.strategies import Distribution
 from paceline.errors import UsageError
-from paceline.launch.addresses import SPEC_NAME, AddressBook
-from paceline.launch.console import Console
-from paceline.launch.cores import cores_here
-from paceline.launch.environment import (
+from paceline.job.addresses import SPEC_NAME, AddressBook
+from paceline.job.cores import cores_here
+from paceline.job.environment import (
     NUM_THREADS,
     child_environment,
     chose_num_threads,
-    nursery_environment,
+    fork_server_environment,
     wait_timeout_s,
 )
+from paceline.job.folders import require_own
+from paceline.job.spec import ClusterSpec, write_token
+from paceline.job.strategy import Distribution
+from paceline.launch.console import Console
 from paceline.launch.exits import Exits
-from paceline.launch.folders import require_own
-from paceline.launch.forking.adoption import Orphans
-from paceline.launch.forking.nursery import Nursery
+from paceline.launch.forkserver.server import ForkServer
+from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
 from paceline.launch.limits import check_limits
 from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
+from paceline.launch.process_backend import LocalBackend
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
-from paceline.launch.spec import ClusterSpec, write_token
-from paceline.launch.stage import LocalStage
-from paceline.launch.supervise import Board, Supervisor, Terms
+from paceline.launch.supervise import ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
@@ -146,17 +146,19 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    terms = Terms(policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir)
+    terms = SupervisionConfig(
+        policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir
+    )
     with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
-        board = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None
+        display = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None
         console = Console(copy)
         if run.debug is not None and not run.quiet:
             console.say(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
         environment = _share_cores(run, console)
-        with Orphans(guard) as orphans, open_nursery(run, programs, run_dir, environment) as nursery:
-            stage = LocalStage(console, guard, signals.wakeup_fd, nursery, outlets, orphans)
+        with Orphans(guard) as orphans, open_fork_server(run, programs, run_dir, environment) as fork_server:
+            stage = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
             supervisor = Supervisor(
-                terms, stage, AddressBook(spec), console, signals, board, Exits(console, board, run_dir)
+                terms, stage, AddressBook(spec), console, signals, display, Exits(console, display, run_dir)
             )
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
@@ -182,18 +184,18 @@ def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
     return nullcontext() if path is None else path.open("w", encoding="utf-8", errors="surrogateescape")
 
 
-def open_nursery(
+def open_fork_server(
     run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]
-) -> AbstractContextManager[Nursery | None]:
+) -> AbstractContextManager[ForkServer | None]:
     """Plan a nursery for this run, or none: it forks our own programs only, and one process alone needs none."""
     if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
         return nullcontext()
-    return Nursery(nursery_environment(environment, run.folder), run_dir, run.script)
+    return ForkServer(fork_server_environment(environment, run.folder), run_dir, run.script)
 
 
-def open_board(trace_folder: Path, num_workers: int) -> Board:
+def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:
     """Open the live display of the run that writes its trace into this folder."""
-    from paceline.observe.progress import Board as ProgressBoard  # brings the terminal library with it
+    from paceline.observe.progress import TraceDisplay as ProgressBoard  # brings the terminal library with it
 
     return ProgressBoard(trace_folder, num_workers)
 

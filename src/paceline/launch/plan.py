@@ -9,12 +9,12 @@ from typing import Final
 
 from paceline.core.partition import check_shares
 from paceline.errors import UsageError
-from paceline.launch.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
+from paceline.job.choices import ScaleName, TraceLevel, TransportName
+from paceline.job.cores import cores_here, share_of
+from paceline.job.environment import Place, with_import_path
 from paceline.launch.child import Launch
-from paceline.launch.choices import ScaleName, TraceLevel, TransportName
-from paceline.launch.cores import cores_here, share_of
-from paceline.launch.environment import Place, with_import_path
-from paceline.launch.forking.foresight import sets_variables
+from paceline.launch.forkserver.child import sets_variables
 from paceline.launch.module import OPTION
 from paceline.launch.policy import Policy
 
@@ -29,7 +29,7 @@ class Programs:
 
     server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.server")
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
-    threads: tuple[str, ...] = (sys.executable, "-m", "paceline.session_threads")
+    threads: tuple[str, ...] = (sys.executable, "-m", "paceline.api.threads")
     data_server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.data_server")
 
 

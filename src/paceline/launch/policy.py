@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from paceline.launch.choices import OnCrash, OnError
-from paceline.launch.notice import EXIT_TOLD
+from paceline.job.choices import OnCrash, OnError
+from paceline.launch.preemption import EXIT_TOLD
 
 EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 
 
-class Decision(Enum):
+class CrashDecision(Enum):
     """What to do after a worker has ended."""
 
     CONTINUE = "continue"
@@ -34,15 +34,15 @@ class Policy:
     on_error: OnError = "stop"
     max_restarts: int = 3
 
-    def decide(self, exit_code: int, num_restarts: int) -> Decision:
+    def decide(self, exit_code: int, num_restarts: int) -> CrashDecision:
         """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""
         if exit_code in (0, EXIT_TOLD):
-            return Decision.CONTINUE
+            return CrashDecision.CONTINUE
         if exit_code > 0:
-            return Decision(self.on_error)
+            return CrashDecision(self.on_error)
         if self.is_used_up(exit_code, num_restarts):
-            return Decision.STOP
-        return Decision(self.on_crash)
+            return CrashDecision.STOP
+        return CrashDecision(self.on_crash)
 
     def is_used_up(self, exit_code: int, num_restarts: int) -> bool:
         """Tell whether a process that ended so would be started again, if it had not been as often as it may."""

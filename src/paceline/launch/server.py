@@ -12,17 +12,17 @@ from pathlib import Path
 
 from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
-from paceline.launch.addresses import CLUSTER_NAME, address_path
-from paceline.launch.carriers import listen_address, make_transport
-from paceline.launch.cores import cores_here, server_threads
-from paceline.launch.environment import checks_memory
-from paceline.launch.keys.holders import Holder
-from paceline.launch.keys.revocation import revoked_path, watching_revoked
-from paceline.launch.machines import LOOPBACK
+from paceline.job.addresses import CLUSTER_NAME, address_path
+from paceline.job.carriers import listen_address, make_transport
+from paceline.job.cores import cores_here, server_threads
+from paceline.job.credentials.holders import Holder
+from paceline.job.credentials.revocation import revoked_path, watching_revoked
+from paceline.job.environment import checks_memory
+from paceline.job.machines import LOOPBACK
+from paceline.job.spec import ClusterSpec, wait_spec, write_private
 from paceline.launch.serving import orders, run_program, tell_misunderstood
-from paceline.launch.spec import ClusterSpec, wait_spec, write_private
-from paceline.node.server import ServerNode
 from paceline.observe.trace import Trace, trace_path
+from paceline.server.node import ServerNode
 
 
 def server_settings(spec: ClusterSpec, rank: int) -> ServerSettings:

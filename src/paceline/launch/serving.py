@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from paceline.errors import PacelineError
-from paceline.launch.carriers import tell_user
-from paceline.launch.environment import begin_serving, wants_traceback
+from paceline.job.carriers import tell_user
+from paceline.job.environment import begin_serving, wants_traceback
 from paceline.launch.limits import explain, is_shortage
-from paceline.launch.notice import ignore_telling
+from paceline.launch.preemption import ignore_telling
 
 _EXIT_FAILURE: Final = 1
 

@@ -6,8 +6,8 @@ from typing import Final
 
 from paceline.core.partition import Effort, shares_by_speed
 from paceline.errors import UsageError
-from paceline.launch.addresses import SPEC_NAME
-from paceline.launch.spec import ClusterSpec
+from paceline.job.addresses import SPEC_NAME
+from paceline.job.spec import ClusterSpec
 from paceline.observe.runs import read_run
 from paceline.observe.trace import Load
 

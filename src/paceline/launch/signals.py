@@ -6,7 +6,7 @@ from collections import deque
 from types import FrameType
 from typing import Final, Self, final
 
-from paceline.launch.notice import TELLING
+from paceline.launch.preemption import TELLING
 
 HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *TELLING)
 

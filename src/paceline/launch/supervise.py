@@ -18,8 +18,8 @@ from paceline.launch.child import Launch
 from paceline.launch.console import Console
 from paceline.launch.exits import Exits
 from paceline.launch.lost_servers import tell_server_ended
-from paceline.launch.notice import CALLED_OFF_NAME, EXIT_TOLD
-from paceline.launch.policy import Decision, Policy, describe_exit, shell_code
+from paceline.launch.policy import CrashDecision, Policy, describe_exit, shell_code
+from paceline.launch.preemption import CALLED_OFF_NAME, EXIT_TOLD
 from paceline.launch.restarts import Pauses
 from paceline.launch.signals import Signals
 
@@ -29,7 +29,7 @@ KILL_TIMEOUT_S: Final = 5.0
 SAVING_S: Final = 30.0  # at least so long, workers that have lost a server may save what they hold
 
 
-class Board(Protocol):
+class ProgressDisplay(Protocol):
     """A live display of the run's progress."""
 
     def refresh(self, now: float) -> None:
@@ -97,7 +97,7 @@ class Member(Protocol):
         ...
 
 
-class Stage(Protocol):
+class ProcessBackend(Protocol):
     """Where processes run: this machine, or those of an engine."""
 
     def prepare(self) -> Sequence[Member]:
@@ -138,7 +138,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SupervisionConfig:
     """What a run is held to."""
 
     policy: Policy
@@ -153,12 +153,12 @@ class Supervisor:
 
     def __init__(
         self,
-        terms: Terms,
-        stage: Stage,
+        terms: SupervisionConfig,
+        stage: ProcessBackend,
         rendezvous: Rendezvous,
         console: Console,
         signals: Signals,
-        board: Board | None,
+        display: ProgressDisplay | None,
         exits: Exits,
     ) -> None:
         self._terms = terms
@@ -166,7 +166,7 @@ class Supervisor:
         self._rendezvous = rendezvous
         self._console = console
         self._signals = signals
-        self._board = board
+        self._display = display
         self._running: list[Member] = []
         self._met = False
         self._servers_stopped = False
@@ -192,8 +192,8 @@ class Supervisor:
             self._kill(self._running)
             self._wait_until_gone(self._running, time.monotonic() + KILL_TIMEOUT_S)
             self._stage.close()
-            if self._board is not None:
-                self._board.close()
+            if self._display is not None:
+                self._display.close()
         return self._conclude()
 
     # What happens
@@ -209,9 +209,9 @@ class Supervisor:
         now = time.monotonic()
         self._start_due(now)
         self._meet(now)
-        if self._board is not None and now >= self._next_refresh_s:
+        if self._display is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
-            self._board.refresh(now)
+            self._display.refresh(now)
 
     def _meet(self, now: float) -> None:
         self._met = self._met or self._rendezvous.poll()
@@ -275,9 +275,9 @@ class Supervisor:
         decision = self._terms.policy.decide(exit_code, child.launch.incarnation)
         if self._servers_stopped:
             self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
-        elif decision == Decision.RESTART:
+        elif decision == CrashDecision.RESTART:
             self._restart(child, exit_code)
-        elif decision == Decision.STOP or not self._met:
+        elif decision == CrashDecision.STOP or not self._met:
             self._stop(child, exit_code, 1)
         elif self._alive("data") or self._is_due("data"):
             self._exits.note_death(child, exit_code, "the other data servers go on without it")
@@ -293,18 +293,18 @@ class Supervisor:
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
         was_told = exit_code == EXIT_TOLD
         match self._terms.policy.decide(exit_code, child.launch.incarnation):
-            case Decision.CONTINUE if not (self._num_finished or self._has_workers()):
+            case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
                 happened = f"{child.name} {describe_exit(exit_code)}"
                 culprit = None if was_told else child
                 self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit)
-            case Decision.CONTINUE if was_told:
+            case CrashDecision.CONTINUE if was_told:
                 self._exits.note_left(child, exit_code, "the others go on without it")
-            case Decision.CONTINUE:
+            case CrashDecision.CONTINUE:
                 self._exits.note_loss(child, exit_code)
-            case Decision.RESTART:
+            case CrashDecision.RESTART:
                 self._restart(child, exit_code)
-            case Decision.STOP:
+            case CrashDecision.STOP:
                 self._stop(child, exit_code, shell_code(exit_code))
 
     def _stop(self, child: Member, exit_code: int, code: int) -> None:

@@ -11,11 +11,11 @@ import sys
 import threading
 from typing import Final
 
-from paceline.launch.complaint import complain
-from paceline.launch.ending import ended_well, script_ended
-from paceline.launch.environment import claim_place
-from paceline.launch.lifeline import die_with_launcher
+from paceline.job.environment import claim_place
+from paceline.launch.error_report import complain
 from paceline.launch.module import OPTION, source_of
+from paceline.launch.parent_death import die_with_launcher
+from paceline.launch.script_exit import ended_well, script_ended
 
 EXIT_INTERRUPTED: Final = 130
 

@@ -109,3 +109,12 @@ def _share(count: _Count, kind: str) -> str:
     of_all = f" of {count.num_made}" if count.num_made else ""
     plural = {"push": "pushes", "step": "steps"}[kind]
     return f"{count.num_refused}{of_all} {plural}"
+
+
+def printable(text: str) -> str:
+    r"""Return what another process has said so that a terminal can do nothing with it but show it.
+
+    >>> printable("worker 1 \x1b[2J")
+    'worker 1 ?[2J'
+    """
+    return "".join(char if char.isprintable() else "?" for char in text)

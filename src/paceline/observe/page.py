@@ -59,7 +59,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PageColumn:
     """A column of the table of numbers: its heading, what it means, and its text for a run."""
 
     heading: str
@@ -68,55 +68,55 @@ class Column:
 
 
 COLUMNS = (
-    Column(
+    PageColumn(
         "seconds",
         "from the first step's beginning to the last step's end",
         lambda run: f"{run.seconds:.1f}",
     ),
-    Column("clocks", "steps of one worker; the furthest worker counts", lambda run: f"{run.num_clocks:,}"),
-    Column("samples/s", "training examples of all workers per second", lambda run: f"{run.samples_per_s:,.0f}"),
-    Column(
+    PageColumn("clocks", "steps of one worker; the furthest worker counts", lambda run: f"{run.num_clocks:,}"),
+    PageColumn("samples/s", "training examples of all workers per second", lambda run: f"{run.samples_per_s:,.0f}"),
+    PageColumn(
         "communication, mean",
         "share of its time that a worker's training loop spent pushing, finishing clocks and pulling, waiting included",
         lambda run: _percent(run.comm_share_mean),
     ),
-    Column(
+    PageColumn(
         "waiting, mean",
         "share of its time that a worker waited for others, averaged over the workers",
         lambda run: _percent(run.wait_share_mean),
     ),
-    Column("waiting, max", "the same for the worker that waited most", lambda run: _percent(run.wait_share_max)),
-    Column(
+    PageColumn("waiting, max", "the same for the worker that waited most", lambda run: _percent(run.wait_share_max)),
+    PageColumn(
         "freshest reads",
         "reads that got the newest complete values the servers had at that moment",
         lambda run: _percent(run.freshest_share),
     ),
-    Column(
+    PageColumn(
         "reads at\N{NO-BREAK SPACE}-1",
         "reads that had every update of all earlier clocks",
         lambda run: _percent(run.current_share),
     ),
-    Column(
+    PageColumn(
         "oldest read",
         "by how many clocks the stalest read lagged behind its reader; ssp(s) promises at most s",
         lambda run: _count(run.max_staleness),
     ),
-    Column(
+    PageColumn(
         "largest lead",
         "largest distance, in clocks, between two workers computing at the same time",
         lambda run: _count(run.max_lead),
     ),
-    Column(
+    PageColumn(
         "refused",
         "pushes and steps that were not applied, as they had NaN or infinity for example",
         lambda run: f"{run.num_refused:,}",
     ),
-    Column(
+    PageColumn(
         "test loss",
         "on examples never trained on, after the last step",
         lambda run: "–" if run.test_loss is None else f"{run.test_loss:.4f}",
     ),
-    Column(
+    PageColumn(
         "test accuracy",
         "share of examples never trained on that the model gets right",
         lambda run: "–" if run.test_accuracy is None else f"{run.test_accuracy:.2%}",

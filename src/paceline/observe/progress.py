@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from paceline.errors import UsageError
-from paceline.observe.runs import Tail
+from paceline.observe.runs import TraceFollower
 from paceline.observe.states import Life, describe
-from paceline.observe.trace import NO_SERVER, Read, Refusal, Reported, Resources, RowRead, State, Step
+from paceline.observe.trace import NO_SERVER, ReadRecord, Refusal, Reported, Resources, RowRead, State, Step
 from paceline.observe.trace_file import tell_on_stderr
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _mean(losses: Sequence[float]) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-class Board:
+class TraceDisplay:
     """Shows how far every worker is, from the trace files in `trace_folder`.
 
     Call `refresh` about four times a second and `close` at the end; neither blocks, and there is no thread. On a
@@ -128,7 +128,7 @@ class Board:
     """
 
     def __init__(self, trace_folder: Path, num_workers: int, stream: TextIO | None = None) -> None:
-        self._tail: Tail | None = Tail(trace_folder)  # None when the traces cannot be read
+        self._tail: TraceFollower | None = TraceFollower(trace_folder)  # None when the traces cannot be read
         self._paces = {worker: _Pace() for worker in range(num_workers)}
         self._display = _open_display(sys.stderr if stream is None else stream)
         self._start_t: float | None = None
@@ -179,7 +179,7 @@ class Board:
                 self._paces.setdefault(record.worker, _Pace()).add_bad_loss(record)
             elif isinstance(record, Refusal) and record.server == NO_SERVER:
                 self._paces.setdefault(record.worker, _Pace()).num_refused += 1
-            if not isinstance(record, Step | State | Resources | Read | RowRead):
+            if not isinstance(record, Step | State | Resources | ReadRecord | RowRead):
                 continue
             pace = self._paces.setdefault(record.worker, _Pace())
             pace.life.take(record, self._now)

@@ -39,7 +39,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Odometer:
+class ResourceUsage:
     """Adds up what the TCP connections of this process carry. Shared memory and Unix sockets carry what nobody counts.
 
     A connection that is closed counts with what was seen of it last: look before others may leave.

@@ -11,16 +11,16 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.observe.trace import (
-    Applied,
+    AppliedRecord,
     Epoch,
     Evaluated,
     Exit,
     Fed,
     Handled,
     Load,
-    Membership,
+    MembershipRecord,
     MinClock,
-    Read,
+    ReadRecord,
     Record,
     Refusal,
     Reported,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _decoder = msgspec.json.Decoder(Record)
 _R = TypeVar(
     "_R",
-    Read,
+    ReadRecord,
     RowRead,
     Step,
     Evaluated,
@@ -46,9 +46,9 @@ _R = TypeVar(
     Fed,
     Epoch,
     MinClock,
-    Applied,
+    AppliedRecord,
     Refusal,
-    Membership,
+    MembershipRecord,
     Exit,
     Handled,
 )
@@ -58,7 +58,7 @@ _R = TypeVar(
 class Run:
     """The records of all processes of a run, by kind, each kind sorted by time."""
 
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ReadRecord, ...] = ()
     row_reads: tuple[RowRead, ...] = ()
     steps: tuple[Step, ...] = ()
     evaluations: tuple[Evaluated, ...] = ()
@@ -68,9 +68,9 @@ class Run:
     fed: tuple[Fed, ...] = ()
     epochs: tuple[Epoch, ...] = ()
     min_clocks: tuple[MinClock, ...] = ()
-    applied: tuple[Applied, ...] = ()
+    applied: tuple[AppliedRecord, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    memberships: tuple[Membership, ...] = ()
+    memberships: tuple[MembershipRecord, ...] = ()
     exits: tuple[Exit, ...] = ()
     handled: tuple[Handled, ...] = ()
 
@@ -93,7 +93,7 @@ def gather(records: Iterable[Record]) -> Run:
     """Sort records into a run, by kind and time."""
     ordered = sorted(records, key=attrgetter("t"))
     return Run(
-        reads=_of_kind(ordered, Read),
+        reads=_of_kind(ordered, ReadRecord),
         row_reads=_of_kind(ordered, RowRead),
         steps=_of_kind(ordered, Step),
         evaluations=_of_kind(ordered, Evaluated),
@@ -103,9 +103,9 @@ def gather(records: Iterable[Record]) -> Run:
         fed=_of_kind(ordered, Fed),
         epochs=_of_kind(ordered, Epoch),
         min_clocks=_of_kind(ordered, MinClock),
-        applied=_of_kind(ordered, Applied),
+        applied=_of_kind(ordered, AppliedRecord),
         refusals=_of_kind(ordered, Refusal),
-        memberships=_of_kind(ordered, Membership),
+        memberships=_of_kind(ordered, MembershipRecord),
         exits=_of_kind(ordered, Exit),
         handled=_of_kind(ordered, Handled),
     )
@@ -127,7 +127,7 @@ def decode_lines(content: bytes, path: Path) -> list[Record]:
         ) from error
 
 
-class Tail:
+class TraceFollower:
     """Follows the worker traces of a live run.
 
     tail = Tail(run_folder / "trace")

@@ -9,7 +9,7 @@ from operator import attrgetter
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from paceline.observe.trace import NO_SERVER, Membership, MinClock, Read, RowRead, Step
+from paceline.observe.trace import NO_SERVER, MembershipRecord, MinClock, ReadRecord, RowRead, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -195,7 +195,7 @@ def _freshest(run: Run) -> dict[int, int] | None:
             reached[record.table, record.server] = record.clock
             continue
         newest = min((clock for (table, _), clock in reached.items() if table == record.table), default=0)
-        if isinstance(record, Read):
+        if isinstance(record, ReadRecord):
             freshest[record.differential] += record.value_clock >= newest
         else:
             for value_clock, num_rows in record.num_rows.items():
@@ -209,10 +209,10 @@ def _max_lead(run: Run) -> int | None:
     leads: list[int] = []
     gone = (record for record in run.memberships if record.event != "joined")
     for record in merge(run.steps, gone, run.reads, run.row_reads, key=attrgetter("t")):
-        if isinstance(record, Read | RowRead):
+        if isinstance(record, ReadRecord | RowRead):
             computing[record.worker] = record.clock
             leads.append(max(computing.values()) - min(computing.values()))
-        elif isinstance(record, Membership) or computing.get(record.worker, -1) <= record.clock:
+        elif isinstance(record, MembershipRecord) or computing.get(record.worker, -1) <= record.clock:
             computing.pop(record.worker, None)
     return max(leads, default=None)
 

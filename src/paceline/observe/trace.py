@@ -23,7 +23,7 @@ FLUSH_INTERVAL_S = 0.02
 NO_SERVER = -1  # in the place of a server, where a worker says something itself
 
 
-class Read(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
+class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
     """A worker at `clock` got the values of a table, complete up to `value_clock`."""
 
     t: float
@@ -60,7 +60,7 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
 
     @property
     def differentials(self) -> dict[int, int]:
-        """Return how many rows were read at each clock differential; see `Read.differential`."""
+        """Return how many rows were read at each clock differential; see `ReadRecord.differential`."""
         return {value_clock - 1 - self.clock: num for value_clock, num in self.num_rows.items()}
 
 
@@ -169,7 +169,7 @@ class MinClock(msgspec.Struct, frozen=True, tag_field="kind", tag="min_clock"):
     clock: int
 
 
-class Applied(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
+class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"):
     """A server applied the updates of these workers, in this order."""
 
     t: float
@@ -189,7 +189,7 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
     reason: str
 
 
-class Membership(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
+class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
     """A server saw a worker come or go."""
 
     t: float
@@ -238,7 +238,7 @@ class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
 
 
 Record = (
-    Read
+    ReadRecord
     | RowRead
     | Step
     | Evaluated
@@ -248,9 +248,9 @@ Record = (
     | Fed
     | Epoch
     | MinClock
-    | Applied
+    | AppliedRecord
     | Refusal
-    | Membership
+    | MembershipRecord
     | Exit
     | State
     | Handled

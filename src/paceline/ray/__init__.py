@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.launch.choices import OnCrash, OnError, ScaleName, TraceLevel
+    from paceline.job.choices import OnCrash, OnError, ScaleName, TraceLevel
     from paceline.ray.options import Spread
 
 __all__ = ["run"]

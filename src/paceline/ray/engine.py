@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import PeerError, UsageError
-from paceline.launch.cores import cores_here
-from paceline.launch.environment import ray_authenticates, set_missing
-from paceline.launch.machines import is_loopback
-from paceline.serve.location import parse_door
+from paceline.job.cores import cores_here
+from paceline.job.environment import ray_authenticates, set_missing
+from paceline.job.machines import is_loopback
+from paceline.serve.url import parse_door
 
 if TYPE_CHECKING:
     from types import ModuleType

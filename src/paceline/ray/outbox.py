@@ -6,13 +6,13 @@ from collections import deque
 from threading import Condition
 from typing import Final, final
 
-from paceline.ray.orders import News
+from paceline.ray.messages import News
 
 NUM_LINES_MAX: Final = 2000
 
 
 @final
-class Outbox:
+class NewsBuffer:
     """Collects news in one thread, and hands them over in another.
 
     Lines that nobody fetches hold the process up, as a full pipe does.

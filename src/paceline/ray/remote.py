@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import msgspec
 
 from paceline.launch.child import NUM_LAST_LINES, Launch
-from paceline.launch.notice import CALLED_OFF_NAME
-from paceline.ray.orders import EXIT_NOT_STARTED, Arrival, News
+from paceline.launch.preemption import CALLED_OFF_NAME
+from paceline.ray.messages import EXIT_NOT_STARTED, ActorReady, News
 
 if TYPE_CHECKING:
     from paceline.launch.console import Console
-    from paceline.ray.desk import Desk
+    from paceline.ray.registry import RayRegistry
 
 LOST: Final = -signal.SIGKILL  # how a process ends whose actor is gone
 
@@ -32,7 +32,7 @@ class Method(Protocol):
         ...
 
 
-class Actor(Protocol):
+class ActorHandle(Protocol):
     """What Ray makes of a `Shell`: all that it can do, from elsewhere."""
 
     arrive: Method
@@ -53,23 +53,23 @@ class Remote:
     def __init__(
         self,
         launch: Launch,
-        actor: Actor,
-        desk: Desk,
+        actor: ActorHandle,
+        registry: RayRegistry,
         console: Console,
-        kill: Callable[[Actor], None],
+        kill: Callable[[ActorHandle], None],
         deadline_s: float,
     ) -> None:
         """Ask the actor where it is; it has until `deadline_s` (monotonic) to say it."""
         self.launch = launch
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._actor = actor
-        self._desk = desk
+        self._registry = registry
         self._console = console
         self._kill = kill
         self._deadline_s = deadline_s
         self._exit_code: int | None = None
         self._arrived = False
-        self.question: Any = actor.arrive.remote(launch.role, launch.rank, desk.encrypted)
+        self.question: Any = actor.arrive.remote(launch.role, launch.rank, registry.encrypted)
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Remote:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, after what it has to know of it."""
-        for name, content in self._desk.news(CALLED_OFF_NAME).items():
+        for name, content in self._registry.news(CALLED_OFF_NAME).items():
             self.put(name, content)
         self._actor.signal.remote(number)
 
@@ -109,7 +109,7 @@ class Remote:
         if self._arrived:
             listens = self._hear(msgspec.msgpack.decode(answer, type=News))
         else:
-            order = self._desk.order(self.launch, msgspec.msgpack.decode(answer, type=Arrival))
+            order = self._registry.order(self.launch, msgspec.msgpack.decode(answer, type=ActorReady))
             self._actor.start.remote(msgspec.msgpack.encode(order))
             self._arrived = True
         self.question = self._actor.news.options(concurrency_group="news").remote()
@@ -131,7 +131,7 @@ class Remote:
     def _hear(self, news: News) -> bool:
         for to_stderr, line in news.lines:
             self._say(line, to_stderr=to_stderr)
-        self._desk.keep(self.launch, news)
+        self._registry.keep(self.launch, news)
         self._exit_code = news.exit_code
         return bool(news.address)
 

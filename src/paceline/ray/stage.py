@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from paceline.errors import PacelineError
-from paceline.launch.addresses import CLUSTER_NAME
+from paceline.job.addresses import CLUSTER_NAME
 from paceline.launch.pipes import CHUNK_BYTES
-from paceline.ray.desk import Desk
+from paceline.ray.actor import ProcessActor
 from paceline.ray.engine import Cluster, load_ray
-from paceline.ray.places import Places
+from paceline.ray.placement_groups import PlacementGroups
+from paceline.ray.registry import RayRegistry
 from paceline.ray.remote import Remote
-from paceline.ray.shell import Shell
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @final
-class RayStage:
+class RayBackend:
     """Starts processes in actors; also the rendezvous of these, because the launcher alone hears all of them.
 
     Every life of a worker has an actor of its own: Ray is not asked to restart any, because an actor that Ray has
@@ -54,11 +54,11 @@ class RayStage:
         self._console = console
         self._wakeup_fd = wakeup_fd
         self._outlets = outlets
-        self._places = Places(run, options, cluster, console)
+        self._places = PlacementGroups(run, options, cluster, console)
         self._ray: Any = load_ray()
         # Orders are followed one by one, as they come; news are waited for beside them.
-        self._actors: Any = self._ray.remote(concurrency_groups={"news": 1})(Shell)
-        self._desk: Desk | None = None  # from when all have a place
+        self._actors: Any = self._ray.remote(concurrency_groups={"news": 1})(ProcessActor)
+        self._registry: RayRegistry | None = None  # from when all have a place
         self._members: list[Remote] = []
 
     # The stage
@@ -70,19 +70,19 @@ class RayStage:
 
     def settled(self) -> bool:
         """Tell whether there is room for all."""
-        if self._desk is None and self._places.there():
+        if self._registry is None and self._places.there():
             nodes = self._places.nodes()
-            self._desk = Desk(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
+            self._registry = RayRegistry(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
             if not self._run.quiet:
-                self._console.say(_placed(self._desk))
-        return self._desk is not None
+                self._console.say(_placed(self._registry))
+        return self._registry is not None
 
     def start(self, launch: Launch) -> Remote:
         """Have an actor started in its place."""
-        assert self._desk is not None
+        assert self._registry is not None
         actor = self._actors.options(**self._places.settings(launch), max_restarts=0).remote()
         deadline_s = time.monotonic() + self._options.start_timeout
-        member = Remote(launch, actor, self._desk, self._console, self._ray.kill, deadline_s)
+        member = Remote(launch, actor, self._registry, self._console, self._ray.kill, deadline_s)
         self._members.append(member)
         return member
 
@@ -111,39 +111,39 @@ class RayStage:
 
     def close(self) -> None:
         """Give the room back."""
-        if self._desk is not None:
-            self._desk.close()
+        if self._registry is not None:
+            self._registry.close()
         self._places.give_back()
 
     # The rendezvous
 
     def poll(self) -> bool:
         """Tell whether all servers listen; then every process is told where."""
-        if self._desk is None or not self._desk.book.poll():
+        if self._registry is None or not self._registry.book.poll():
             return False
-        for name, content in self._desk.news(CLUSTER_NAME).items():
+        for name, content in self._registry.news(CLUSTER_NAME).items():
             for member in self._members:
                 member.put(name, content)
         return True
 
     def missing(self) -> list[str]:
         """Return the names of the servers that do not listen yet."""
-        assert self._desk is not None
-        return self._desk.book.missing()
+        assert self._registry is not None
+        return self._registry.book.missing()
 
     def _tell_addresses(self) -> None:
         """Tell workers where a data server listens that was started again."""
-        assert self._desk is not None
-        for name, content in self._desk.data_addresses().items():
+        assert self._registry is not None
+        for name, content in self._registry.data_addresses().items():
             for member in self._members:
                 if member.launch.role == "worker":
                     member.put(name, content)
 
     def _can_go_on(self, member: Remote) -> bool:
         """Tell whether its answer can be used now: the first order may have to be that of server 0."""
-        assert self._desk is not None
+        assert self._registry is not None
         is_first = (member.launch.role, member.launch.rank) == ("server", 0)
-        return member.reap() is None and (is_first or not self._desk.awaits_folder)
+        return member.reap() is None and (is_first or not self._registry.awaits_folder)
 
     def _take(self, member: Remote) -> None:
         try:
@@ -161,7 +161,7 @@ def _cause(error: Exception) -> str:
     return " ".join(lines[:1] + [line for line in lines[1:] if "Error" in line][-1:])
 
 
-def _placed(desk: Desk) -> str:
-    if desk.encrypted:
-        return f"Ray has placed the processes on {desk.num_nodes} nodes; they talk over TCP, encrypted"
+def _placed(registry: RayRegistry) -> str:
+    if registry.encrypted:
+        return f"Ray has placed the processes on {registry.num_nodes} nodes; they talk over TCP, encrypted"
     return "Ray has placed all processes on one node"

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import UsageError
-from paceline.launch.carriers import tell_user
-from paceline.launch.folders import check_private
-from paceline.launch.keys.holders import Holder, tls_settings
-from paceline.launch.keys.tokens import TokenFiles
-from paceline.launch.machines import is_loopback
-from paceline.launch.spec import TOKEN_NAME, write_token
+from paceline.job.carriers import tell_user
+from paceline.job.credentials.holders import Holder, tls_settings
+from paceline.job.credentials.tokens import TokenFiles
+from paceline.job.folders import check_private
+from paceline.job.machines import is_loopback
+from paceline.job.spec import TOKEN_NAME, write_token
 from paceline.transport.base import MIN_TOKEN_BYTES, Credentials, Secret
 from paceline.transport.tcp import TcpTransport
 from paceline.transport.tls import TlsSettings
 
 if TYPE_CHECKING:
-    from paceline.serve.location import Location
+    from paceline.serve.url import ServeUrl
 
 JOB: Final = "paceline serve"  # the name that both sides prove the token for
 
@@ -27,7 +27,7 @@ PathLike = Path | str
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ServerCredentials:
     """What one side shows."""
 
     secret: Secret
@@ -38,7 +38,9 @@ class Access:
         return TcpTransport(self.secret, tls=self.tls, notice=notice)
 
 
-def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user) -> Access:
+def server_access(
+    host: str, state: Path, keys: Path | None, notice: Callable[[str], None] = tell_user
+) -> ServerCredentials:
     """Return what a server shows that listens at this host; makes the token of its own if it needs one.
 
     `notice` is told when certificates are about to end.
@@ -48,10 +50,10 @@ def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[s
             read them, or they do not hold now.
     """
     if keys is not None:
-        from paceline.launch.keys.keyring import check_keys
+        from paceline.job.credentials.key_store import check_keys
 
         holder = Holder("server", 0)
-        access = Access(TokenFiles(keys, JOB), tls_settings(keys, holder))
+        access = ServerCredentials(TokenFiles(keys, JOB), tls_settings(keys, holder))
         soon = check_keys(keys, holder)
         if soon:
             notice(soon)
@@ -66,11 +68,11 @@ def server_access(host: str, state: Path, keys: Path | None, notice: Callable[[s
     if not (state / TOKEN_NAME).exists():
         write_token(state)
     check_private(state, [state / TOKEN_NAME])
-    return Access(TokenFiles(state, JOB))
+    return ServerCredentials(TokenFiles(state, JOB))
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class ClientCredentials:
     """What a client was given to be let in.
 
     Args:
@@ -87,7 +89,7 @@ class Pass:
     certificate: PathLike | None = None
     key: PathLike | None = None
 
-    def access(self, location: Location, rank: int | None) -> Access:
+    def access(self, location: ServeUrl, rank: int | None) -> ServerCredentials:
         """Return what to show at this address as this worker, or as any.
 
         Raises:
@@ -105,12 +107,12 @@ class Pass:
             )
         secret = self._secret(location)
         if self.keys is not None:
-            return Access(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank)))
+            return ServerCredentials(secret, tls_settings(Path(self.keys), find_holder(Path(self.keys), rank)))
         if self.ca is not None and self.certificate is not None and self.key is not None:
-            return Access(secret, TlsSettings(Path(self.certificate), Path(self.key), Path(self.ca)))
-        return Access(secret)
+            return ServerCredentials(secret, TlsSettings(Path(self.certificate), Path(self.key), Path(self.ca)))
+        return ServerCredentials(secret)
 
-    def _secret(self, location: Location) -> Secret:
+    def _secret(self, location: ServeUrl) -> Secret:
         if isinstance(self.token, bytes):
             return Credentials(self.token, JOB)
         if self.token is None and self.keys is not None:

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Final, final
 
 from paceline.core.messages import Sender
 from paceline.errors import Refused
-from paceline.serve.messages import MAX_WORKERS, Admitted, Ask
+from paceline.serve.messages import MAX_WORKERS, EnterAccepted, EnterRequest
 from paceline.version import __version__
 
 if TYPE_CHECKING:
-    from paceline.core.membership import Life
-    from paceline.node.orders import Holdings
+    from paceline.core.membership import Incarnation
+    from paceline.server.commands import Holdings
 
 # Who was told its rank has so long to come with it.
 RESERVED_S: Final = 10.0
 
 
-class Taken(Refused):
+class ClaimedRank(Refused):
     """Another client has the rank that was asked for; if it was killed just now, it has not for long."""
 
 
@@ -49,7 +49,7 @@ class Admission:
         self._incarnations: dict[int, int] = {}  # the newest that was given out, by rank
         self._reserved: dict[int, float] = {}  # until when, by rank; of those who have not joined yet
 
-    def admit(self, held: Holdings, ask: Ask, holder_rank: int | None) -> Admitted:
+    def admit(self, held: Holdings, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
         """Give a client its rank, which is its own for a while until it has joined.
 
         `holder_rank` is the worker that its certificate is for, if it is for one.
@@ -67,7 +67,7 @@ class Admission:
         self._incarnations[rank] = incarnation
         self._reserved[rank] = self._now() + RESERVED_S
         size = self._workers or max([*held.core.members, *self._reserved]) + 1
-        return Admitted(rank, incarnation, self._generation, size)
+        return EnterAccepted(rank, incarnation, self._generation, size)
 
     def is_idle(self, held: Holdings) -> bool:
         """Say whether nobody takes part, is expected or about to come."""
@@ -75,7 +75,7 @@ class Admission:
         waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
         return waited and not held.core.members and not self._reserved
 
-    def _check(self, ask: Ask) -> None:
+    def _check(self, ask: EnterRequest) -> None:
         if ask.version.split(".")[:2] != __version__.split(".")[:2]:
             raise Refused(f"it runs paceline {ask.version}, and the server {__version__}: install the same on both")
         if ask.workers != self._workers:
@@ -88,7 +88,7 @@ class Admission:
         if self._workers is not None and rank >= self._workers:
             raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
         if rank in self._reserved or _is_here(held, rank):
-            raise Taken(
+            raise ClaimedRank(
                 f"worker {rank} of namespace '{self._namespace}' is there already: leave rank out, or end that one"
             )
         return rank
@@ -101,7 +101,7 @@ class Admission:
         if rank is None:
             rank = next((rank for rank in ranks if rank not in self._reserved and not _is_here(held, rank)), None)
         if rank is None:
-            raise Taken(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
+            raise ClaimedRank(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
         return rank
 
     def _forget_reserved(self, held: Holdings) -> None:
@@ -117,7 +117,7 @@ class Admission:
         return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
 
 
-def _joined(held: Holdings, rank: int) -> Life | None:
+def _joined(held: Holdings, rank: int) -> Incarnation | None:
     life = held.core.lives.current(rank)
     return life if life is not None and life.joined_at is not None else None
 

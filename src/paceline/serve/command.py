@@ -14,17 +14,17 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.launch.carriers import tell_user
-from paceline.launch.keys.holders import REVOKED_NAME
-from paceline.launch.keys.revocation import watching_revoked
-from paceline.launch.machines import look_up
-from paceline.launch.spec import TOKEN_NAME
+from paceline.job.carriers import tell_user
+from paceline.job.credentials.holders import REVOKED_NAME
+from paceline.job.credentials.revocation import watching_revoked
+from paceline.job.machines import look_up
+from paceline.job.spec import TOKEN_NAME
 from paceline.serve.access import server_access
-from paceline.serve.location import SCHEME, door, parse_door
+from paceline.serve.gateway import Gateway
 from paceline.serve.namespace import Hosting
 from paceline.serve.namespaces import Namespaces
-from paceline.serve.reception import Reception
 from paceline.serve.state import StateFolder
+from paceline.serve.url import SCHEME, door, parse_door
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_ADDRESS: Final = ("0.0.0.0", "::")
@@ -75,10 +75,10 @@ def serve(
         )
         namespaces = Namespaces(folder, transport, hosting)
         undo.enter_context(watching_revoked(keys / REVOKED_NAME if keys else None, namespaces.expel))
-        reception = Reception(listener, namespaces)
-        undo.enter_context(_until_told(reception.stop))
+        gateway = Gateway(listener, namespaces)
+        undo.enter_context(_until_told(gateway.stop))
         print(_greeting(listener.address, folder, keys), flush=True)
-        unsaved = reception.run()
+        unsaved = gateway.run()
     return 1 if unsaved else 0
 
 

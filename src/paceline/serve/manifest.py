@@ -16,7 +16,7 @@ Kind = Literal["shape", "rows"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One table: its settings, and what pushes said last of hyperparameters, in MessagePack as they travel."""
 
     name: str
@@ -33,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     namespace: str
     clock: _Count
-    entries: tuple[Entry, ...]
+    entries: tuple[ManifestEntry, ...]
     format: str = FORMAT
     written_by: str = __version__
 

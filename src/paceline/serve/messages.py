@@ -14,7 +14,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_WORKERS)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
-class Ask(msgspec.Struct, frozen=True):
+class EnterRequest(msgspec.Struct, frozen=True):
     """Let me take part: as this worker, or as the first that nobody is; of so many, or of as many as come."""
 
     rank: Rank | None
@@ -22,7 +22,7 @@ class Ask(msgspec.Struct, frozen=True):
     version: str
 
 
-class Visit(msgspec.Struct, frozen=True):
+class EnterFrame(msgspec.Struct, frozen=True):
     """What a client says of itself in the handshake: for which namespace it comes, and what for.
 
     `hello` is what an admitted worker says of itself to a server; without it, `ask` asks which worker it is. Neither
@@ -31,10 +31,10 @@ class Visit(msgspec.Struct, frozen=True):
 
     namespace: str
     hello: bytes = b""
-    ask: Ask | None = None
+    ask: EnterRequest | None = None
 
 
-class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+class EnterAccepted(msgspec.Struct, frozen=True, tag="admitted"):
     """Take part as this life of this worker, soon. `size`: of so many, as far as is known now."""
 
     rank: Rank
@@ -43,25 +43,25 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     size: int
 
 
-class TurnedAway(msgspec.Struct, frozen=True, tag="turned-away"):
+class EnterRefused(msgspec.Struct, frozen=True, tag="turned-away"):
     """You cannot take part, for this reason."""
 
     reason: str
 
 
-Answer = Admitted | TurnedAway
+Answer = EnterAccepted | EnterRefused
 
-_VISIT = msgspec.msgpack.Decoder(Visit)
+_VISIT = msgspec.msgpack.Decoder(EnterFrame)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Visit | Answer) -> bytes:
+def encode(message: EnterFrame | Answer) -> bytes:
     """Return a message as bytes."""
     return _ENCODER.encode(message)
 
 
-def decode_visit(identity: bytes) -> Visit:
+def decode_visit(identity: bytes) -> EnterFrame:
     """Read what a client says of itself; raises PeerError when it means nothing here."""
     try:
         return _VISIT.decode(identity)
@@ -70,7 +70,7 @@ def decode_visit(identity: bytes) -> Visit:
 
 
 def decode_answer(header: bytes) -> Answer:
-    """Read the answer to an `Ask`; raises PeerError when it is none."""
+    """Read the answer to an `EnterRequest`; raises PeerError when it is none."""
     try:
         return _ANSWER.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from paceline.core.settings import ServerSettings
 from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError
-from paceline.launch.cores import cores_here, server_threads
-from paceline.launch.environment import checks_memory
-from paceline.node.server import ServerNode
+from paceline.job.cores import cores_here, server_threads
+from paceline.job.environment import checks_memory
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission
-from paceline.serve.guest import Guest, Hall
-from paceline.serve.keeping import Marks, restore_tables, save_tables
+from paceline.serve.checkpoint import Marks, restore_tables, save_tables
+from paceline.serve.handoff import HandoffQueue, PendingHandshake
+from paceline.server.node import ServerNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from paceline.core.consistency import Consistency
-    from paceline.node.orders import Holdings
-    from paceline.serve.messages import Admitted, Ask
+    from paceline.serve.messages import EnterAccepted, EnterRequest
     from paceline.serve.state import NamespaceFolder
+    from paceline.server.commands import Holdings
     from paceline.transport.base import Transport
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Hosting:
     or_previous: bool = False
 
 
-class Ended(ConnectionLost):
+class NamespaceEnded(ConnectionLost):
     """The namespace is not served any more, or not yet again."""
 
 
@@ -72,7 +72,7 @@ class Namespace:
     def __init__(
         self, name: str, folder: NamespaceFolder, transport: Transport, hosting: Hosting, workers: int | None
     ) -> None:
-        """Begin; see `Ask` for `workers`."""
+        """Begin; see `EnterRequest` for `workers`."""
         self.name: Final = name
         self.failure = ""
         self.unsaved = ""  # why what was last to be saved is not on disk
@@ -80,7 +80,7 @@ class Namespace:
         self._transport = transport
         self._hosting = hosting
         self._workers = workers
-        self._hall = Hall(f"namespace '{name}'")
+        self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
         # Guarded by `_changed`. The node is there while it serves; asked for are answers that it owes.
         self._node: ServerNode | None = None
@@ -95,7 +95,7 @@ class Namespace:
         self._thread = threading.Thread(target=self._live, name=f"paceline-namespace-{name}", daemon=True)
         self._thread.start()
 
-    def admit(self, ask: Ask, holder_rank: int | None) -> Admitted:
+    def admit(self, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
         """Let a client take part; blocks until the namespace is there.
 
         Raises:
@@ -105,9 +105,9 @@ class Namespace:
         """
         return self._ask(lambda held: self._receptionist(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
-    def bring(self, guest: Guest) -> None:
+    def bring(self, guest: PendingHandshake) -> None:
         """Have a client served that was admitted."""
-        self._hall.bring(guest)
+        self._handoffs.bring(guest)
 
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and take no more of them."""
@@ -132,7 +132,7 @@ class Namespace:
         """Save what has changed, and end; blocks until it has. What could not be saved is told, and in `unsaved`."""
         try:
             self._ask(self._save_changes, SAVE_TIMEOUT_S)
-        except Ended:
+        except NamespaceEnded:
             pass
         except CheckpointError as error:  # it could not be taken up, which was told then
             self.unsaved = str(error)
@@ -171,13 +171,13 @@ class Namespace:
         except PacelineError as error:
             future.set_exception(error)
         except BaseException:
-            future.set_exception(Ended(f"namespace '{self.name}' has failed"))
+            future.set_exception(NamespaceEnded(f"namespace '{self.name}' has failed"))
             raise
 
     def _end_error(self) -> PacelineError:
         if self.failure:
             return CheckpointError(self.failure)
-        return Ended(f"namespace '{self.name}' has ended")
+        return NamespaceEnded(f"namespace '{self.name}' has ended")
 
     # -- on the thread that serves -----------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Namespace:
                 if not self.failure:
                     self.unsaved = story
                 self._hosting.tell(story)
-            self._hall.close()
+            self._handoffs.close()
             with self._changed:
                 self._over = True
                 for future in self._owed:
@@ -221,7 +221,7 @@ class Namespace:
         )
         node = ServerNode(
             settings,
-            self._hall,
+            self._handoffs,
             self._transport,
             tuple,
             Trace(None),
@@ -243,7 +243,7 @@ class Namespace:
 
     def _receptionist(self, held: Holdings) -> Admission:
         if self._admission is None:
-            raise Ended(f"namespace '{self.name}' has ended")
+            raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission
 
     def _look(self, held: Holdings) -> None:

@@ -7,17 +7,17 @@ import time
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, Refused
-from paceline.serve.admission import Taken
-from paceline.serve.location import check_name
-from paceline.serve.namespace import ANSWER_TIMEOUT_S, Ended, Hosting, Namespace
+from paceline.serve.admission import ClaimedRank
+from paceline.serve.namespace import ANSWER_TIMEOUT_S, Hosting, Namespace, NamespaceEnded
+from paceline.serve.url import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from paceline.serve.guest import Guest
-    from paceline.serve.messages import Admitted, Ask
+    from paceline.serve.handoff import PendingHandshake
+    from paceline.serve.messages import EnterAccepted, EnterRequest
     from paceline.serve.state import StateFolder
-    from paceline.transport.base import Papers, Transport
+    from paceline.transport.base import PeerIdentity, Transport
 
 MAX_NAMESPACES: Final = 64
 # That a client was killed may be known a moment after it has come again.
@@ -40,10 +40,10 @@ class Namespaces:
         self._lost: list[str] = []  # what namespaces that have ended could not save
         self._ending = threading.Event()
 
-    def admit(self, name: str, ask: Ask, papers: Papers) -> Admitted:
+    def admit(self, name: str, ask: EnterRequest, peer_identity: PeerIdentity) -> EnterAccepted:
         """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
 
-        `papers` is what its certificate says: one for a worker is for that rank alone.
+        `peer_identity` is what its certificate says: one for a worker is for that rank alone.
 
         Raises:
             UsageError: it cannot have that name.
@@ -51,27 +51,27 @@ class Namespaces:
             CheckpointError: what was saved of it cannot be used.
         """
         check_name(name)
-        if self._is_expelled(papers):
-            raise Refused(f"its certificate ({papers.holder}, {papers.serial}) was revoked")
-        holder_rank = _holder_rank(papers)
+        if self._is_expelled(peer_identity):
+            raise Refused(f"its certificate ({peer_identity.holder}, {peer_identity.serial}) was revoked")
+        holder_rank = _holder_rank(peer_identity)
         give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
         while time.monotonic() < give_up:
             namespace = self._namespace(name, ask.workers)
             try:
                 return namespace.admit(ask, holder_rank)
-            except Taken:
+            except ClaimedRank:
                 if time.monotonic() >= patient_until:
                     raise
                 self._ending.wait(_TAKEN_PAUSE_S)
-            except Ended:  # its last client has just left
+            except NamespaceEnded:  # its last client has just left
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
-    def bring(self, name: str, guest: Guest) -> None:
+    def bring(self, name: str, guest: PendingHandshake) -> None:
         """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
-        if self._is_expelled(guest.papers):
+        if self._is_expelled(guest.peer_identity):
             guest.close()
         elif namespace is None or namespace.is_over:
             guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
@@ -110,10 +110,10 @@ class Namespaces:
         if namespace.unsaved:
             self._lost.append(namespace.unsaved)
 
-    def _is_expelled(self, papers: Papers) -> bool:
+    def _is_expelled(self, peer_identity: PeerIdentity) -> bool:
         """Return whether a certificate was revoked, perhaps since the handshake in which it was shown."""
         with self._lock:
-            return papers.are_among(self._expelled)
+            return peer_identity.are_among(self._expelled)
 
     def _namespace(self, name: str, workers: int | None) -> Namespace:
         with self._lock:
@@ -137,7 +137,7 @@ class Namespaces:
             return begun
 
 
-def _holder_rank(papers: Papers) -> int | None:
+def _holder_rank(peer_identity: PeerIdentity) -> int | None:
     """Return which worker a certificate is for, if it is for one."""
-    role, _, rank = papers.holder.partition("-")
+    role, _, rank = peer_identity.holder.partition("-")
     return int(rank) if role == "worker" and rank.isascii() and rank.isdigit() else None

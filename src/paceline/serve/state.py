@@ -25,7 +25,7 @@ from typing import Final, final
 from urllib.parse import unquote
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.launch.folders import make_private
+from paceline.job.folders import make_private
 from paceline.serve.files import digest_of, put, sync
 from paceline.serve.manifest import Manifest
 

@@ -33,7 +33,7 @@ from paceline.core.events import (
 from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.simulate.history import Part, Read
+from paceline.simulate.history import SeenPart, SeenRead
 from paceline.simulate.lives import Violation
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _EVICTED = 0.1  # probability that a worker keeps a row no longer when it begins
 
 
 @dataclass(slots=True)
-class Actor:
+class SimulatedWorker:
     """The user's loop around a worker core, on virtual time."""
 
     world: World
@@ -66,7 +66,7 @@ class Actor:
     # The values that came with the message at hand: how many updates each place contains, and the clock of all.
     _arrived: tuple[dict[int, int], int] = field(default_factory=lambda: ({}, 0))
     # By open table, and server; of a row table by row: those that are kept.
-    _parts: dict[str, dict[int, Part]] = field(default_factory=dict[str, dict[int, Part]])
+    _parts: dict[str, dict[int, SeenPart]] = field(default_factory=dict[str, dict[int, SeenPart]])
     _rows: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])  # that the last read is of
     _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
     _reading: set[str] = field(default_factory=set[str])  # tables whose values have yet to come
@@ -174,7 +174,7 @@ class Actor:
         kept, (lengths, clock) = self._parts[effect.table], self._arrived
         for place, length in lengths.items():
             if isinstance(effect, Install) or effect.request >= 0 or place in kept:
-                kept[place] = Part(length, clock, own)
+                kept[place] = SeenPart(length, clock, own)
 
     def _forget(self, table: str, server: int) -> None:
         history = self.world.histories[table]
@@ -223,7 +223,7 @@ class Actor:
                 (deliver if brought else fetch).append(server)
         self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
 
-    def _kept(self, table: str) -> dict[int, Part]:
+    def _kept(self, table: str) -> dict[int, SeenPart]:
         """Return the rows that are kept, each with the clock that it or the deliveries of its server have reached."""
         history, rows = self.world.histories[table], self.core.rows
         return {
@@ -243,7 +243,7 @@ class Actor:
             clock = min(part.clock for part in parts.values())
         else:
             parts = dict(self._parts[done.table])
-        history.read(Read(self.world.now, life, asked, clock, waited, done.source, parts), self.world.members())
+        history.read(SeenRead(self.world.now, life, asked, clock, waited, done.source, parts), self.world.members())
         self._reading.discard(done.table)
         if not self._reading:
             self.waited_s += waited

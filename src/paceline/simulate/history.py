@@ -13,7 +13,7 @@ _RECENT = 8  # own pushes of a reader that are compared with what it was told; o
 
 
 @dataclass(slots=True)
-class Shard:
+class SeenShard:
     """What one server has applied, in order, and what it has told readers about it; or the first of it for one row."""
 
     order: list[tuple[PushId, int]] = field(default_factory=list[tuple[PushId, int]])  # push, its clock
@@ -32,7 +32,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SeenPart:
     """The values of one server, or of one row, in a reader's hands, and what the reader was told about them."""
 
     length: int  # how many updates they contain
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class SeenRead:
     """One finished read, with its part of every server; of a row table, with every row that it asked for."""
 
     time: float
@@ -50,7 +50,7 @@ class Read:
     value_clock: int
     waited_s: float
     source: str
-    parts: dict[int, Part]
+    parts: dict[int, SeenPart]
 
     @property
     def differential(self) -> int:
@@ -72,19 +72,19 @@ class History:
     keeps_order: bool
     lives: Lives
     keyed: bool = False
-    shards: list[Shard] = field(init=False)
-    rows: dict[int, Shard] = field(default_factory=dict[int, Shard])
+    shards: list[SeenShard] = field(init=False)
+    rows: dict[int, SeenShard] = field(default_factory=dict[int, SeenShard])
     touched: dict[PushId, frozenset[int]] = field(default_factory=dict[PushId, frozenset[int]])  # push -> its rows
-    reads: list[Read] = field(default_factory=list[Read])
+    reads: list[SeenRead] = field(default_factory=list[SeenRead])
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
-    spoiled: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with values that may not be applied
+    invalid: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with values that may not be applied
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
         """Start with nothing applied."""
-        self.shards = [Shard() for _ in range(self.num_servers)]
+        self.shards = [SeenShard() for _ in range(self.num_servers)]
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -120,10 +120,10 @@ class History:
             raise Violation(f"E4: server {server} has refused {push_id} after it was applied")
         life = (push_id.worker, push_id.incarnation)
         late = self.consistency.backups and self._clock_of(push_id) < closed
-        if refused and not late and push_id not in self.spoiled and life not in self.lives.gone:
+        if refused and not late and push_id not in self.invalid and life not in self.lives.gone:
             raise Violation(f"E4: server {server} has refused a sound {push_id} of a worker that takes part")
 
-    def read(self, read: Read, members: dict[Life, int]) -> None:
+    def read(self, read: SeenRead, members: dict[Life, int]) -> None:
         """Record a finished read and check its bound, its freshness and its monotony."""
         self.reads.append(read)
         bound = self.consistency.bound
@@ -171,9 +171,9 @@ class History:
         rows = self.touched[push_id]
         return sorted({self.server_of(row) for row in rows}) if self.keyed else list(range(self.num_servers))
 
-    def shard_of(self, place: int) -> Shard:
+    def shard_of(self, place: int) -> SeenShard:
         """Return what was applied at a place."""
-        return self.rows.setdefault(place, Shard()) if self.keyed else self.shards[place]
+        return self.rows.setdefault(place, SeenShard()) if self.keyed else self.shards[place]
 
     def _touches(self, push_id: PushId, place: int) -> bool:
         return not self.keyed or place in self.touched[push_id]
@@ -188,7 +188,7 @@ class History:
         c = self.consistency
         return c.bound == 0 and c.visible == "on_clock" and not c.backups
 
-    def _check_applied(self, server: int, shard: Shard, push_id: PushId, clock: int) -> None:
+    def _check_applied(self, server: int, shard: SeenShard, push_id: PushId, clock: int) -> None:
         made = self.made.get((push_id.worker, push_id.incarnation), ())
         if not any(push_id == own and clock == its for own, its in reversed(made)):
             raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, and nobody made it")
@@ -207,7 +207,7 @@ class History:
         if push_id.incarnation < newest and not committed:
             raise Violation(f"M2: {push_id} is applied after incarnation {newest} had joined")
 
-    def _check_batch(self, server: int, shard: Shard, ids: tuple[PushId, ...], clocks: list[int]) -> None:
+    def _check_batch(self, server: int, shard: SeenShard, ids: tuple[PushId, ...], clocks: list[int]) -> None:
         if list(ids) != sorted(ids):
             raise Violation(f"BSP4: server {server} sums {ids}, not in rank order")
         lives = {(push_id.worker, push_id.incarnation) for push_id in ids}
@@ -218,7 +218,7 @@ class History:
             raise Violation(f"BSP5: server {server} applies clocks {clocks} at once, or a clock twice")
         shard.contributors[clock] = ids
 
-    def _check_order(self, server: int, shard: Shard, ids: tuple[PushId, ...]) -> None:
+    def _check_order(self, server: int, shard: SeenShard, ids: tuple[PushId, ...]) -> None:
         for push_id in ids:
             life = (push_id.worker, push_id.incarnation)
             made, at = self.made[life], shard.num_passed.get(life, 0)
@@ -228,7 +228,7 @@ class History:
                 at += 1
             shard.num_passed[life] = at + 1
 
-    def _check_members(self, place: int, length: int, needs: int, members: dict[Life, int], read: Read) -> None:
+    def _check_members(self, place: int, length: int, needs: int, members: dict[Life, int], read: SeenRead) -> None:
         """SSP2, seen from the makers: every push that a member made in a clock below `needs` is in the values."""
         position, server = self.shard_of(place).position, self.server_of(place)
         for life in members:
@@ -241,7 +241,7 @@ class History:
                 if clock < needs - 2 and not self.keyed:  # older ones were checked by earlier reads
                     break
 
-    def _check_promise(self, place: int, length: int, complete: int, read: Read) -> None:
+    def _check_promise(self, place: int, length: int, complete: int, read: SeenRead) -> None:
         """SSP2, seen from the server: what the values lack is of clock `complete` or later, now and for ever."""
         for push_id, clock in self.shard_of(place).order[length:]:
             if clock < complete:
@@ -249,7 +249,7 @@ class History:
         shard = self.shards[self.server_of(place)]
         shard.promised = max(shard.promised, complete)
 
-    def _check_own(self, place: int, part: Part, read: Read) -> None:
+    def _check_own(self, place: int, part: SeenPart, read: SeenRead) -> None:
         """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
         position, server = self.shard_of(place).position, self.server_of(place)
         for push_id, _ in self.made.get(read.life, [])[0 if self.keyed else -_RECENT :]:
@@ -282,5 +282,5 @@ class History:
         return next(clock for own, clock in reversed(made) if own == push_id)
 
 
-def _where(read: Read) -> str:
+def _where(read: SeenRead) -> str:
     return f"at {read.time:.4f} s: read of worker {read.life[0]}.{read.life[1]} at clock {read.clock}"

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from paceline.core.consistency import Consistency
-from paceline.simulate.actor import Actor
+from paceline.simulate.actor import SimulatedWorker
 from paceline.simulate.history import History
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.world import World
@@ -57,7 +57,7 @@ def rehearse(scenario: Scenario) -> Outcome:
     )
 
 
-def _rate(actor: Actor, history: History) -> float:
+def _rate(actor: SimulatedWorker, history: History) -> float:
     """Return the clocks a second of one worker, by its own time: who finishes early does not idle in this number."""
     made = history.made[actor.worker, actor.incarnation]
     refused = {push_id for _, push_id in history.refused}

@@ -87,7 +87,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class Faults:
     """What happens to workers.
 
     Args:
@@ -129,7 +129,7 @@ class Scenario:
     apply_s: float = 0.0
     stragglers: Stragglers = field(default_factory=Stragglers)
     network: Network = field(default_factory=Network)
-    fate: Fate = field(default_factory=Fate)
+    fate: Faults = field(default_factory=Faults)
     # Probability that a read asks the servers although its cached copy would do.
     refresh: float = 1.0
     lease_s: float = 0.05

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from paceline.core.consistency import Consistency
-from paceline.core.effects import Advanced, Apply, Discard, Hold, Membership, Reply, Serve, ServerEffect, Tell
-from paceline.core.events import Declared, Died, Disconnected, Spoiled, Timeout
+from paceline.core.effects import Advanced, Apply, Discard, Hold, MembershipChanged, Reply, Serve, ServerEffect, Tell
+from paceline.core.events import Declared, Died, Disconnected, InvalidPush, Timeout
 from paceline.core.messages import (
     Applied,
     BetweenServers,
@@ -23,7 +23,7 @@ from paceline.core.messages import (
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
-from paceline.simulate.actor import Actor
+from paceline.simulate.actor import SimulatedWorker
 from paceline.simulate.history import History
 from paceline.simulate.lives import Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
@@ -69,8 +69,10 @@ class World:
     histories: dict[str, History] = field(default_factory=dict[str, History])  # by table
     declared: list[str] = field(default_factory=list[str])  # tables that every server has
     rng: Random = field(init=False)
-    actors: dict[int, Actor] = field(default_factory=dict[int, Actor])  # the newest life of each worker
-    _lives: dict[tuple[int, int], Actor] = field(default_factory=dict[tuple[int, int], Actor])
+    actors: dict[int, SimulatedWorker] = field(
+        default_factory=dict[int, SimulatedWorker]
+    )  # the newest life of each worker
+    _lives: dict[tuple[int, int], SimulatedWorker] = field(default_factory=dict[tuple[int, int], SimulatedWorker])
     _servers: list[_Server] = field(default_factory=list[_Server])
     _heap: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list[tuple[float, int, Callable[[], None]]]
@@ -183,7 +185,7 @@ class World:
 
     def start(self, worker: int, incarnation: int) -> None:
         """Start one life of a worker."""
-        actor = self.actors[worker] = self._lives[worker, incarnation] = Actor(self, worker, incarnation)
+        actor = self.actors[worker] = self._lives[worker, incarnation] = SimulatedWorker(self, worker, incarnation)
         self.at(0.0, actor.begin)
         if worker != self._spared and self.rng.random() < self.scenario.fate.early:
             self.at(self.rng.uniform(0, 4 * self.scenario.network.latency_s[1]), lambda: self._kill(worker))
@@ -218,7 +220,7 @@ class World:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def to_server_from(self, actor: Actor, server: int, message: FromWorker, *, bare: bool) -> None:
+    def to_server_from(self, actor: SimulatedWorker, server: int, message: FromWorker, *, bare: bool) -> None:
         """Carry a worker's message to a server."""
         if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
             raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
@@ -234,22 +236,22 @@ class World:
 
         def arrive() -> None:
             if self._epoch.get(link, 0) == epoch:
-                self._to_server(server, self._maybe_spoiled(message))
+                self._to_server(server, self._maybe_invalid(message))
 
         self._carry(f"worker {actor.worker}.{actor.incarnation}", f"server {server}", arrive)
 
-    def _maybe_spoiled(self, message: FromWorker) -> FromWorker | Spoiled:
+    def _maybe_invalid(self, message: FromWorker) -> FromWorker | InvalidPush:
         if not isinstance(message, Push) or self.rng.random() >= self.scenario.network.spoil:
             return message
-        self.histories[message.table].spoiled.add(message.id)
-        return Spoiled(message, "spoiled by the scenario")
+        self.histories[message.table].invalid.add(message.id)
+        return InvalidPush(message, "spoiled by the scenario")
 
-    def hang_up(self, actor: Actor) -> None:
+    def hang_up(self, actor: SimulatedWorker) -> None:
         """End all connections of a worker whose process has ended by itself."""
         for server in range(self.scenario.num_servers):
             self._lose(actor.worker, actor.incarnation, server, Disconnected(actor.worker, actor.incarnation))
 
-    def cut(self, actor: Actor, server: int) -> None:
+    def cut(self, actor: SimulatedWorker, server: int) -> None:
         """Cut one connection: what is on its way is lost; it is made again a little later."""
         worker, incarnation = actor.worker, actor.incarnation
         self.lives.disturbed.add((worker, incarnation))
@@ -257,7 +259,7 @@ class World:
         self._down.add((worker, incarnation, server))
         self.at(self.scenario.lease_s / 10, lambda: self._reconnect(actor, server))
 
-    def _reconnect(self, actor: Actor, server: int) -> None:
+    def _reconnect(self, actor: SimulatedWorker, server: int) -> None:
         """Make a connection again; a process that is stopped does so when it goes on."""
         if actor.paused_until > self.now:
             self.at(actor.paused_until - self.now, lambda: self._reconnect(actor, server))
@@ -354,7 +356,7 @@ class World:
                 self._to_worker(server, effect.worker, effect.incarnation, effect.message, body)
             case Tell():
                 self._between(server, effect.server, effect.message)
-            case Membership():
+            case MembershipChanged():
                 self._on_membership(server, effect)
             case Hold() | Discard() | Advanced():
                 pass
@@ -372,7 +374,7 @@ class World:
                 entry.subscribed.setdefault((message.table, life), set()).update(rows)
         return {row: len(history.shard_of(row).order) for row in sorted(rows)}
 
-    def _on_membership(self, server: int, effect: Membership) -> None:
+    def _on_membership(self, server: int, effect: MembershipChanged) -> None:
         life = (effect.worker, effect.incarnation)
         if effect.change == "died":
             self.lives.given_up(server, life, self.now)
@@ -411,7 +413,7 @@ class World:
             worker = s.num_workers + index
             self.at(self.rng.uniform(0, span), lambda worker=worker: self.start(worker, 0))
 
-    def _victim(self, worker: int) -> Actor | None:
+    def _victim(self, worker: int) -> SimulatedWorker | None:
         """Return the living process of this rank and note that something happens to it."""
         actor = self.actors.get(worker)
         if actor is None or not actor.alive or actor.done:
@@ -434,7 +436,7 @@ class World:
             delay = self.rng.uniform(0, 2 * self.scenario.lease_s) * self.rng.choice((0, 1))
             self.at(delay, lambda: self.start(worker, incarnation + 1))
 
-    def _replace(self, actor: Actor) -> None:
+    def _replace(self, actor: SimulatedWorker) -> None:
         if self.actors[actor.worker] is actor and actor.alive and not actor.done:
             self.start(actor.worker, actor.incarnation + 1)
 

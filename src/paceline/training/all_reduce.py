@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.combined import CombinedOptimizer
+from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
-from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.optimizer import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
-from paceline.training.replica import Replica, ReplicaSettings
 from paceline.training.state import checked_by_all
 from paceline.training.strategy import Distributed
-from paceline.training.together import SteppedTogether, weight_said
+from paceline.training.weighting import SteppedTogether, weight_said
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class AllReduce:
             raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0.")
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> Distributed:
         """Make an optimizer that steps the same way on all workers."""
         if isinstance(job, PartJob):
@@ -66,14 +66,19 @@ class ReplicatedOptimizer(SteppedTogether):
     no_slices = "all-reduce, which combines gradients in every backward: take servers, or leave slices out."
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, strategy: AllReduce, job: Job
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        settings: Settings,
+        strategy: AllReduce,
+        job: TrainingJob,
     ) -> None:
         require_fresh(optimizer)
         named, _ = segments_of(optimizer, model)
         super().__init__(optimizer, "all-reduce", settings, job)
         unused, bucket_mb, average = strategy.unused, strategy.bucket_mb, settings.average_buffers
-        how = ReplicaSettings(settings.name, settings.scale, settings.nonfinite, unused, bucket_mb, average)
-        self._replica = Replica(model, named, how, job)
+        how = DDPSettings(settings.name, settings.scale, settings.nonfinite, unused, bucket_mb, average)
+        self._replica = DDPReplica(model, named, how, job)
         job.exchange.when_closed(WeakMethod(self._replica.close))
 
     def send(self, samples: float | None) -> float:

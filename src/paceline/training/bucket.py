@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.node.outgoing import PushBuffer, PushOutcome
-from paceline.node.table import Asked, Table
-from paceline.tensors.table import Hyper
-from paceline.training.flat import Flat
-from paceline.training.gradients import Found, Gradients
+from paceline.training.flat import FlatParameters
+from paceline.training.gradients import FoundGradients, Gradients
 from paceline.training.state import StateOf
 from paceline.training.weights import Weights
+from paceline.update.table import Hyper
+from paceline.worker.pushes import PushBuffer, PushOutcome
+from paceline.worker.table import PulledLater, Table
 
 BUCKET_BYTES = 4 << 20  # what is sent while backward runs on: large beside a message, small beside a model
 
@@ -29,20 +29,20 @@ class Bucket:
     """
 
     first: int
-    flat: Flat
+    flat: FlatParameters
     table: Table
     weights: Weights
     gradients: Gradients
     _reserved: PushBuffer | None = None  # the memory of the next push, until it is made
     # The push of the step under way, once it is made, with what it was made from.
     _sent: _Sent | None = None
-    _asked: Asked | None = None
+    _asked: PulledLater | None = None
 
     def reserve(self) -> None:
         """Have memory for the next gradients; blocks as long as there is none."""
         if self._reserved is None:
             self._reserved = self.table.node.reserve(self.table.name)
-            self.gradients.courier.lock(self._reserved, self._reserved.gradient)
+            self.gradients.device_copies.lock(self._reserved, self._reserved.gradient)
             self.gradients.attach(self._reserved.gradient)
 
     def fetch(self, index: int) -> None:
@@ -134,7 +134,7 @@ class _Sent:
     future: Future[PushOutcome]
     samples: float
     hyper: tuple[Hyper, ...]
-    found: tuple[Found, ...]
+    found: tuple[FoundGradients, ...]
 
 
 def runs_of(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from paceline.core.consistency import Consistency
-from paceline.node.table import Table
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.update import Add
-from paceline.training.flat import Flat
+from paceline.training.flat import FlatParameters
 from paceline.training.weights import Weights
+from paceline.update.named_rules import Add
+from paceline.update.table import Segment, TableSpec
+from paceline.worker.table import Table
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Buffers:
     such as step counts, stay each worker's own.
     """
 
-    flat: Flat
+    flat: FlatParameters
     table: Table
     num_workers: int
     weights: Weights = field(init=False)
@@ -55,7 +55,7 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
 
 
-def buffers_spec(name: str, buffers: dict[str, Tensor], flat: Flat, consistency: Consistency) -> TableSpec:
+def buffers_spec(name: str, buffers: dict[str, Tensor], flat: FlatParameters, consistency: Consistency) -> TableSpec:
     """Return the table of these buffers: it adds the mean of what is pushed for a clock."""
     segments = tuple(Segment(own, tuple(buffer.shape)) for own, buffer in buffers.items())
     return TableSpec(name, segments, flat.dtype, Add(), str(consistency), "mean", "reject")

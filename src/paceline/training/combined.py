@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.parallel.parallel import Parallel
-from paceline.tensors.summing import num_nonfinite
-from paceline.training.agreed_numbers import COMPARED_EVERY, digest_of_values, numbers_of_first
+from paceline.model_parallel.parallel import Parallel
+from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of_values, numbers_of_first
 from paceline.training.buffers import floating_buffers
-from paceline.training.flat import Flat, segments_of
+from paceline.training.flat import FlatParameters, segments_of
 from paceline.training.optimizer import Settings, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.state import checked_by_all
-from paceline.training.together import NOT_FINITE, SteppedTogether, require_weighed, weight_said
+from paceline.training.weighting import NOT_FINITE, SteppedTogether, require_weighed, weight_said
+from paceline.update.summing import num_nonfinite
 
 
 class CombinedOptimizer(SteppedTogether):
@@ -42,7 +42,7 @@ class CombinedOptimizer(SteppedTogether):
         super().__init__(optimizer, "all-reduce", settings, job)
         self._part = job
         self._num_samples = job.num_samples  # as of the last step
-        self._flat = Flat.over(named)
+        self._flat = FlatParameters.over(named)
         self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
         self._weight: float | None = None  # of the gradients of this step, where the script has said it
         self._done: float | None = None  # what they were weighed by, once they are combined
@@ -69,7 +69,7 @@ class CombinedOptimizer(SteppedTogether):
         if self._done is None:
             self._weight = samples if samples is not None else self._weight
             self._after_backward(finish=True)
-        where = f"worker {self._part.mesh.company.rank}, step of '{self._settings.name}'"
+        where = f"worker {self._part.mesh.worker_set.rank}, step of '{self._settings.name}'"
         done, self._weight = self._done or 0.0, None
         scale = self._settings.scale if self._part.size > 1 else "mean"  # one replica has nothing to weigh
         weight = require_weighed(where, scale, samples, done)
@@ -178,7 +178,7 @@ class CombinedOptimizer(SteppedTogether):
                 for replica, one in enumerate(told)
             )
             raise UsageError(
-                f"worker {mesh.company.rank}, step of '{self._settings.name}': all replicas have to run "
+                f"worker {mesh.worker_set.rank}, step of '{self._settings.name}': all replicas have to run "
                 f"forward_backward equally often for a step, as it combines their gradients: {done}. Run all but the "
                 "last of a step inside of optimizer.accumulate()."
             )
@@ -215,11 +215,11 @@ class CombinedOptimizer(SteppedTogether):
         tensors = self._flat.tensors
         present = torch.tensor([float(tensor.grad is not None) for tensor in tensors], dtype=torch.float64)
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad.contiguous() for one in tensors]
-        mesh, spot = self._part.mesh, self._part.mesh.spot
+        mesh, position = self._part.mesh, self._part.mesh.position
         first = next(replica for replica, weight in enumerate(self._weights) if weight)
         with mesh.explained(f"step of '{self._settings.name}'"):
             for tensor in (present, *gradients):
-                source = mesh.grid.rank(replace(spot, replica=first))
+                source = mesh.grid.rank(replace(position, replica=first))
                 dist.broadcast(tensor, src=source, group=mesh.group("data"))
         for tensor, gradient, has in zip(tensors, gradients, present.tolist(), strict=True):
             tensor.grad = gradient if has else None

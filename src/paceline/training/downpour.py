@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakMethod
 
@@ -15,19 +15,105 @@ from torch import Tensor, nn
 
 from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
-from paceline.node.outgoing import PushOutcome
-from paceline.node.table import Asked, Table
-from paceline.tensors.table import Segment, TableSpec
-from paceline.tensors.torch_rule import from_optimizer, pushed_hyper
-from paceline.tensors.update import Add
-from paceline.training.accrual import Accrual, descend, gradients_of, refusal_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
-from paceline.training.flat import Flat, segments_of
-from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.optimizer import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.state import check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
+from paceline.update.named_rules import Add
+from paceline.update.summing import num_nonfinite
+from paceline.update.table import NonFinite, Segment, TableSpec
+from paceline.update.torch_rule import from_optimizer, pushed_hyper
+from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, some_parameters
+from paceline.worker.table import PulledLater, Table
+
+
+@dataclass(slots=True)
+class Accrual:
+    """The sum of a worker's gradients since its last push.
+
+    Attributes:
+        total: (elements of all,), on the CPU.
+        num_steps: that it is the sum of.
+        num_samples: that these stand for.
+    """
+
+    flat: FlatParameters
+    total: Tensor = field(init=False)
+    num_steps: int = 0
+    num_samples: float = 0.0
+    _parts: list[Tensor] = field(init=False)  # of `total`, one a tensor
+    _present: set[int] = field(default_factory=set[int])  # tensors that had a gradient in any of the steps
+
+    def __post_init__(self) -> None:
+        """Start with nothing."""
+        self.total = self.flat.empty().zero_()
+        self._parts = self.flat.parts(self.total)
+
+    def add(self, gradients: Mapping[int, Tensor], samples: float) -> None:
+        """Add the gradients of a step, by the indices of their tensors."""
+        for index, gradient in gradients.items():
+            self._parts[index].add_(gradient.to(self._parts[index].device))
+        self._present.update(gradients)
+        self.num_steps += 1
+        self.num_samples += samples
+
+    def absent(self) -> tuple[int, ...]:
+        """Return the indices of the tensors that had no gradient in any of the steps."""
+        return tuple(index for index in range(len(self._parts)) if index not in self._present)
+
+    def descend(self, rates: Sequence[float]) -> None:
+        """Take the steps of all that is in here on the tensors, at a rate for each."""
+        descend(self.flat, {index: self._parts[index] for index in self._present}, rates)
+
+    def clear(self) -> None:
+        """Start again."""
+        self.total.zero_()
+        self._present.clear()
+        self.num_steps, self.num_samples = 0, 0.0
+
+
+def descend(flat: FlatParameters, gradients: Mapping[int, Tensor], rates: Sequence[float]) -> None:
+    """Step each tensor against its gradient, both by the index of the tensor."""
+    with torch.no_grad():
+        for index, gradient in gradients.items():
+            tensor = flat.tensors[index]
+            tensor.add_(gradient.to(tensor.device), alpha=-rates[index])
+
+
+def gradients_of(flat: FlatParameters, nonfinite: NonFinite, where: str) -> dict[int, Tensor] | None:
+    """Return the gradients that tensors have, by index; None if they may not be used.
+
+    Under "zero" what is not finite counts as 0, under "ignore" as it is.
+
+    Raises:
+        UsageError: one is sparse, or under "halt" not finite.
+    """
+    found: dict[int, Tensor] = {}
+    for index, (name, tensor) in enumerate(flat.named.items()):
+        gradient = tensor.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
+        found[index] = gradient.detach()
+    if nonfinite == "ignore" or not any(map(num_nonfinite, found.values())):
+        return found
+    if nonfinite == "zero":
+        return {index: gradient.nan_to_num(0.0, 0.0, 0.0) for index, gradient in found.items()}
+    if nonfinite == "halt":
+        raise UsageError(f"{where}: a gradient has NaN or infinity: the loss was not finite, or the rate is too high.")
+    return None
+
+
+def refusal_of(named: Mapping[str, Tensor]) -> str:
+    """Say why a step is left out: which of these parameters have gradients that are not finite."""
+    dense = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
+    bad = [name for name, gradient in dense.items() if gradient.layout == torch.strided and num_nonfinite(gradient)]
+    return f"the gradient of {some_parameters(bad, len(dense))} has NaN or infinity. {NONFINITE_ADVICE}"
+
 
 _POLICY: Final = asynchronous()
 
@@ -61,7 +147,7 @@ class Downpour:
             raise UsageError(f"local_lr of downpour is {self.local_lr}, expected 0 or a number above.")
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> DownpourOptimizer:
         """Make an optimizer whose update runs on the servers, at each push of what has accrued."""
         return DownpourOptimizer(optimizer, model, settings, self, job)
@@ -107,7 +193,12 @@ class DownpourOptimizer(Distributed):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, how: Downpour, job: Job
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module | None,
+        settings: Settings,
+        how: Downpour,
+        job: TrainingJob,
     ) -> None:
         rule = from_optimizer(optimizer)
         require_fresh(optimizer)
@@ -117,7 +208,7 @@ class DownpourOptimizer(Distributed):
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
-        self._flat = Flat.over(named)
+        self._flat = FlatParameters.over(named)
         self._accrual = Accrual(self._flat)
         scale, nonfinite = settings.scale, settings.nonfinite
         self._spec = TableSpec(settings.name, segments, self._flat.dtype, rule, str(_POLICY), scale, nonfinite)
@@ -125,7 +216,7 @@ class DownpourOptimizer(Distributed):
         self._weights = Weights(self._flat, self._table)
         job.keep(self._weights)
         self._buffers = self._open_buffers(model)
-        self._asked: Asked | None = None
+        self._asked: PulledLater | None = None
         self._waits_in_forward = self._wait_in_forward(model)
         if how.warm_start_steps:
             self._start_after_first(how.warm_start_steps)
@@ -235,14 +326,14 @@ class DownpourOptimizer(Distributed):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def _open(self, spec: TableSpec, flat: Flat) -> Table:
+    def _open(self, spec: TableSpec, flat: FlatParameters) -> Table:
         return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=False, live=False)
 
     def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
         named = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
         if not named:
             return None
-        flat = Flat.over(named)
+        flat = FlatParameters.over(named)
         spec = buffers_spec(f"{self._settings.name}.buffers", named, flat, _POLICY)
         return Buffers(flat, self._open(spec, flat), self._job.size)
 

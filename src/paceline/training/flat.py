@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.tensors.table import DType, Segment
+from paceline.update.table import DType, Segment
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
@@ -21,7 +21,7 @@ _DTYPES: dict[torch.dtype, DType] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class FlatParameters:
     """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype.
 
     Example:
@@ -36,7 +36,7 @@ class Flat:
     dtype: DType
 
     @staticmethod
-    def over(named: Mapping[str, Tensor]) -> Flat:
+    def over(named: Mapping[str, Tensor]) -> FlatParameters:
         """Lay tensors end to end, in this order.
 
         Raises:
@@ -51,7 +51,7 @@ class Flat:
                 f"the tensors of one table have the dtypes {found or 'of nothing: there are none'}; expected one of "
                 f"{', '.join(_DTYPES.values())} for all. Convert the model, or make one optimizer for each dtype."
             )
-        return Flat(named, _DTYPES[first_of.popitem()[0]])
+        return FlatParameters(named, _DTYPES[first_of.popitem()[0]])
 
     @property
     def tensors(self) -> list[Tensor]:

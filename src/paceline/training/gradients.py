@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.errors import UsageError
-from paceline.training.courier import Courier
-from paceline.training.flat import Flat
+from paceline.training.device_copies import DeviceCopies
+from paceline.training.flat import FlatParameters
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element: as bits, NaN equals itself
 _STRETCH = 4096  # elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class FoundGradients:
     """A gradient, and how often torch has seen it change."""
 
     gradient: Tensor | None
     version: int
 
     @staticmethod
-    def of(gradient: Tensor | None) -> Found:
+    def of(gradient: Tensor | None) -> FoundGradients:
         """Return a gradient as it is now."""
-        return Found(gradient, -1 if gradient is None else gradient._version)
+        return FoundGradients(gradient, -1 if gradient is None else gradient._version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +56,9 @@ class Gradients:
     The courier brings gradients from devices; `fetch` lets it begin while backward runs.
     """
 
-    flat: Flat
+    flat: FlatParameters
     in_place: bool
-    courier: Courier = field(default_factory=Courier)
+    device_copies: DeviceCopies = field(default_factory=DeviceCopies)
     # Whether some are on devices, so that `collect` waits until these have computed them.
     are_away: bool = field(init=False)
     # (elements of all,), and the view of it that belongs to each tensor, in its shape.
@@ -75,12 +75,12 @@ class Gradients:
 
     def __post_init__(self) -> None:
         """Have autograd call around each gradient, for as long as this lives."""
-        self.are_away = any(map(self.courier.serves, self.flat.named.values()))
+        self.are_away = any(map(self.device_copies.serves, self.flat.named.values()))
         if not self.in_place:
             return
         look, move = WeakMethod(self._look), WeakMethod(self._move)
         for index, tensor in enumerate(self.flat.named.values()):
-            if tensor.requires_grad and tensor.device.type == "cpu" and not self.courier.serves(tensor):
+            if tensor.requires_grad and tensor.device.type == "cpu" and not self.device_copies.serves(tensor):
                 self._handles.append(tensor.register_hook(_before(look, index, ref(tensor))))
                 self._handles.append(tensor.register_post_accumulate_grad_hook(_after(move, index)))
 
@@ -112,7 +112,7 @@ class Gradients:
                 absent.append(index)
             elif gradient.layout != torch.strided:
                 raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
-            elif self.courier.serves(gradient):
+            elif self.device_copies.serves(gradient):
                 self._begin(index, gradient)
             elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
                 self._write(index, gradient)
@@ -120,11 +120,11 @@ class Gradients:
             self._coming.popitem()[1].done.synchronize()
         return tuple(absent)
 
-    def found(self) -> tuple[Found, ...]:
+    def found(self) -> tuple[FoundGradients, ...]:
         """Return the gradients as they are now, for `changed`."""
-        return tuple(Found.of(tensor.grad) for tensor in self.flat.named.values())
+        return tuple(FoundGradients.of(tensor.grad) for tensor in self.flat.named.values())
 
-    def changed(self, found: tuple[Found, ...]) -> str:
+    def changed(self, found: tuple[FoundGradients, ...]) -> str:
         """Name a tensor whose gradient is not what `collect` has found and copied; empty where all are.
 
         What torch does not count as a change (through `.data`, say) is looked for in a stretch of each gradient,
@@ -132,7 +132,7 @@ class Gradients:
         """
         self._turn += 1
         for (name, tensor), before, part in zip(self.flat.named.items(), found, self._parts, strict=True):
-            now = Found.of(tensor.grad)
+            now = FoundGradients.of(tensor.grad)
             if now.gradient is not before.gradient or now.version != before.version:
                 return name
             if now.gradient is not None and not _is_copied(now.gradient, part, self._turn):
@@ -146,9 +146,9 @@ class Gradients:
         `GradScaler.unscale_` does. So this is for gradients that are to stay as backward leaves them.
         """
         gradient = list(self.flat.named.values())[index].grad
-        if gradient is None or gradient.layout != torch.strided or not self.courier.serves(gradient):
+        if gradient is None or gradient.layout != torch.strided or not self.device_copies.serves(gradient):
             return
-        if self.courier.can_hide(self._parts[index]):
+        if self.device_copies.can_hide(self._parts[index]):
             self._begin(index, gradient)
 
     def _begin(self, index: int, gradient: Tensor) -> None:
@@ -156,7 +156,7 @@ class Gradients:
         coming = self._coming.get(index)
         if coming is None or not coming.is_of(gradient):
             place, version = gradient.data_ptr(), gradient._version
-            done = self.courier.fetch(gradient.detach(), self._parts[index])
+            done = self.device_copies.fetch(gradient.detach(), self._parts[index])
             self._coming[index] = _Copy(gradient, place, version, done)
 
     def _look(self, index: int, tensor: Tensor) -> None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.tensors.table import Segment
 from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.optimizer import Job, Settings, require_fresh
+from paceline.training.optimizer import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.strategy import Distributed, Strategy
+from paceline.update.table import Segment
 
 _NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
 _WHOLE: Final = frozenset({"state", "param_groups"})  # of a state_dict: what every optimizer has
@@ -55,7 +55,7 @@ class Groups:
                 )
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> GroupedOptimizer:
         """Make one optimizer of several, each over the parameters of one policy."""
         if isinstance(job, PartJob):
@@ -66,23 +66,25 @@ class Groups:
         require_fresh(optimizer)
         named, segments = segments_of(optimizer, model)
         shares = self._shares(list(named), settings.name)
-        parts: list[Part] = []
+        parts: list[GroupPart] = []
         for number, share in enumerate(shares, start=1):
             own, groups = _taken(optimizer, named, segments, share.indices)
             # The last pattern, "*" mostly, is that of the bulk; buffers are averaged once, with its parameters.
             average = settings.average_buffers and number == len(shares)
             how = replace(settings, name=f"{settings.name}.{share.patterns}", average_buffers=average)
-            parts.append(Part(share.patterns, share.strategy.distribute(own, model, how, job), share.indices, groups))
+            parts.append(
+                GroupPart(share.patterns, share.strategy.distribute(own, model, how, job), share.indices, groups)
+            )
         return GroupedOptimizer(optimizer, parts, settings.name, job)
 
-    def _shares(self, names: Sequence[str], owner: str) -> list[Share]:
+    def _shares(self, names: Sequence[str], owner: str) -> list[GroupShare]:
         """Return which parameters each strategy gets; patterns of equal strategies share one.
 
         Raises:
             UsageError: a parameter matches no pattern, or a pattern matches no parameter.
         """
         free = dict(enumerate(names))
-        shares: list[Share] = []
+        shares: list[GroupShare] = []
         idle: list[str] = []
         for pattern, strategy in self.policies:
             taken = [index for index, name in free.items() if fnmatchcase(name, pattern)]
@@ -94,7 +96,7 @@ class Groups:
             if same is not None:
                 shares.remove(same)
                 pattern, taken = f"{same.patterns},{pattern}", sorted([*same.indices, *taken])
-            shares.append(Share(pattern, strategy, tuple(taken)))
+            shares.append(GroupShare(pattern, strategy, tuple(taken)))
         if idle:
             raise UsageError(
                 f"strategy of '{owner}': {_quoted(idle)} matches no parameter that an earlier pattern has not taken; "
@@ -109,7 +111,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class GroupShare:
     """The parameters of one strategy, by their indices in the optimizer, in order."""
 
     patterns: str
@@ -118,7 +120,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupPart:
     """What became of the parameters of one strategy.
 
     Args:
@@ -156,7 +158,9 @@ class GroupedOptimizer(Distributed):
         num_refused: what was refused of all parts together.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], name: str, job: Job) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], name: str, job: TrainingJob
+    ) -> None:
         super().__init__(optimizer, name, "by groups", job)
         # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
         # before they finish their clock, for which the values of the other parts wait.

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from paceline.training.local_sgd_optimizer import LocalOptimizer
-from paceline.training.local_sgd_rounds import Rounds
-from paceline.training.optimizer import Job, Settings
+from paceline.training.local_sgd_rounds import ExchangeRounds
+from paceline.training.optimizer import Settings, TrainingJob
 
 _OUTER_LR = 0.7
 _CAUTIOUS_LR = 0.07  # where momentum acts on stale pushes one by one
@@ -19,10 +19,10 @@ _CAUTIOUS_LR = 0.07  # where momentum acts on stale pushes one by one
 class LocalSGD:
     """Every worker steps its own model; servers merge them every so many steps. See `paceline.diloco`."""
 
-    rounds: Rounds
+    rounds: ExchangeRounds
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> LocalOptimizer:
         """Make an optimizer that steps on its worker, and exchanges."""
         return LocalOptimizer(optimizer, model, settings, self.rounds, job)
@@ -66,7 +66,9 @@ def local_sgd(
         ...     model(torch.ones(2)).sum().backward()
         ...     optimizer.step()
     """
-    return LocalSGD(Rounds(steps, outer_lr, 0.0, fragments, overlap_steps, merge, asynchronous, quorum, grace_s))
+    return LocalSGD(
+        ExchangeRounds(steps, outer_lr, 0.0, fragments, overlap_steps, merge, asynchronous, quorum, grace_s)
+    )
 
 
 def diloco(
@@ -121,7 +123,7 @@ def diloco(
         is_naive = asynchronous and outer_momentum > 0 and delayed is None
         outer_lr = _CAUTIOUS_LR if is_naive else _OUTER_LR
     return LocalSGD(
-        Rounds(
+        ExchangeRounds(
             steps,
             outer_lr,
             outer_momentum,

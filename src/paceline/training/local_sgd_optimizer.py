@@ -2,27 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.node.outgoing import PushOutcome
-from paceline.tensors.rules import RuleSpec
-from paceline.tensors.summing import num_nonfinite, zeroed
-from paceline.tensors.table import Segment, TableSpec
-from paceline.training.accrual import refusal_of
 from paceline.training.buffers import floating_buffers
-from paceline.training.flat import Flat, segments_of
-from paceline.training.local_sgd_fragment import Fragment
-from paceline.training.local_sgd_rounds import Rounds
-from paceline.training.optimizer import Job, Settings, require_plain_step
-from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first
+from paceline.training.downpour import refusal_of
+from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.local_sgd_rounds import ExchangeRounds
+from paceline.training.optimizer import Settings, TrainingJob, require_plain_step
+from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
+from paceline.training.weights import Weights
+from paceline.update.rules import RuleSpec
+from paceline.update.summing import num_nonfinite, zeroed
+from paceline.update.table import Segment, TableSpec
+from paceline.worker.cache import TableCache
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.table import PulledLater, Table
+
+
+@dataclass(slots=True)
+class Fragment:
+    """Tensors that are exchanged together, through a table of their own.
+
+    Args:
+        turn: which turn of a round is theirs.
+        flat: the tensors.
+        table: the servers' values of them.
+    """
+
+    turn: int
+    flat: FlatParameters
+    table: Table
+    num_samples: float = 0.0  # behind what this worker has done since its last push
+    weights: Weights = field(init=False)
+    # (elements of all,): the servers' values as this worker took them last. What it has done is the way from there.
+    _anchor: Tensor = field(init=False)
+    _asked: PulledLater | None = None
+    _is_owing: bool = False  # whether what was asked for is without this worker's steps, which it has yet to push
+
+    def __post_init__(self) -> None:
+        """Start from the servers' values."""
+        self.weights = Weights(self.flat, self.table)
+        self._anchor = self.flat.empty()
+        self.start()
+
+    def start(self) -> None:
+        """Set the tensors to the servers' values, whatever was done; blocks until those are fresh."""
+        self._asked = None
+        self.table.read(self._note)
+        self.flat.unpack(self._anchor)
+        self.num_samples = 0.0
+
+    def push(self) -> Future[PushOutcome]:
+        """Send how far this worker has come, as a gradient; return how that will end.
+
+        Raises:
+            UsageError: it is not finite, under nonfinite="halt".
+        """
+        buffer = self.table.node.reserve(self.table.name)
+        self.write_way(buffer.gradient)
+        samples, self.num_samples = self.num_samples, 0.0
+        return self.table.push_reserved(buffer, samples=samples, absent=(), hyper=())
+
+    def write_way(self, out: Tensor) -> None:
+        """Write the old values minus the new ones to (elements of all,): a gradient points uphill."""
+        self.flat.pack_values(out)
+        torch.sub(self._anchor, out, out=out)
+
+    def ask(self, *, is_owing: bool) -> None:
+        """Ask for the values of this round; `take` waits for them."""
+        self._asked, self._is_owing = self.table.ask(), is_owing
+
+    def take(self, merge: float) -> None:
+        """Wait for the values that were asked for, if any, and go on from them.
+
+        Args:
+            merge: how far to go from the tensors as they are towards the values; 1 is all the way. A worker that owes
+                its steps goes as far as the values went, so that it still has them to push.
+        """
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        before = self._anchor.clone() if self._is_owing else None
+        self.table.take(asked, self._note)
+        if before is not None:
+            self._add(self._anchor - before)
+        elif merge == 1.0:
+            self.flat.unpack(self._anchor)
+        else:
+            self._move(merge)
+
+    def load(self, state: Mapping[int, dict[str, Tensor]]) -> None:
+        """Set the servers' values to the tensors as they are here, and the state of their rule to this one; blocks."""
+        loaded: StateOf = dict(state)
+        send_state(self.table, loaded, self.flat)
+
+    def unsent(self) -> dict[str, Any] | None:
+        """Return what this worker has that the servers' values lack; None if that is nothing. Blocks for these values.
+
+        "common" are the values, "own" what the tensors hold where they are the start, both (elements of all,).
+        """
+        newest, own = self.flat.empty(), self.flat.empty()
+
+        def take(cache: TableCache) -> None:
+            newest.copy_(cache.readable().slice(0, self.flat.numel))
+
+        self.table.read(take, exact=self.table.consistency.bound is not None)
+        self.flat.pack_values(own)
+        is_coming = self._asked is not None and not self._is_owing
+        if not is_coming:
+            own += newest - self._anchor  # what others have done meanwhile
+        if not is_coming and not self.num_samples and torch.equal(own, newest):
+            return None
+        return {"common": newest, "own": own, "num_samples": self.num_samples, "is_coming": is_coming}
+
+    def require_fitting(self, unsent: Mapping[str, Any] | None) -> None:
+        """Raise UsageError unless this may have come from `unsent` of the same fragment of the same model."""
+        shapes = [] if unsent is None else [tuple(unsent[name].shape) for name in ("common", "own")]
+        if any(shape != (self.flat.numel,) for shape in shapes):
+            raise UsageError(
+                f"what is unsent of table '{self.table.name}' has shape {shapes[0]}, expected ({self.flat.numel},): it "
+                "is of another model, or of other fragments."
+            )
+
+    def go_back(self, unsent: Mapping[str, Any]) -> None:
+        """Set the tensors to the servers' values, if they hold what they held when these were unsent."""
+        now = self.flat.empty()
+        self.flat.pack_values(now)
+        if torch.equal(now, unsent["own"]):
+            self.flat.unpack(unsent["common"])
+
+    def resume(self, unsent: Mapping[str, Any]) -> None:
+        """Go on from what was unsent, after `start`, if the servers have the values that belong to it."""
+        if not torch.equal(self._anchor, unsent["common"]):
+            return
+        self.flat.unpack(unsent["own"])
+        self.num_samples = unsent["num_samples"]
+        if unsent["is_coming"]:
+            self.ask(is_owing=False)
+
+    def _note(self, cache: TableCache) -> None:
+        self._anchor.copy_(cache.readable().slice(0, self.flat.numel))
+
+    @torch.no_grad()
+    def _add(self, change: Tensor) -> None:
+        for tensor, part in zip(self.flat.tensors, self.flat.parts(change), strict=True):
+            tensor.add_(part.to(tensor.device))
+
+    @torch.no_grad()
+    def _move(self, merge: float) -> None:
+        for tensor, part in zip(self.flat.tensors, self.flat.parts(self._anchor), strict=True):
+            tensor.lerp_(part.to(tensor.device), merge)
+
 
 OUTER = "outer"  # what of a state_dict is of the servers
 ROUND = "round"  # what of it says how far this worker is in a round
@@ -41,7 +180,12 @@ class LocalOptimizer(Distributed):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, rounds: Rounds, job: Job
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module | None,
+        settings: Settings,
+        rounds: ExchangeRounds,
+        job: TrainingJob,
     ) -> None:
         require_plain_step(optimizer)
         named, _ = segments_of(optimizer, model)
@@ -214,7 +358,7 @@ class LocalOptimizer(Distributed):
         return fragments
 
     def _open(self, turn: int, table: str, named: dict[str, Tensor], rule: RuleSpec) -> Fragment:
-        flat, settings = Flat.over(named), self._settings
+        flat, settings = FlatParameters.over(named), self._settings
         segments = tuple(Segment(own, tuple(tensor.shape)) for own, tensor in named.items())
         policy = str(self._rounds.consistency)
         spec = TableSpec(table, segments, flat.dtype, rule, policy, settings.scale, settings.nonfinite)
@@ -261,7 +405,7 @@ class LocalOptimizer(Distributed):
             self.num_refused += not pushed.result().applied
 
 
-def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: Rounds) -> None:
+def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: ExchangeRounds) -> None:
     """Refuse more fragments than there are parameters, and what only pushed gradients can do."""
     if len(named) < rounds.fragments:
         raise UsageError(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from paceline.core.consistency import Consistency, asynchronous, bsp
 from paceline.errors import UsageError
-from paceline.tensors.rules import RuleSpec
-from paceline.tensors.update import SGD, DelayedNesterov, Merging
+from paceline.update.named_rules import SGD, DelayedNesterov, Merging
+from paceline.update.rules import RuleSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class ExchangeRounds:
     """Rounds of inner steps with an exchange each; see `paceline.diloco`.
 
     Raises:

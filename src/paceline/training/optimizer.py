@@ -11,25 +11,25 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.collective.exchange import Exchange
+from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
-from paceline.node.meter import Meter
-from paceline.node.outgoing import PushOutcome
-from paceline.node.table import Table
-from paceline.parallel.arrangement import Arrangement
-from paceline.tensors.table import Hyper, NonFinite, Scale, TableSpec
-from paceline.tensors.torch_rule import from_optimizer, pushed_hyper
+from paceline.model_parallel.arrangement import Arrangement
 from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
-from paceline.training.courier import Courier
-from paceline.training.flat import Flat, segments_of
+from paceline.training.device_copies import DeviceCopies
+from paceline.training.embedding_gradients import EmbeddingLookups
+from paceline.training.flat import FlatParameters, segments_of
 from paceline.training.gradients import Gradients
-from paceline.training.lookup import Lookups
 from paceline.training.overlap import Overlap
 from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights
+from paceline.update.table import Hyper, NonFinite, Scale, TableSpec
+from paceline.update.torch_rule import from_optimizer, pushed_hyper
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Settings:
             )
 
 
-class Job(Protocol):
+class TrainingJob(Protocol):
     """What the optimizer needs of the session it works in."""
 
     @property
@@ -83,17 +83,17 @@ class Job(Protocol):
         ...
 
     @property
-    def lookups(self) -> Lookups:
+    def lookups(self) -> EmbeddingLookups:
         """The embeddings of this worker."""
         ...
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> StepMetrics:
         """What a clock costs."""
         ...
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Collectives:
         """The calls among the workers."""
         ...
 
@@ -145,7 +145,9 @@ class DistributedOptimizer(Distributed):
         num_refused: pushes that were not applied, of this worker (not finite, or late under backup).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
+    ) -> None:
         rule = from_optimizer(optimizer)
         require_fresh(optimizer)
         super().__init__(optimizer, settings.name, str(settings.consistency), job)
@@ -156,7 +158,7 @@ class DistributedOptimizer(Distributed):
         self._num_steps = 0
         self._num_samples = job.num_samples  # as of the last step
         named, segments = segments_of(optimizer, model)
-        dtype = Flat.over(named).dtype
+        dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
         self._spec = TableSpec(settings.name, segments, dtype, rule, policy, settings.scale, settings.nonfinite)
         self._buckets = self._open_buckets(named)
@@ -296,33 +298,33 @@ class DistributedOptimizer(Distributed):
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def _open(self, spec: TableSpec, flat: Flat, *, live: bool = False) -> Table:
+    def _open(self, spec: TableSpec, flat: FlatParameters, *, live: bool = False) -> Table:
         return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=True, live=live)
 
     def _open_buckets(self, named: dict[str, Tensor]) -> list[Bucket]:
         """Make the tables of the parameters: one, or with overlap several whose pushes need not wait for each other."""
         settings, names = self._settings, list(named)
-        courier = Courier.serving(named.values())
+        device_copies = DeviceCopies.serving(named.values())
         runs = runs_of(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
         return [
             self._open_bucket(
                 f"{settings.name}.{number}" if settings.overlap else settings.name,
                 run,
-                Flat.over({name: named[name] for name in names[run.start : run.stop]}),
-                courier,
+                FlatParameters.over({name: named[name] for name in names[run.start : run.stop]}),
+                device_copies,
             )
             for number, run in enumerate(runs)
         ]
 
-    def _open_bucket(self, name: str, run: range, flat: Flat, courier: Courier) -> Bucket:
+    def _open_bucket(self, name: str, run: range, flat: FlatParameters, device_copies: DeviceCopies) -> Bucket:
         lockstep = self._settings.consistency.lockstep
         views = lockstep if self._settings.views is None else self._settings.views
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
         # While backward runs the servers read nothing from a worker whose `step` waits for every push to be applied.
-        gradients = Gradients(flat, lockstep and not self._settings.overlap, courier)
+        gradients = Gradients(flat, lockstep and not self._settings.overlap, device_copies)
         # Devices cannot view the servers' memory, and copy best from memory that is locked, as that must not be.
         table = self._open(spec, flat, live=views and not gradients.are_away)
-        weights = Weights(flat, table, courier)
+        weights = Weights(flat, table, device_copies)
         self._job.keep(weights)
         bucket = Bucket(run.start, flat, table, weights, gradients)
         bucket.reserve()
@@ -337,7 +339,7 @@ class DistributedOptimizer(Distributed):
         named = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
         if not named:
             return None
-        flat = Flat.over(named)
+        flat = FlatParameters.over(named)
         spec = buffers_spec(f"{self._settings.name}.buffers", named, flat, self._settings.consistency)
         return Buffers(flat, self._open(spec, flat), self._job.size)
 
@@ -395,7 +397,7 @@ class ParameterServer:
     consistency: str | None = None
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> DistributedOptimizer:
         """Make an optimizer whose update runs on the servers."""
         if self.consistency is not None:

@@ -10,22 +10,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.collective.exchange import Exchange
+from paceline.collective.collectives import Collectives
 from paceline.errors import UsageError
-from paceline.node.meter import Meter
-from paceline.node.table import Table
-from paceline.parallel.arrangement import Arrangement
-from paceline.parallel.mesh import Mesh
-from paceline.parallel.part import Part
-from paceline.tensors.table import TableSpec
-from paceline.tensors.torch_rule import granularity_of
-from paceline.training.lookup import Lookups
-from paceline.training.optimizer import Job, Settings
+from paceline.model_parallel.arrangement import Arrangement
+from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.part import ModelPart
+from paceline.training.embedding_gradients import EmbeddingLookups
+from paceline.training.optimizer import Settings, TrainingJob
 from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
+from paceline.update.table import TableSpec
+from paceline.update.torch_rule import granularity_of
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.table import Table
 
 
-class WholeJob(Job, Protocol):
+class WholeJob(TrainingJob, Protocol):
     """A job in which another worker than the first may give a table its values."""
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
@@ -51,7 +51,7 @@ class PartJob:
     """A job whose workers are the replicas. Clocks, samples and servers are those of the whole job."""
 
     whole: WholeJob
-    part: Part
+    part: ModelPart
 
     @property
     def rank(self) -> int:
@@ -80,17 +80,17 @@ class PartJob:
         return self.whole.num_samples
 
     @property
-    def lookups(self) -> Lookups:
+    def lookups(self) -> EmbeddingLookups:
         """The embeddings of this worker."""
         return self.whole.lookups
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> StepMetrics:
         """What a clock costs."""
         return self.whole.meter
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Collectives:
         """The calls among all workers."""
         return self.whole.exchange
 
@@ -134,7 +134,7 @@ def distribute_part(
     model: nn.Module | None,
     settings: Settings,
     job: WholeJob,
-    part: Part | None,
+    part: ModelPart | None,
 ) -> Distributed:
     """Distribute the optimizer of a part of a model among those who hold the same; without a part among all workers.
 
@@ -160,7 +160,9 @@ def distribute_part(
 
 def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
     """Refuse an optimizer that looks at whole tensors for parameters of which each rank has a part."""
-    from paceline.parallel.tensor import cut_parameters  # it takes half a second, and is here already if layers are cut
+    from paceline.model_parallel.tensor import (
+        cut_parameters,  # it takes half a second, and is here already if layers are cut
+    )
 
     cut = {id(parameter): own for own, parameter in cut_parameters(model).items()}
     found = [cut[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in cut]

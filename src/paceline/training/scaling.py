@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.training.lookup import Lookups
+from paceline.training.embedding_gradients import EmbeddingLookups
 
 OVERFLOW = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
 # A scaler tries some scales that are too high, above all when it begins; so many in a row are more than that.
@@ -37,7 +37,7 @@ class Scaling:
             return None
         return Scaling(cast("Tensor | None", getattr(optimizer, "grad_scale", None)), bool(found.item()))
 
-    def undo(self, parameters: Iterable[Tensor], lookups: Lookups, where: str) -> None:
+    def undo(self, parameters: Iterable[Tensor], lookups: EmbeddingLookups, where: str) -> None:
         """Unscale the gradients, and those that embeddings have collected.
 
         Raises:

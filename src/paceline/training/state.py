@@ -12,17 +12,17 @@ from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import PacelineError, UsageError
-from paceline.node.answers import read_answer_of
-from paceline.node.layout import spans
-from paceline.node.requests import LoadState, SaveState
-from paceline.node.table import Table
-from paceline.tensors.gather import OptimizerState, gather_optimizer, split_optimizer
-from paceline.tensors.table import TableSpec
-from paceline.tensors.update import granularity
-from paceline.training.flat import Flat
+from paceline.training.flat import FlatParameters
+from paceline.update.named_rules import granularity
+from paceline.update.placement import spans
+from paceline.update.state_dict import OptimizerState, gather_optimizer, split_optimizer
+from paceline.update.table import TableSpec
+from paceline.wire.answers import read_answer_of
+from paceline.wire.requests import LoadState, SaveState
+from paceline.worker.table import Table
 
 if TYPE_CHECKING:
-    from paceline.training.optimizer import Job
+    from paceline.training.optimizer import TrainingJob
 
 StateOf = dict[int, dict[str, Tensor]]
 
@@ -39,7 +39,7 @@ def fetch_state(table: Table) -> StateOf:
     return gather_optimizer(table.spec, parts)["state"]
 
 
-def send_state(table: Table, state: StateOf, flat: Flat) -> None:
+def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
     """Set the values of a table to those of its tensors, and the state of its rule, on all servers; blocks."""
     values = flat.empty()
     flat.pack_values(values)
@@ -79,7 +79,7 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
 
 
 @contextmanager
-def checked_by_all(job: Job) -> Generator[None]:
+def checked_by_all(job: TrainingJob) -> Generator[None]:
     """Go on from the `with` block only if it has ended well on all workers; blocks until all have come to its end.
 
     Raises:
@@ -90,7 +90,7 @@ def checked_by_all(job: Job) -> Generator[None]:
 
 
 @contextmanager
-def loaded_by_first(job: Job) -> Generator[None]:
+def loaded_by_first(job: TrainingJob) -> Generator[None]:
     """Have the first worker load in the `with` block, and all go on from it only if that has ended well.
 
     Raises:
@@ -101,7 +101,7 @@ def loaded_by_first(job: Job) -> Generator[None]:
 
 
 @contextmanager
-def _together(job: Job, place: str, *, needs_first: bool) -> Generator[None]:
+def _together(job: TrainingJob, place: str, *, needs_first: bool) -> Generator[None]:
     try:
         yield
     except Exception as error:

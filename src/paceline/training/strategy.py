@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.observe.notices import is_told
-from paceline.training.bank import Bank, Slices
+from paceline.training.gradient_accumulation import GradientAccumulator, SliceSums
 from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
 
 if TYPE_CHECKING:
-    from paceline.training.optimizer import Job, Settings
+    from paceline.training.optimizer import Settings, TrainingJob
 
 
 class Distributed(torch.optim.Optimizer, ABC):
@@ -42,11 +42,11 @@ class Distributed(torch.optim.Optimizer, ABC):
     # A GradScaler then calls `step` whatever it has found, so that no worker leaves out a clock of the others.
     _step_supports_amp_scaling = True
     _num_overflows: int = 0  # since the last step that had none
-    _bank: Bank | None = None  # once a loop has slices
+    _accumulator: GradientAccumulator | None = None  # once a loop has slices
     _is_whole: bool = False  # it has all its groups
     _successor: str = ""  # name of the optimizer that was made later for some of its parameters, and has them since
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: Job) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: TrainingJob) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._name = name
         self.title = f"Distributed {type(optimizer).__name__}, {way}"
@@ -90,7 +90,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def begin_slices(self, slices: Slices) -> None:
+    def begin_slices(self, slices: SliceSums) -> None:
         """Let `step` finish a clock only with the last slice that this worker is given in it.
 
         Raises:
@@ -98,14 +98,14 @@ class Distributed(torch.optim.Optimizer, ABC):
         """
         if self.no_slices:
             raise UsageError(f"paceline.shard(..., slices=...) does not go with {self.no_slices}")
-        if self._bank is None:
-            self._bank = Bank(slices, self._job.lookups)
-        self._bank.slices = slices
+        if self._accumulator is None:
+            self._accumulator = GradientAccumulator(slices, self._job.lookups)
+        self._accumulator.slices = slices
 
     def leave_slices(self) -> None:
         """Drop the gradients of slices whose clock is not finished, as their loop was left."""
-        if self._bank is not None:
-            self._bank.forget()
+        if self._accumulator is not None:
+            self._accumulator.forget()
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
@@ -137,14 +137,16 @@ class Distributed(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.expected = 0.0 if self._bank is None or samples is not None else self._bank.slices.num_expected
+        self.expected = (
+            0.0 if self._accumulator is None or samples is not None else self._accumulator.slices.num_expected
+        )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._heed_scaler(parameters)
-        if self._bank is not None:
+        if self._accumulator is not None:
             with self._job.communicating():
-                if self._bank.keep(parameters, samples):
+                if self._accumulator.keep(parameters, samples):
                     return loss
-            samples = self._bank.pay(parameters, samples)
+            samples = self._accumulator.pay(parameters, samples)
         weight = self.send(samples)
         if self.overflowed:
             weight = 0.0
@@ -179,7 +181,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         self.overflowed = False
         if not overflowed:
             return
-        meter, clock = self._job.meter, self._job.exchange.company.node.clock
+        meter, clock = self._job.meter, self._job.exchange.worker_set.node.clock
         meter.note_refused("step", self._name, clock, OVERFLOW, is_told=False)
         if self._num_overflows >= USUAL_OVERFLOWS and is_told(self._num_overflows):
             meter.tell(
@@ -191,7 +193,7 @@ class Distributed(torch.optim.Optimizer, ABC):
     def _note_refused(self, reason: str, *, is_told: bool = True) -> None:
         """Count a step that was not taken, and tell of it unless another worker does."""
         self.num_refused += 1
-        clock = self._job.exchange.company.node.clock
+        clock = self._job.exchange.worker_set.node.clock
         self._job.meter.note_refused("step", self._name, clock, reason, is_told=is_told)
 
     @abstractmethod
@@ -240,7 +242,7 @@ class Strategy(Protocol):
     """How the work of several workers becomes one model."""
 
     def distribute(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: Job
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> Distributed:
         """Make the optimizer of this strategy, with the same first values on all workers; blocks until all have come.
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from paceline.node.mirror import Mirror
-from paceline.node.table import Table
-from paceline.training.courier import Courier
-from paceline.training.flat import Flat
+from paceline.training.device_copies import DeviceCopies
+from paceline.training.flat import FlatParameters
+from paceline.worker.cache import TableCache
+from paceline.worker.table import Table
 
 _ALIGNMENT_BYTES = 64  # where torch puts tensors of its own: elsewhere kernels are slower, and may round differently
 
@@ -28,15 +28,15 @@ class Weights:
     a script has made to share memory with them.
     """
 
-    flat: Flat
+    flat: FlatParameters
     table: Table
-    courier: Courier = field(default_factory=Courier)
+    device_copies: DeviceCopies = field(default_factory=DeviceCopies)
     # Those that were made views, by index, with the address of each: a script may have given it other memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
     # How often each view has changed, as torch counts, after the last fetch.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
-    _viewed: Mirror | None = None  # the copy whose memory tensors show, or have shown
+    _viewed: TableCache | None = None  # the copy whose memory tensors show, or have shown
     # Whether a script has written to views since the last fetch, where `look` has seen to that.
     _written: bool | None = None
 
@@ -55,15 +55,15 @@ class Weights:
 
     def look(self) -> None:
         """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
-        copies: list[Mirror] = []
+        copies: list[TableCache] = []
         self.table.node.look(self.table.name, copies.append)
         self._written = self._was_written(copies[0])  # not under the lock: the servers' answers are heard meanwhile
 
-    def _was_written(self, mirror: Mirror) -> bool:
+    def _was_written(self, cache: TableCache) -> bool:
         """Say whether a script has written to views: torch knows of most changes, the kernel of the rest."""
         tensors = self.flat.tensors
         changed = any(tensors[index]._version != version for index, version in self._versions.items())
-        return changed or mirror.was_written(list(self._viewing.values()))
+        return changed or cache.was_written(list(self._viewing.values()))
 
     @contextmanager
     def newest(self) -> Generator[None]:
@@ -76,11 +76,11 @@ class Weights:
         newest: list[Tensor] = []
         written: dict[int, Tensor] = {}
 
-        def take(mirror: Mirror) -> None:
-            if mirror.was_written_anywhere():
+        def take(cache: TableCache) -> None:
+            if cache.was_written_anywhere():
                 written.update({index: tensors[index].data.clone() for index in self._views()})
-                mirror.reread()
-            values = mirror.readable()
+                cache.reread()
+            values = cache.readable()
             for tensor, (start, stop) in zip(tensors, self.flat.bounds, strict=True):
                 newest.append(torch.empty_like(tensor).copy_(values.slice(start, stop).view(tensor.shape)))
 
@@ -115,14 +115,14 @@ class Weights:
         tensors = self.flat.tensors
         return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
 
-    def take(self, mirror: Mirror) -> None:
+    def take(self, cache: TableCache) -> None:
         """Set the tensors to the values in a copy of their table."""
-        if self._written or (self._written is None and self._was_written(mirror)):
-            mirror.reread()
+        if self._written or (self._written is None and self._was_written(cache)):
+            cache.reread()
         self._written = None
-        if mirror.memory is not None:
-            self.courier.lock(mirror, mirror.memory)
-        values = mirror.readable()
+        if cache.memory is not None:
+            self.device_copies.lock(cache, cache.memory)
+        values = cache.readable()
         if values.places != self._places:
             self._viewing.clear()
         self._viewing = {index: self._viewing[index] for index in self._views()}
@@ -130,21 +130,21 @@ class Weights:
         with torch.no_grad():
             for index, (tensor, (start, stop)) in enumerate(zip(self.flat.tensors, self.flat.bounds, strict=True)):
                 if index not in self._viewing:
-                    live = mirror.live and values.lie_together(start, stop)
+                    live = cache.live and values.lie_together(start, stop)
                     self._fill(index, tensor, values.slice(start, stop), live=live)
         if self._viewing:
-            self._viewed = mirror
+            self._viewed = cache
         self._tell_autograd()
-        for reading in self.courier.queued():
-            mirror.note_reading(reading)
+        for reading in self.device_copies.queued():
+            cache.note_reading(reading)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""
         if live and _can_view(tensor, values):
             tensor.data = _alone(values).view(tensor.shape)
             self._viewing[index] = values.data_ptr()
-        elif self.courier.serves(tensor):
-            self.courier.deliver(values.view(tensor.shape), tensor)
+        elif self.device_copies.serves(tensor):
+            self.device_copies.deliver(values.view(tensor.shape), tensor)
         else:
             tensor.copy_(values.view(tensor.shape))
 

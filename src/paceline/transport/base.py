@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from paceline.errors import UsageError
-from paceline.transport.pool import Buffer
+from paceline.transport.buffer_pool import Buffer
 
 EMPTY: Final = memoryview(b"")
 
@@ -97,7 +97,7 @@ ANY: Final = "any"  # in the place of a holder, any process of a job; in that of
 
 
 @dataclass(frozen=True, slots=True)
-class Papers:
+class PeerIdentity:
     """What a peer's certificate says: whom it is for ("worker-3", "any"), and its serial number in hexadecimal.
 
     Without TLS there is none, and both are empty.
@@ -115,7 +115,7 @@ class Papers:
         return self.holder in names or self.serial in names
 
 
-NO_PAPERS: Final = Papers()
+NO_IDENTITY: Final = PeerIdentity()
 
 
 class Connection(Protocol):
@@ -132,7 +132,7 @@ class Connection(Protocol):
         ...
 
     @property
-    def papers(self) -> Papers:
+    def peer_identity(self) -> PeerIdentity:
         """What the certificate of the other end says."""
         ...
 

@@ -11,7 +11,7 @@ from typing import Final, final
 
 from paceline.errors import UsageError
 from paceline.transport.base import EMPTY, Place
-from paceline.transport.pool import Buffer
+from paceline.transport.buffer_pool import Buffer
 
 # Below this a zeroed bytearray is cheaper than a mapping; above it, pages are better touched as bytes arrive.
 MIN_MAPPED_BYTES: Final = 256 * 1024
@@ -77,7 +77,7 @@ def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[me
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class MemoryRegion:
     """One buffer in the address space; it is alive as long as somebody holds a view of it.
 
     Over shared memory, `descriptor` is that of the file behind it, and open as long as the region is alive.
@@ -91,7 +91,7 @@ class Region:
 
 
 @final
-class Regions:
+class MemoryRegions:
     """The buffers that a transport gave out, found again by address. Safe to use from several threads.
 
     Holds no buffer alive: when the last view of one is dropped it is freed.
@@ -101,17 +101,17 @@ class Regions:
         self._lock = threading.Lock()
         self._numbers = count(1)
         # Sorted by start; may still name freed buffers, whose `mapping()` is None, until the next add.
-        self._regions: list[Region] = []
+        self._regions: list[MemoryRegion] = []
 
     def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
         """Remember a buffer under a number of its own."""
         start, size_bytes = _address(memoryview(mapping)), len(mapping)
         with self._lock:
-            region = Region(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
+            region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)
             alive = [known for known in self._regions if known.mapping() is not None]
             self._regions = sorted([*alive, region], key=_start)
 
-    def find(self, body: memoryview) -> tuple[Region, int] | None:
+    def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the buffer that a flat body lies wholly inside, and where in it, or None."""
         regions = self._regions
         if body.readonly or not body.nbytes or not regions:
@@ -127,7 +127,7 @@ class Regions:
         return region, offset
 
 
-def _start(region: Region) -> int:
+def _start(region: MemoryRegion) -> int:
     return region.start
 
 

@@ -3,17 +3,52 @@
 They end with EOFError or OSError, or OutOfTime at the deadline; the layer above names the peer.
 """
 
+from __future__ import annotations
+
 import array
 import math
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol, final
 
 from paceline.transport.deadline import Deadline
-from paceline.transport.silence import Silence
+
+# A peer whose machine is gone is given up so long after it was last heard, whether or not anything was sent to it.
+SILENCE_S: Final = 11.0
+_LEAST_S: Final = 1.0  # for an answer to what was sent late
+_PAUSE_S: Final = 0.25  # between two looks at least
+_NUM_PROBES: Final = 3  # of a closed window that went unanswered: fewer may be under way
+# Of struct tcp_info: tcpi_retransmits, tcpi_probes, and tcpi_last_data_recv, tcpi_last_ack_recv: how many ms ago.
+_INFO: Final = struct.Struct("2xBB48xII")
+
+
+@final
+class SilenceLimit:
+    """Watches one connection. Asked by the threads that read or write anyway, a few times a second."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._looked_s = time.monotonic()
+        self._set_s = 0.0
+
+    def look(self) -> None:
+        """Let the kernel give the connection up if the other end goes on not to answer, else not."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _PAUSE_S:
+            return
+        self._looked_s = now_s
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        num_retransmits, num_probes, *heard_ms = _INFO.unpack(info)
+        is_silent = bool(num_retransmits) or num_probes >= _NUM_PROBES
+        if is_silent == bool(self._set_s):
+            return
+        self._set_s = max(_LEAST_S, SILENCE_S - min(heard_ms) / 1000) if is_silent else 0.0
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._set_s * 1000))
+
 
 _DESCRIPTOR_SPACE: Final = socket.CMSG_SPACE(array.array("i").itemsize)
 _TIMEVAL: Final = struct.Struct("ll")
@@ -87,7 +122,7 @@ class SocketChannel:
         self._reading = _Patience(sock, socket.SO_RCVTIMEO)
         self._writing = _Patience(sock, socket.SO_SNDTIMEO)
         # Unix sockets have no line that could be cut.
-        self._silence = None if sock.family == socket.AF_UNIX else Silence(sock)
+        self._silence = None if sock.family == socket.AF_UNIX else SilenceLimit(sock)
 
     def read_some(self, buffer: memoryview, deadline: Deadline) -> int:
         """Wait for bytes; see `Channel.read_some`."""
@@ -218,7 +253,7 @@ def _unless_ended(num_bytes: int) -> int:
     return num_bytes
 
 
-def _pass(descriptor: int) -> tuple[int, int, "array.array[int]"]:
+def _pass(descriptor: int) -> tuple[int, int, array.array[int]]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
 
 

@@ -55,7 +55,7 @@ class FaultCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class FrameFate:
     """What happens to one frame. Cut comes before drop, and drop before all others."""
 
     cut: bool = False
@@ -65,7 +65,7 @@ class Fate:
     delay_s: float = 0.0
 
 
-UNHARMED: Final = Fate()
+UNHARMED: Final = FrameFate()
 
 
 @final
@@ -106,13 +106,13 @@ class Dice:
         # Each with a seed of its own: one fault does not shift the others.
         self._draws = {name: Draws(getattr(plan, name), f"{seed} {name}") for name in _FAULTS}
 
-    def throw(self, header: bytes) -> Fate:
+    def throw(self, header: bytes) -> FrameFate:
         """Decide the next frame's fate."""
         if not self._plan.only(header):
             return UNHARMED
         hits = {name: draws.draw() for name, draws in self._draws.items()}
         delay_s = self._random.uniform(*self._plan.delay_s)
-        return Fate(
+        return FrameFate(
             cut=hits["cut"],
             drop=hits["drop"],
             duplicate=hits["duplicate"],
@@ -122,14 +122,14 @@ class Dice:
 
 
 @final
-class Tally:
+class FaultTally:
     """Counts faults as they happen, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counter: Counter[str] = Counter()
 
-    def add(self, fate: Fate) -> None:
+    def add(self, fate: FrameFate) -> None:
         """Count what happens to a frame of this fate."""
         with self._lock:
             if fate.cut or fate.drop:

@@ -10,7 +10,7 @@ from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
 from paceline.transport.base import EMPTY, Connection, Frame, Listener, Place, Transport
 from paceline.transport.buffers import copied, flat
 from paceline.transport.deadline import Deadline, seconds
-from paceline.transport.faults import Dice, Fate, FaultCounts, FaultPlan, Tally
+from paceline.transport.faults import Dice, FaultCounts, FaultPlan, FaultTally, FrameFate
 
 # A frame held back is given this long to be taken by the carrier; after that it counts as lost on the way.
 _HELD_SEND_TIMEOUT_S: Final = 5.0
@@ -29,10 +29,10 @@ class _Held:
 class FaultyConnection:
     """A connection whose sent frames meet their fates."""
 
-    def __init__(self, inner: Connection, plan: FaultPlan, dice: Dice, tally: Tally) -> None:
+    def __init__(self, inner: Connection, plan: FaultPlan, dice: Dice, tally: FaultTally) -> None:
         self.peer: Final = inner.peer
         self.identity: Final = inner.identity
-        self.papers: Final = inner.papers
+        self.peer_identity: Final = inner.peer_identity
         self._inner = inner
         self._longest_hold_s = plan.delay_s[1]
         self._dice = dice
@@ -79,7 +79,7 @@ class FaultyConnection:
         self._aside = None
         self._changed.notify_all()
 
-    def _meet(self, fate: Fate, header: bytes, body: memoryview, deadline: Deadline) -> None:
+    def _meet(self, fate: FrameFate, header: bytes, body: memoryview, deadline: Deadline) -> None:
         if self._closed:
             raise ConnectionLost(f"the connection to {self.peer} is over: it was closed or cut here")
         if fate.reorder:  # one frame at a time is held back, by itself; the next one overtakes it
@@ -185,7 +185,7 @@ class FaultyTransport:
         self._inner = inner
         self._plan = plan
         self._seed = seed
-        self._tally = Tally()
+        self._tally = FaultTally()
         self._lock = threading.Lock()
         self._num_before: Counter[tuple[str, bytes]] = Counter()
 

@@ -24,9 +24,9 @@ from typing import Final, final
 from paceline.errors import ConnectionLost, DeadlineExceeded, PacelineError, PeerError
 from paceline.transport.base import Limits
 from paceline.transport.channel import OutOfTime, SocketChannel
-from paceline.transport.complaints import Complaints, Notice
 from paceline.transport.deadline import Deadline, seconds
-from paceline.transport.security import Greeted, Handshake
+from paceline.transport.handshake import Handshake, HandshakeResult
+from paceline.transport.rate_limited_log import Notice, RateLimitedLog
 from paceline.transport.stream import StreamConnection
 
 BACKLOG: Final = 512
@@ -41,7 +41,7 @@ _LATE: Final = "it did not finish the handshake in time"
 
 # Checks and names a client that just connected; raises PeerError to turn it away.
 Inspect = Callable[[socket.socket], str]
-Welcome = Callable[[Greeted, str], StreamConnection]
+Welcome = Callable[[HandshakeResult, str], StreamConnection]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class StreamListener:
         self._limits = limits
         self._inspect = inspect
         self._welcome = welcome
-        self._complaints = Complaints(notice)
+        self._limited_log = RateLimitedLog(notice)
         self._changed = threading.Condition()
         self._shaking: dict[_Client, threading.Thread] = {}  # in the order of their beginning
         self._arrived: deque[StreamConnection] = deque()
@@ -125,7 +125,7 @@ class StreamListener:
         for connection in self._arrived:
             connection.close()
         self._arrived.clear()
-        self._complaints.tell_rest()
+        self._limited_log.tell_rest()
 
     def _listen(self) -> None:
         while not self._closed:
@@ -138,7 +138,7 @@ class StreamListener:
             self._accept_all()
             self._shut_late()
             self._start_handshakes()
-            self._complaints.tell_due()
+            self._limited_log.tell_due()
 
     def _patience_ms(self) -> float | None:
         """Return for how long the listening thread has nothing to do unless something happens; None for ever."""
@@ -151,7 +151,7 @@ class StreamListener:
             with self._changed:
                 started = [client.started_s for client in self._shaking if not client.evicted]
             waits += [max(0.0, start_s + _FAIR_TIME_S - time.monotonic()) * 1000 + 1.0 for start_s in started]
-        complaints_ms = self._complaints.patience_ms()
+        complaints_ms = self._limited_log.patience_ms()
         return min(waits if complaints_ms is None else [*waits, complaints_ms], default=None)
 
     def _accept_all(self) -> None:
@@ -273,7 +273,7 @@ class StreamListener:
                 os.eventfd_write(self._wake, 1)
 
     def _complain(self, error: Exception, text: str) -> None:
-        if not self._complaints.add(type(error).__name__, text):
+        if not self._limited_log.add(type(error).__name__, text):
             os.eventfd_write(self._wake, 1)
 
 

@@ -6,8 +6,8 @@ from itertools import count
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport.base import EMPTY, NO_PAPERS, Frame, Limits, Place, check_identity, strip_scheme
-from paceline.transport.buffers import Regions, check_size, copied, destination, flat, fresh_buffer, map_private
+from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
+from paceline.transport.buffers import MemoryRegions, check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import Deadline, seconds
 
 # A sender waits while so much is unread, as it would for a full socket. Copied bodies count, the senders' own do not.
@@ -16,7 +16,7 @@ _MAX_UNREAD_BYTES: Final = 32 << 20
 
 
 @final
-class _Lane:
+class _CallQueue:
     """Frames on their way from one end to the other."""
 
     def __init__(self) -> None:
@@ -79,11 +79,17 @@ class MemoryConnection:
     """One end of two lanes."""
 
     def __init__(
-        self, peer: str, identity: bytes, outgoing: _Lane, incoming: _Lane, limits: Limits, regions: Regions
+        self,
+        peer: str,
+        identity: bytes,
+        outgoing: _CallQueue,
+        incoming: _CallQueue,
+        limits: Limits,
+        regions: MemoryRegions,
     ) -> None:
         self.peer: Final = peer
         self.identity: Final = identity
-        self.papers: Final = NO_PAPERS
+        self.peer_identity: Final = NO_IDENTITY
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
@@ -205,7 +211,7 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = count()
-        self._regions = Regions()
+        self._regions = MemoryRegions()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give memory whose views are sent as they are; see `Transport.allocate`."""
@@ -233,7 +239,7 @@ class MemoryTransport:
         with self._lock:
             listener = self._listeners.get(full)
             number = next(self._numbers)
-        there, back = _Lane(), _Lane()
+        there, back = _CallQueue(), _CallQueue()
         accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits, self._regions)
         if listener is None or not listener.offer(accepted):
             raise PeerError(f"nobody listens at {full}")

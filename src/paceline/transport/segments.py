@@ -14,7 +14,7 @@ from errno import ENOSYS
 from typing import Final, final
 
 from paceline.errors import PeerError
-from paceline.transport.buffers import Region, Regions, check_size, fresh_buffer
+from paceline.transport.buffers import MemoryRegion, MemoryRegions, check_size, fresh_buffer
 from paceline.transport.peer_memory import PeerMemory
 
 CreateMemory = Callable[[int], int]
@@ -35,7 +35,7 @@ class Segments:
     def __init__(self, create_memory: CreateMemory, notice: Notice) -> None:
         self._create_memory = create_memory
         self._notice = notice
-        self._regions = Regions()
+        self._regions = MemoryRegions()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give memory that peers will map, or plain memory when none is to be had."""
@@ -55,7 +55,7 @@ class Segments:
         self._regions.add(mapping, descriptor)
         return memoryview(mapping)
 
-    def find(self, body: memoryview) -> tuple[Region, int] | None:
+    def find(self, body: memoryview) -> tuple[MemoryRegion, int] | None:
         """Return the segment that a flat body lies wholly inside, and where in it, or None."""
         return self._regions.find(body)
 

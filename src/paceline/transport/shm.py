@@ -13,11 +13,11 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
-from paceline.transport.bodies import SharedBodies
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
+from paceline.transport.handshake import HandshakeResult, LocalHandshake, check_same_user, introduce_within
 from paceline.transport.listener import BACKLOG, StreamListener
-from paceline.transport.security import Greeted, LocalHandshake, check_same_user, introduce_within
+from paceline.transport.payloads import SharedPayloads
 from paceline.transport.segments import CreateMemory, Notice, Segments, create_memory
 from paceline.transport.stream import StreamConnection
 
@@ -100,8 +100,8 @@ class ShmTransport:
             notice=self._notice,
         )
 
-    def _welcome(self, greeted: Greeted, peer: str) -> StreamConnection:
-        return StreamConnection(greeted, peer, self._limits, SharedBodies(self._segments, self._limits))
+    def _welcome(self, greeted: HandshakeResult, peer: str) -> StreamConnection:
+        return StreamConnection(greeted, peer, self._limits, SharedPayloads(self._segments, self._limits))
 
 
 @final

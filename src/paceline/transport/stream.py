@@ -1,20 +1,80 @@
 """A connection over a stream socket: what tcp and shm have in common."""
 
+import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, Frame, Limits, Place
-from paceline.transport.bodies import Bodies, Placement
+from paceline.transport.buffer_pool import Buffer
 from paceline.transport.buffers import destination, flat, fresh_buffer
-from paceline.transport.channel import OutOfTime
+from paceline.transport.channel import Channel, OutOfTime
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.frames import PREFIX_BYTES, Kind, Prefix, decode_prefix, encode_prefix
-from paceline.transport.pool import Buffer
-from paceline.transport.readahead import ReadAhead
-from paceline.transport.security import Greeted
+from paceline.transport.handshake import HandshakeResult
+from paceline.transport.payloads import Payloads, Placement
+
+# What is read ahead of a body is copied once more, so it must be little beside bodies for which a copy matters.
+_AHEAD_BYTES: Final = 16 * 1024
+# A frame brings at most one descriptor; a few may wait while the frame before theirs is still being read.
+_MAX_WAITING_DESCRIPTORS: Final = 4
+
+
+@final
+class ReadAhead:
+    """The next bytes of a channel, with room for one whole header. One thread at a time."""
+
+    def __init__(self, channel: Channel, limits: Limits, bodies: Payloads) -> None:
+        self._channel = channel
+        self._memory = memoryview(bytearray(max(_AHEAD_BYTES, PREFIX_BYTES + limits.max_header_bytes)))
+        self._takes_descriptors = bodies.passes_descriptors
+        # Invariant: 0 <= start <= end <= len(memory); the bytes between are not consumed yet.
+        self._start = 0
+        self._end = 0
+        self.descriptors: deque[int] = deque()
+
+    def wait_for(self, num_bytes: int, deadline: Deadline) -> memoryview:
+        """Return the next `num_bytes` without consuming them; they stay there until the next call."""
+        while self._end - self._start < num_bytes:
+            self._read_more(num_bytes, deadline)
+        return self._memory[self._start : self._start + num_bytes]
+
+    def skip(self, num_bytes: int) -> None:
+        """Consume bytes."""
+        self._start += num_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def drain_into(self, buffer: memoryview) -> int:
+        """Consume bytes into `buffer`, as many as there are and fit; returns how many."""
+        num_bytes = min(len(buffer), self._end - self._start)
+        buffer[:num_bytes] = self._memory[self._start : self._start + num_bytes]
+        self.skip(num_bytes)
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the descriptors that no frame asked for."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
+
+    def _read_more(self, num_wanted: int, deadline: Deadline) -> None:
+        if self._start:
+            waiting = bytes(self._memory[self._start : self._end])
+            self._memory[: len(waiting)] = waiting
+            self._start, self._end = 0, len(waiting)
+        room = self._memory[self._end : max(num_wanted, _AHEAD_BYTES)]
+        if not self._takes_descriptors:
+            self._end += self._channel.read_some(room, deadline)
+            return
+        num_bytes, descriptors = self._channel.read_with_descriptors(room, deadline)
+        self._end += num_bytes
+        self.descriptors.extend(descriptors)
+        if len(self.descriptors) > _MAX_WAITING_DESCRIPTORS:
+            raise PeerError("more descriptors came than frames that use them")
+
 
 _SMALL_BYTES: Final = 16 << 10  # a channel that has room takes so much at once
 
@@ -33,11 +93,11 @@ class _Arrival:
 class StreamConnection:
     """A `Connection` over a channel whose handshake is done."""
 
-    def __init__(self, greeted: Greeted, peer: str, limits: Limits, bodies: Bodies) -> None:
+    def __init__(self, greeted: HandshakeResult, peer: str, limits: Limits, bodies: Payloads) -> None:
         channel = greeted.channel
         self.peer: Final = peer
         self.identity: Final = greeted.identity
-        self.papers: Final = greeted.papers
+        self.peer_identity: Final = greeted.peer_identity
         self._channel = channel
         self._limits = limits
         self._bodies = bodies

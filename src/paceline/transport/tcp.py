@@ -7,13 +7,13 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, Secret, check_identity, strip_scheme
-from paceline.transport.bodies import InlineBodies
 from paceline.transport.buffers import check_size, fresh_buffer
 from paceline.transport.channel import SocketChannel
-from paceline.transport.complaints import Notice
 from paceline.transport.deadline import Deadline, seconds
+from paceline.transport.handshake import Handshake, HandshakeResult, TokenHandshake, introduce_within
 from paceline.transport.listener import BACKLOG, StreamListener
-from paceline.transport.security import Greeted, Handshake, TokenHandshake, introduce_within
+from paceline.transport.payloads import InlinePayloads
+from paceline.transport.rate_limited_log import Notice
 from paceline.transport.stream import StreamConnection
 from paceline.transport.tls import TlsHandshake, TlsSettings
 
@@ -114,8 +114,8 @@ class TcpTransport:
             )
         return (socket.AF_INET if ip.version == 4 else socket.AF_INET6), str(ip), port
 
-    def _welcome(self, greeted: Greeted, peer: str) -> StreamConnection:
-        return StreamConnection(greeted, peer, self._limits, InlineBodies())
+    def _welcome(self, greeted: HandshakeResult, peer: str) -> StreamConnection:
+        return StreamConnection(greeted, peer, self._limits, InlinePayloads())
 
 
 def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:

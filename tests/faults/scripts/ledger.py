@@ -16,9 +16,9 @@ import torch
 import paceline
 from paceline.core.events import WantJoin
 from paceline.core.messages import Clock, Leave, Pull, Push
-from paceline.node.requests import Initialise, Meet
-from paceline.node.worker import WorkerNode
 from paceline.transport.shm import ShmTransport
+from paceline.wire.requests import Barrier, Initialise
+from paceline.worker.node import WorkerNode
 
 CONSISTENCY, NUM_CLOCKS = sys.argv[1], int(sys.argv[2])
 STEPS = dict(plan.split(":") for plan in sys.argv[3:])
@@ -81,7 +81,7 @@ def arm() -> None:
         case "in-pull":
             die_at_nth(WorkerNode, "_send", part(KILL_CLOCK, 1), Pull, position=1, after=True)
         case "in-barrier":
-            die_at_nth(WorkerNode, "_send_request", 1, Meet, position=2, after=True)
+            die_at_nth(WorkerNode, "_send_request", 1, Barrier, position=2, after=True)
         case "between-leaves":
             die_at_nth(WorkerNode, "_send", 2, Leave, position=1)
 

@@ -1,0 +1,357 @@
+"""Layers whose rows live on the servers, in the place of `torch.nn.Embedding` and `torch.nn.EmbeddingBag`."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Sequence
+from types import FrameType
+from typing import Final, Literal, Self, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.api.script import current
+from paceline.api.session import Session
+from paceline.core.consistency import Consistency
+from paceline.errors import NoWeight, UsageError
+from paceline.training.embedding_gradients import EmbeddingLookup
+from paceline.update.rows.spec import FilterSpec, First, Lifecycle
+from paceline.update.rules import RuleSpec
+from paceline.update.table import DType, NonFinite, Scale
+from paceline.worker.given import shortened
+from paceline.worker.rows.managed import Managed
+from paceline.worker.rows.table import RowTable
+
+_DEPTH: Final = 8  # calls from a module's `requires_grad_` to where it looks into modules inside: 5 in torch 2.9
+Mode: TypeAlias = Literal["sum", "mean", "max"]
+
+_NO_WEIGHT: Final = (
+    "table '{0}': the rows of this layer live on the servers, so it has no `weight` that another layer could share or "
+    "that could be set. To tie an output layer to it, multiply by the rows that are needed, hidden @ layer(ids).T; if "
+    "all are needed in every step, use torch.nn.Embedding, whose weight paceline.distributed trains with the rest. "
+    "Rows are read by layer.table.pull(ids) and written by layer.table.load(path)."
+)
+
+
+class _RowLayer(nn.Module):
+    """What layers have in common whose rows live on the servers. `_lookup` is set once a table is there."""
+
+    _lookup: EmbeddingLookup
+    _learns = True
+
+    @property
+    def table(self) -> RowTable:
+        """The rows, to be pulled and pushed by hand."""
+        return self._lookup.table
+
+    @property
+    def num_refused(self) -> int:
+        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
+        return self._lookup.num_refused
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Let the rows learn, or freeze them: what forward returns from now on needs no gradient of them.
+
+        The same of a module that has this one inside reaches the rows, too. A loop over `model.parameters()` does not,
+        as rows are no parameters.
+        """
+        super().requires_grad_(requires_grad)
+        self._learns = requires_grad
+        return self
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        """The parameters, none; who asks for them may be `requires_grad_` of a module that has this one inside."""
+        asked = _asked_by_requires_grad(inspect.currentframe())
+        if asked is not None:
+            self._learns = asked
+        return self.__dict__["_parameters"]
+
+    @_parameters.setter
+    def _parameters(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, parameters: dict[str, nn.Parameter | None]
+    ) -> None:
+        self.__dict__["_parameters"] = parameters
+
+    def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
+        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
+
+        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
+        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
+        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
+        """
+        self._lookup.ask(ids, ahead)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that were collected since the clock began."""
+        super().zero_grad(set_to_none)
+        self._lookup.zero_grad()
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """Say of `weight` why it is not there."""
+        if name == "weight":
+            raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        """Take no `weight`, which would change nothing."""
+        if name == "weight":
+            raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
+        super().__setattr__(name, value)
+
+
+class Embedding(_RowLayer):
+    """A lookup table used like `torch.nn.Embedding`, whose rows live on the servers and learn there.
+
+    It has no parameters, so optimizers and `state_dict` of the model do not see it. Forward pulls the distinct rows of
+    its ids as the consistency demands; backward collects their gradients, and the end of the clock (`step` of a
+    distributed optimizer, or `Session.clock`) pushes them, once. `zero_grad` of such an optimizer, or of this module,
+    drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact. A copy
+    (`copy.deepcopy`) reads and trains the same rows, and is frozen by itself.
+
+    Args:
+        num_embeddings: ids are 0 to this; None takes any 64-bit ids, of which a row is kept once it was pushed.
+        embedding_dim: numbers a row.
+        padding_idx: an id whose row is zeros and does not learn.
+        max_norm: must be None: rows are not changed by looking at them. Weight decay of the rule keeps them small.
+        norm_type: goes with `max_norm`.
+        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch.
+        sparse: makes no difference: gradients are those of the rows that were used in any case.
+        update: how gradients become values, `paceline.update.Adagrad(lr=0.1)` for example.
+        consistency: of this table alone, whatever the rest of the model has; by default as for `Session.table`.
+        scale: as for `Session.table`, as all that follow.
+        name: of the table; unique in the job. By default "embedding", and for further layers "embedding-2" and so on,
+            the same on all workers that make them in the same order. A second layer of the same name and settings, as
+            where a notebook runs a cell again, reads and trains the same rows.
+        init: first values; by default normal with deviation 1, as torch has them, each table by a seed of its name.
+        dtype: of the rows; torch's default dtype if None.
+        nonfinite: what happens to a gradient with NaN or infinity.
+        cache: keep rows that were pulled until the consistency demands new ones.
+        cache_rows: how many at most.
+        life: when rows come and go.
+        filters: what is left out or made smaller on the way.
+        communication: let pushes wait for a budget.
+        ps: the session; by default that of `paceline.init()`.
+
+    Raises:
+        UsageError: `paceline.init` was not called, or settings make no sense; in forward: ids are no integers.
+        IdOutOfRange: an `IndexError`; in forward: an id is not one of 0 to `num_embeddings`.
+
+    Shape:
+        ids of any shape and integer type, to `(*shape of the ids, embedding_dim)`, where the ids are.
+
+    Example:
+        >>> import torch, paceline
+        >>> with paceline.connect() as ps:
+        ...     users = paceline.Embedding(None, 2, update=paceline.update.SGD(lr=0.5), init=0.0, ps=ps)
+        ...     users(torch.tensor([7, -3, 7])).sum().backward()
+        ...     _ = ps.clock()
+        ...     users(torch.tensor([7, 8])).tolist()
+        [[-1.0, -1.0], [0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        *,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        name: str | None = None,
+        init: float | First | None = None,
+        dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "reject",
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
+        ps: Session | None = None,
+    ) -> None:
+        super().__init__()
+        ps = ps or current()
+        name = ps.tables.default_name("embedding") if name is None else name
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
+        table = ps.table(
+            name,
+            rows=embedding_dim,
+            update=update,
+            consistency=consistency,
+            scale=scale,
+            init=_first(init, name),
+            dtype=_dtype(dtype),
+            nonfinite=nonfinite,
+            cache=cache,
+            cache_rows=cache_rows,
+            life=life,
+            filters=filters,
+            communication=communication,
+        )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of these ids; blocks as long as the consistency demands."""
+        found = self._lookup.find(input, learn=self._learns)
+        return functional.embedding(found.places, found.rows, found.padding, scale_grad_by_freq=self.scale_grad_by_freq)
+
+    def extra_repr(self) -> str:
+        """Return what print shows of it."""
+        return _described(self._lookup, self.num_embeddings)
+
+
+class EmbeddingBag(_RowLayer):
+    """Sums, means or maxima of rows, used like `torch.nn.EmbeddingBag`; the rows live on the servers and learn there.
+
+    All that `paceline.Embedding` says of rows, gradients and clocks holds here.
+
+    Args:
+        num_embeddings: as for `paceline.Embedding`, as all that is not listed here.
+        embedding_dim: numbers a row.
+        max_norm: must be None.
+        norm_type: goes with `max_norm`.
+        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch; not with mode "max".
+        mode: what becomes of the rows of a bag: their "sum", "mean" or "max".
+        sparse: makes no difference.
+        include_last_offset: offsets end with the number of ids.
+        padding_idx: an id that is left out of its bag.
+
+    Shape:
+        ids (bags, ids a bag), or (number of ids,) with `offsets` (bags,), to (bags, embedding_dim), where the ids are;
+        `per_sample_weights` as the ids, with mode "sum". A bag without ids gives zeros.
+
+    Example:
+        >>> import torch, paceline
+        >>> with paceline.connect() as ps:
+        ...     words = paceline.EmbeddingBag(None, 2, mode="sum", update=paceline.update.Add(), init=1.0, ps=ps)
+        ...     words(torch.tensor([5, 6, 7]), torch.tensor([0, 1])).tolist()
+        [[1.0, 1.0], [2.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Mode = "mean",
+        sparse: bool = False,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        name: str | None = None,
+        init: float | First | None = None,
+        dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "reject",
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
+        ps: Session | None = None,
+    ) -> None:
+        super().__init__()
+        ps = ps or current()
+        name = ps.tables.default_name("embedding") if name is None else name
+        if mode not in get_args(Mode):
+            raise UsageError(f"table '{name}': mode is '{mode}', expected one of {', '.join(get_args(Mode))}.")
+        if mode == "max" and scale_grad_by_freq:
+            raise UsageError(
+                f"table '{name}': scale_grad_by_freq goes with the modes 'sum' and 'mean', not with 'max'."
+            )
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
+        table = ps.table(
+            name,
+            rows=embedding_dim,
+            update=update,
+            consistency=consistency,
+            scale=scale,
+            init=_first(init, name),
+            dtype=_dtype(dtype),
+            nonfinite=nonfinite,
+            cache=cache,
+            cache_rows=cache_rows,
+            life=life,
+            filters=filters,
+            communication=communication,
+        )
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the sum, mean or maximum of each bag; blocks as long as the consistency demands."""
+        # Not by torch, whose backward on a CPU takes the frequencies of other rows.
+        found = self._lookup.find(input, learn=self._learns, by_frequency=self.scale_grad_by_freq)
+        return functional.embedding_bag(
+            found.places,
+            found.rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=found.padding,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what print shows of it."""
+        return f"{_described(self._lookup, self.num_embeddings)}, mode='{self.mode}'"
+
+
+def _asked_by_requires_grad(frame: FrameType | None) -> bool | None:
+    """Return what torch's `Module.requires_grad_` was given where that looks for parameters on this stack, else None.
+
+    It asks the modules inside for their parameters and for nothing else, so a module without any hears of it here only.
+    """
+    for _ in range(_DEPTH):
+        if frame is not None and frame.f_code is nn.Module.requires_grad_.__code__:
+            return bool(frame.f_locals["requires_grad"])
+        frame = frame.f_back if frame is not None else None
+    return None
+
+
+def _padding(name: str, num: int | None, padding: int | None, max_norm: float | None) -> int | None:
+    """Return the id of the padding; refuse what makes no sense, before there is a table."""
+    if max_norm is not None:
+        raise UsageError(
+            f"table '{name}': max_norm is {max_norm}, but a lookup does not change rows on the servers. Leave it out; "
+            "to keep rows small use a rule with weight_decay, or one of your own."
+        )
+    if num is not None and num < 1:
+        raise UsageError(f"table '{name}': num_embeddings is {num}, expected 1 or more, or None for any ids.")
+    if padding is None or num is None:
+        return padding
+    if not -num <= padding < num:
+        raise UsageError(f"table '{name}': padding_idx is {padding}, expected an id below {num}.")
+    return padding % num
+
+
+def _first(init: float | First | None, name: str) -> float | First:
+    """Return first values; those of torch, where none are given, differ from table to table."""
+    return First("normal", 1.0, zlib.crc32(name.encode())) if init is None else init
+
+
+def _dtype(dtype: torch.dtype | None) -> DType:
+    return cast("DType", str(dtype or torch.get_default_dtype()).removeprefix("torch."))
+
+
+def _described(lookup: EmbeddingLookup, num: int | None) -> str:
+    table = lookup.table
+    padding = "" if lookup.padding is None else f", padding_idx={lookup.padding}"
+    return f"{num}, {table.width}{padding}, table={shortened(repr(table.name))}, {table.spec.consistency}"

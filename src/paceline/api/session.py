@@ -1,0 +1,411 @@
+"""A process as a worker of a job: it opens tables, finishes clocks, meets others and leaves."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, overload
+from weakref import WeakSet
+
+from torch import Tensor
+
+from paceline.collective.collectives import Collectives
+from paceline.core.consistency import Consistency, bsp
+from paceline.data.partition import Sharding
+from paceline.data.readers import SessionReaders
+from paceline.data.slicing import Slicing
+from paceline.errors import UsageError
+from paceline.launch.preemption import PreemptionNotice
+from paceline.launch.rendezvous.join import JoinedJob
+from paceline.launch.script_exit import ended_well
+from paceline.model_parallel.arrangement import Arrangement
+from paceline.observe.notices import CLOCK_ADVICE
+from paceline.server.embedded import Embedded
+from paceline.training.embedding_gradients import EmbeddingLookups
+from paceline.training.optimizer import Settings
+from paceline.training.part_job import distribute_part
+from paceline.training.strategy import Distributed, Strategy, in_use
+from paceline.training.weights import Weights
+from paceline.update.rows.spec import FilterSpec, First, Lifecycle
+from paceline.update.rules import RuleSpec
+from paceline.update.table import DType, NonFinite, Scale, TableSpec
+from paceline.wire.requests import Barrier
+from paceline.worker.declaration import Declaration
+from paceline.worker.given import as_count, brief
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.named_tensors import NamedTensors
+from paceline.worker.node import WorkerNode
+from paceline.worker.opening import TableOpener, dense_options, first_values, row_options
+from paceline.worker.rows.managed import Managed
+from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.table import RowTable
+from paceline.worker.table import Table
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(slots=True)
+class Session:
+    """This process as a worker of a job. Made by `connect` and `init`; a context manager that leaves the job.
+
+    Attributes:
+        rank: number of this worker, from 0.
+        size: number of workers that were started.
+        local_rank: number of this worker on its machine.
+        num_samples: how many samples loaders from `shard` and `feed` have handed out for training so far.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     w = ps.table("w", shape=(2,), update=paceline.update.SGD(lr=0.5))
+        ...     _ = w.push([1.0, -2.0])
+        ...     _ = ps.clock()
+        ...     w.pull().tolist()
+        [-0.5, 1.0]
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node: WorkerNode
+    meter: StepMetrics
+    consistency: Consistency | None  # what the launcher was told; a script that names its own wins
+    scale: Scale | None
+    exchange: Collectives
+    arrangement: Arrangement
+    server: Embedded | JoinedJob | None = None
+    num_samples: int = 0
+    # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
+    _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
+    _weights: WeakSet[Weights] = field(default_factory=WeakSet)
+    tables: TableOpener = field(init=False)
+    named: NamedTensors = field(init=False)
+    lookups: EmbeddingLookups = field(default_factory=EmbeddingLookups)
+    slicing: Slicing = field(init=False)
+    readers: SessionReaders = field(default_factory=SessionReaders)
+    notice: PreemptionNotice = field(default_factory=PreemptionNotice)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Start without tables."""
+        self.tables = TableOpener(self.rank, self.node, self.meter)
+        self.named = NamedTensors(self.tables)
+        self.slicing = Slicing(self.size, self.node.calls, self._optimizers, lambda: self.node.clock)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"clock {self.node.clock}, {self.num_samples} samples"
+        return f"Session(worker {self.rank} of {self.size}, {state})"
+
+    def __enter__(self) -> Self:
+        """Return this session."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Leave the job; after an error without waiting for anybody."""
+        self.close(politely=ended_well(error))
+
+    # -- tables and clocks -------------------------------------------------------------------------------------------
+
+    @overload
+    def table(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int],
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | Tensor = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+        view: bool = False,
+    ) -> Table: ...
+
+    @overload
+    def table(
+        self,
+        name: str,
+        *,
+        rows: int,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | First = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = ...,
+        filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
+    ) -> RowTable: ...
+
+    def table(
+        self,
+        name: str,
+        *,
+        shape: Sequence[int] | None = None,
+        rows: int | None = None,
+        update: RuleSpec,
+        consistency: Consistency | str | None = None,
+        scale: Scale | None = None,
+        init: float | Tensor | First = 0.0,
+        dtype: DType = "float32",
+        nonfinite: NonFinite = "reject",
+        read_my_writes: bool = True,
+        view: bool = False,
+        cache: bool | None = None,
+        cache_rows: int = 0,
+        life: Lifecycle = Lifecycle(),  # noqa: B008 - it is frozen
+        filters: Sequence[FilterSpec] = (),
+        communication: Managed | None = None,
+    ) -> Table | RowTable:
+        """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
+
+        Every worker must call this with the same settings. Blocks until all servers have agreed and, for a shape, until
+        worker 0 has given the first values. A second call with the same settings, as where a notebook runs a cell
+        again, returns the same table with the values that it has.
+
+        Args:
+            name: unique in the job.
+            shape: of the values.
+            rows: numbers a row, for a table whose ids nobody lists in advance; a row comes with its first push.
+            update: how pushes become values: `paceline.update.SGD(lr=0.1)`, for example.
+            consistency: when reads wait and what they see; by default what the launcher was told, else bsp.
+            scale: what one update applies of several pushes: their "sum", "mean", or the mean weighted by "samples"
+                (the default). Where updates show on arrival each push is applied on its own, in full.
+            init: first values: a number, a tensor of the shape (that of worker 0 counts), or for rows what
+                `paceline.first` gives, `paceline.first.normal(0.01)` for example.
+            dtype: of the values.
+            nonfinite: what happens to pushes with NaN or infinity: "reject", "zero", "halt", or "ignore" them.
+            read_my_writes: let reads that are served here contain this worker's own pushes, where the rule allows it.
+            view: of a shape: also map the servers' memory, where that is on this machine (shm), so that `view` and
+                `pull` read from there; then cached reads do not add own pushes that the servers have yet to apply.
+            cache: of rows: keep those that were pulled, and ask for them again only when the consistency demands it. By
+                default so under essp, where servers send what changes.
+            cache_rows: keep at most so many, least recently used go first; 0 means no limit.
+            life: of rows: when they come, go, and where they lie; see `paceline.Lifecycle`.
+            filters: of rows: what is left out or made smaller on the way; see `paceline.filters`.
+            communication: of rows: let pushes wait for a budget, of this worker; see `paceline.managed`.
+
+        Raises:
+            Refused: another worker declared the table differently; the message lists the first differences.
+            UsageError: settings that make no sense, or others than in an earlier call of this worker.
+        """
+        declared = Declaration(
+            name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
+        )
+        if rows is not None and shape is None and not view:
+            if not isinstance(filters, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+                raise UsageError(f"table '{name}': filters is {brief(filters)}, expected a list of paceline.filters.")
+            if not isinstance(communication, Managed | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(
+                    f"table '{name}': communication is {brief(communication)}, expected paceline.managed(...)."
+                )
+            if not isinstance(cache_rows, int) or cache_rows < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
+            options = CacheOptions(cache, cache_rows, read_my_writes, communication)
+            row_spec = declared.rows(rows, init, life, tuple(filters))
+            return self.tables.known(row_spec, row_options(options)) or self.tables.rows(row_spec, options)
+        only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
+        if shape is None or rows is not None or any(only_rows):
+            raise UsageError(
+                f"table '{name}': give either shape=..., or rows=... (then without view, and with cache, cache_rows, "
+                "life, filters and communication as you like)."
+            )
+        spec = declared.dense(shape)
+        first = first_values(init, spec, tuple(shape))
+        known = self.tables.known(spec, dense_options(read_my_writes=read_my_writes, live=view))
+        return known or self.tables.dense(
+            spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
+        )
+
+    def open_table(
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool = False,
+        first: int = 0,
+    ) -> Table:
+        """Open a table of several parameters, laid out flat; see `TableOpener.dense`."""
+        return self.tables.dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
+
+    def keep(self, weights: Weights) -> None:
+        """Detach these weights from the servers' memory when this worker leaves."""
+        self._weights.add(weights)
+
+    def clock(self, *, samples: float | None = None) -> int:
+        """Finish the current clock of this worker, on all tables; return the number of finished clocks.
+
+        What embeddings have collected is pushed first, for so many `samples`: by default those that loaders have handed
+        out. Does not block: the next pull waits. Only rows under `paceline.managed` may have to wait for their budget.
+        """
+        with self.communicating():
+            here = f"worker {self.rank}, clock {self.node.clock}"
+            self.lookups.push(self.meter.samples or None if samples is None else as_count(samples, here))
+            self.meter.finish_clock(self.node.clock)
+            for optimizer in self._optimizers:
+                optimizer.hold_still()
+            self.node.tick()
+        self.heed()
+        return self.node.clock
+
+    def heed(self) -> None:
+        """End this process, after it has left, if it was told to; for where a step ends. Raises SystemExit(143)."""
+        self.notice.heed(self.close)
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """Return a context in which the time of the training loop counts as communication; it may be nested."""
+        return self.meter.communicating()
+
+    def policy(self, given: Consistency | str | None) -> Consistency:
+        """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
+        return (Consistency.parse(given) if isinstance(given, str) else given) or self.consistency or bsp()
+
+    # -- meeting and leaving -----------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Block until every worker that still takes part has called this, and all its pushes are settled."""
+        with self.communicating():
+            self.node.settle()
+            self.meter.odometer.look()
+            self.node.calls.ask(
+                0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier"
+            )
+        self.meter.begin()
+
+    def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+        """Block until every worker that still takes part has come to the same place, and all its pushes are settled.
+
+        Args:
+            place: what all meet for.
+            problem: what has failed on this worker.
+            needs_first: whether the meeting is of no use without one worker.
+            first: which one that is.
+
+        Raises:
+            Refused: something has failed on one of the workers, or the first is gone; all of them are told.
+        """
+        needs = first if needs_first else -1
+        with self.communicating():
+            self.node.settle()
+            self.node.calls.ask(
+                0, lambda number: Barrier(number, place, problem, needs), f"the other workers to come to '{place}'"
+            )
+
+    def close(self, *, politely: bool = True) -> None:
+        """Leave the job and free everything. Politely: wait until all pushes are settled. May be repeated."""
+        if self.closed:
+            return
+        self.closed = True
+        atexit.unregister(self.close)
+        with ExitStack() as freeing:  # from the last to the first, whatever fails on the way
+            if self.server is not None:
+                freeing.callback(self.server.close, politely=politely)
+            freeing.callback(self.notice.close)
+            freeing.callback(self.meter.trace.close)
+            freeing.callback(self.meter.stop_states)
+            freeing.callback(self.exchange.close, politely=False)
+            freeing.callback(self.node.close)
+            freeing.callback(self.readers.close)
+            self._settle_parameters(politely=politely)
+            if politely:
+                self._tell_unfinished()
+            self.meter.note_end(self.node.clock)
+            if politely:
+                self.exchange.close(politely=True)
+                self.node.leave()
+
+    def _tell_unfinished(self) -> None:
+        """Tell what this worker has done in a clock that it has not finished."""
+        held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
+        if held:
+            self.meter.tell(
+                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {held}: they take effect "
+                f"only now, all in one clock, and no read of this worker has seen them. {CLOCK_ADVICE}"
+            )
+        lost = _listed(
+            [(f"embedding '{table}'", num) for table, num in self.lookups.unpushed()], "gradient", "gradients"
+        )
+        if lost:
+            self.meter.tell(
+                f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
+                f"pushed: they are lost. {CLOCK_ADVICE}"
+            )
+
+    def abandon(self) -> None:
+        """Let go of the job in a process that was forked from this worker: its calls are refused, nothing is sent."""
+        self.closed = True
+        atexit.unregister(self.close)
+        self.node.abandon(
+            "this process was forked from the worker and takes no part in its job: push, pull and clock in "
+            "the worker itself, or start the process with subprocess or multiprocessing's spawn"
+        )
+
+    def _settle_parameters(self, *, politely: bool) -> None:
+        """Let parameters have the values that are still under way, and memory of their own."""
+        try:
+            for optimizer in list(self._optimizers) if politely else ():
+                optimizer.arrive()
+        finally:
+            for weights in list(self._weights):
+                weights.detach()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def distributed(
+        self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
+    ) -> Distributed:
+        """Distribute an optimizer by a strategy; see `paceline.distributed`."""
+        part = self.arrangement.part_of(model, settings.name)
+        with self.tables.claiming(settings.name):
+            former = [known for known in self._optimizers if known.shares_parameters(optimizer)]
+            for known in former:
+                known.arrive()
+            made = distribute_part(strategy, optimizer, model, settings, self, part)
+            for known in former:  # stepping both would step values that are in one of them only
+                known.hand_over(settings.name)
+                self._optimizers.discard(known)
+        made.turns = self.node.clock, self.node.clock
+        self._optimizers.add(made)
+        return made
+
+    def sharding(self, seed: int) -> Sharding:
+        """Return this worker's part in the data."""
+        replica, num_replicas = self.arrangement.share()
+        return Sharding(replica, num_replicas, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
+
+    def _count_samples(self, num_samples: int) -> None:
+        self.num_samples += num_samples
+        self.meter.samples += num_samples
+
+    def _skip_batch(self) -> None:
+        """Finish the clocks of a batch that only others have, one an optimizer, and follow: first where they meet.
+
+        The others use those which this worker has used with its last batch; a script may still hold some of before.
+        """
+        used = in_use(list(self._optimizers))
+        with self.communicating():
+            for _ in range(max(1, len(used))):
+                self.clock()
+            for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
+                optimizer.follow()
+
+
+def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:
+    """Say how many of what there are.
+
+    >>> _listed([("table 'a'", 3), ("table 'b'", 1)], "push", "pushes")
+    "3 pushes of table 'a' and 1 push of table 'b'"
+    """
+    return " and ".join(f"{num} {one if num == 1 else several} of {of}" for of, num in found)

@@ -1,0 +1,129 @@
+"""What a worker says of a call before it sends anything: all must mean the same one."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+Pattern = Literal["broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"]
+Op = Literal["", "sum", "mean", "min", "max", "product"]
+
+_PATTERNS: Final[tuple[Pattern, ...]] = (
+    *("broadcast", "reduce", "all_reduce", "all_gather", "backward", "update", "trained", "step", "forward"),
+)
+OPS: Final[tuple[Op, ...]] = ("", "sum", "mean", "min", "max", "product")
+_DTYPES: Final = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_MAX_DIMS: Final = 12
+NUM_WORDS: Final = 10 + _MAX_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class CallSignature:
+    """One call of one worker.
+
+    Args:
+        number: counts the calls of this worker on this group.
+        root: the one worker that gives or gets, -1 where none is special.
+        sparse_dim: of a sparse tensor; 0 for a dense one.
+        num_values: of a sparse tensor, or of what is told with the call. May differ between workers, as may `weight`,
+            which is theirs to tell.
+        digest: of what workers should have in common; `act` of the call compares it.
+    """
+
+    number: int
+    pattern: Pattern
+    op: Op = ""
+    root: int = -1
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
+    sparse_dim: int = 0
+    num_values: int = 0
+    weight: float = 0.0
+    digest: int = 0
+
+    @staticmethod
+    def over(tensor: Tensor, pattern: Pattern, op: Op = "", root: int = -1) -> CallSignature:
+        """Describe a call over a tensor; a sparse one is coalesced.
+
+        Raises:
+            UsageError: a tensor of a dtype or with more dimensions than can be told.
+        """
+        if tensor.dtype not in _DTYPES or tensor.ndim > _MAX_DIMS:
+            raise UsageError(
+                f"{pattern} got a tensor of {name_of(tensor.dtype)} with {tensor.ndim} dimensions, expected one of "
+                f"{', '.join(map(name_of, _DTYPES))} with at most {_MAX_DIMS}."
+            )
+        call = CallSignature(0, pattern, op, root, tensor.dtype, tuple(tensor.shape))
+        if tensor.layout == torch.strided:
+            return call
+        return replace(call, sparse_dim=tensor.sparse_dim(), num_values=tensor.values().shape[0])
+
+    def words(self) -> Tensor:
+        """Return the call as (NUM_WORDS,) int64: what travels."""
+        dims = (*self.shape, *(0 for _ in range(_MAX_DIMS - len(self.shape))))
+        (weight,) = struct.unpack("q", struct.pack("d", self.weight))
+        words = (
+            *(self.number, _PATTERNS.index(self.pattern), OPS.index(self.op), self.root, _DTYPES.index(self.dtype)),
+            *(self.sparse_dim, self.num_values, weight, self.digest, len(self.shape), *dims),
+        )
+        return torch.tensor(words, dtype=torch.int64)
+
+    @staticmethod
+    def read(words: Tensor) -> CallSignature:
+        """Return the call that these words tell."""
+        number, pattern, op, root, dtype, sparse_dim, num_values, bits, digest, num_dims, *dims = words.tolist()
+        (weight,) = struct.unpack("d", struct.pack("q", bits))
+        what = (number, _PATTERNS[pattern], OPS[op], root, _DTYPES[dtype], tuple(dims[:num_dims]))
+        return CallSignature(*what, sparse_dim, num_values, weight, digest)
+
+    def __str__(self) -> str:
+        """Say what is called: "all_reduce (sum) of float32 (3, 4)"."""
+        op = f" ({self.op})" if self.op else ""
+        if self.pattern == "backward":
+            return "backward of an all-reduced model"
+        if self.pattern == "update":
+            return f"step of an all-reduced model with {self.shape[0]} numbers in buffers"
+        if self.pattern == "trained":
+            return "forward of an all-reduced model after requires_grad has changed"
+        if self.pattern == "step":
+            return f"step of {self.root} micro-batches of {name_of(self.dtype)} {self.shape}"
+        sparse = f" with {self.sparse_dim} sparse dimensions" if self.sparse_dim else ""
+        root = {"broadcast": f" from worker {self.root}", "reduce": f" to worker {self.root}"}.get(self.pattern, "")
+        return f"{self.pattern}{op} of {name_of(self.dtype)} {self.shape}{sparse}{root}"
+
+    @property
+    def where(self) -> str:
+        """Say which call this is: "call 7, all_reduce"."""
+        return f"call {self.number}, {self.pattern}"
+
+
+def require_same(own: CallSignature, calls: Sequence[CallSignature], rank: int) -> None:
+    """Raise UsageError where another worker means another call than this one; nothing has been sent then."""
+    told = _comparable(own)
+    for other, call in enumerate(calls):
+        if _comparable(call) != told:
+            number = f" as its call {call.number}" if call.number != own.number else ""
+            raise UsageError(
+                f"worker {rank}, call {own.number}: expected {own} of every worker, got {call} from worker "
+                f"{other}{number}. All workers must make the same calls in the same order."
+            )
+
+
+def _comparable(call: CallSignature) -> CallSignature:
+    """Return a call without what may differ between workers."""
+    return replace(call, num_values=0, weight=0.0, digest=0)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return what a dtype is called: "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,72 @@
+"""What a worker has said and nobody has answered yet: repeated, with growing pauses, until it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.messages import FromWorker, Join, Pull
+
+# What is asked, of which server; a later message under the same key replaces the earlier one.
+Key = tuple[int, str, int | str]
+
+_LONGEST_PAUSE = 12  # times the first one
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """One message that waits for its answer."""
+
+    message: FromWorker
+    due: float
+    attempts: int = 1
+    bare: bool = False
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the answer comes once other workers have finished a clock, however long that takes them."""
+        return self.bare or isinstance(self.message, Pull)
+
+
+@dataclass(slots=True)
+class Retransmit:
+    """Unanswered messages by key, each with the time when it is repeated."""
+
+    retry_s: float
+    _unanswered: dict[Key, Unanswered] = field(default_factory=dict[Key, Unanswered])
+
+    def add(self, key: Key, message: FromWorker, now: float) -> None:
+        """Expect an answer under this key."""
+        self._unanswered.pop(key, None)  # what replaces an earlier message is said after all that came between
+        self._unanswered[key] = Unanswered(message, due=now + self.retry_s)
+
+    def answered(self, key: Key) -> bool:
+        """Note an answer; say whether one was expected."""
+        return self._unanswered.pop(key, None) is not None
+
+    def make_bare(self, key: Key) -> None:
+        """Repeat this one without its tensor from now on, and patiently: the server has it."""
+        if key in self._unanswered:
+            self._unanswered[key].bare = True
+            self._unanswered[key].attempts = 1
+
+    def message(self, key: Key) -> FromWorker | None:
+        """Return what waits under this key."""
+        entry = self._unanswered.get(key)
+        return entry.message if entry else None
+
+    def for_server(self, server: int) -> list[Unanswered]:
+        """Return all that this server has not answered, in the order it was first said, but a join before all else."""
+        entries = [entry for key, entry in self._unanswered.items() if key[0] == server]
+        return sorted(entries, key=lambda entry: not isinstance(entry.message, Join))
+
+    def next_due(self) -> float | None:
+        """Return when something is to be repeated next."""
+        return min((entry.due for entry in self._unanswered.values()), default=None)
+
+    def repeat_due(self, now: float) -> list[tuple[int, Unanswered]]:
+        """Return (server, message) of all that is due; the pause before the next time doubles."""
+        due = [(key[0], entry) for key, entry in self._unanswered.items() if entry.due <= now]
+        for _, entry in due:
+            entry.due = now + self.retry_s * min(2**entry.attempts, _LONGEST_PAUSE)
+            entry.attempts += 1
+        return due

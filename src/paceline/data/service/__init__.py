@@ -1,0 +1,1 @@
+"""Data servers: batches made by processes of their own and sent to workers."""

@@ -1,0 +1,223 @@
+"""Memory in which batches travel to one worker: used again and again, but never while the worker may look at it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from paceline.data.service.messages import NO_LENT_BUFFER
+from paceline.transport.base import EMPTY, Transport
+from paceline.transport.buffer_pool import Buffer, BufferPool
+from paceline.transport.buffers import fresh_buffer
+from paceline.transport.peer_memory import PeerMemory
+
+
+def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:
+    """Return a view of this memory, which is not empty; once all that was made of the view is gone, the call is made.
+
+    That happens in whatever thread lets go of the last tensor, also in the midst of anything: it must not lock.
+
+    >>> returned = []
+    >>> view = borrowed(memoryview(bytearray(b"abcd")), lambda: returned.append(1))
+    >>> part = view[1:3]
+    >>> del view
+    >>> returned, bytes(part)
+    ([], b'bc')
+    >>> del part
+    >>> returned
+    [1]
+    """
+    holder = np.frombuffer(memory, dtype=np.uint8)
+    weakref.finalize(holder, on_returned).atexit = False
+    return holder.data
+
+
+def forget_writes(memory: memoryview) -> None:
+    """See what the data server has written, also where a loop has written into an earlier batch in this memory.
+
+    What is written to mapped memory stays here, and hides what the data server writes there later.
+    """
+    if isinstance(memory.obj, PeerMemory) and memory.obj.was_written_anywhere():
+        memory.obj.reread()
+
+
+# What may be kept of our memory; beyond that copies are sent. A loan takes two descriptors here, and one at the worker.
+MAX_SEND_BUFFERS: Final = 64  # over one connection
+MAX_SEND_BUFFERS_OF_ALL: Final = 256
+MAX_LENT_BYTES: Final = 2 << 30
+MAX_LENT_BYTES_OF_ALL: Final = 8 << 30
+MAX_FREE: Final = 8  # pieces that wait for the next batches
+MAX_FREE_BYTES: Final = 2 << 30  # of these together
+_PAGE_BYTES: Final = 4096
+
+
+@dataclass(slots=True)
+class BatchPool:
+    """Pieces of memory, given back for the next time; what is lent of them is a `BufferPool`'s to know."""
+
+    make: Callable[[int], memoryview]
+    _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of at least this size: the smallest free piece that has it, or a new one in place of one."""
+        fitting = self._fitting(size_bytes)
+        if fitting is not None:
+            return self._free.pop(fitting)
+        if self._free:
+            self._free.pop(0)  # batches have become larger: so no more pieces are there than were ever needed at once
+        return self.make(_rounded(size_bytes))
+
+    def bytes_for(self, size_bytes: int) -> int:
+        """Return how large the piece is that `take` would return."""
+        fitting = self._fitting(size_bytes)
+        return _rounded(size_bytes) if fitting is None else self._free[fitting].nbytes
+
+    def give(self, memory: memoryview) -> None:
+        """Take memory back that is not looked at any more; the largest pieces are kept, as many as there may be."""
+        free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
+        while sum(map(_size, free)) > MAX_FREE_BYTES:
+            free.pop(0)
+        self._free = free
+
+    def clear(self) -> None:
+        """Let go of all that is free."""
+        self._free = []
+
+    def _fitting(self, size_bytes: int) -> int | None:
+        return next((at for at, memory in enumerate(self._free) if memory.nbytes >= size_bytes), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LentPiece:
+    """Memory for one batch: lent to the worker under a number, or ours (`NO_LENT_BUFFER`), which the carrier copies.
+
+    An empty batch has no buffer.
+    """
+
+    lent_buffer: int
+    buffer: Buffer | None
+
+    @property
+    def memory(self) -> memoryview:
+        """As much memory as the batch needs."""
+        return EMPTY if self.buffer is None else self.buffer.memory
+
+
+@dataclass(slots=True)
+class Room:
+    """What may be lent over all connections together. Safe to use from several threads."""
+
+    send_buffers: int = MAX_SEND_BUFFERS_OF_ALL
+    size_bytes: int = MAX_LENT_BYTES_OF_ALL
+    _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+
+    def enter(self, size_bytes: int) -> bool:
+        """Take room for a loan of this size, if there is so much."""
+        with self._lock:
+            if not self.send_buffers or size_bytes > self.size_bytes:
+                return False
+            self.send_buffers, self.size_bytes = self.send_buffers - 1, self.size_bytes - size_bytes
+            return True
+
+    def leave(self, size_bytes: int) -> None:
+        """Give back the room that a loan had."""
+        with self._lock:
+            self.send_buffers, self.size_bytes = self.send_buffers + 1, self.size_bytes + size_bytes
+
+
+@dataclass(slots=True)
+class BatchBuffers:
+    """The memory of one connection. Safe to use from several threads.
+
+    Where the carrier maps memory the worker looks at ours until it returns the loan; at most `MAX_SEND_BUFFERS`
+    are out.
+    Everywhere else the carrier copies, and the memory is free once the batch has left.
+    """
+
+    transport: Transport
+    room: Room = field(default_factory=Room)
+    poisons: bool = False
+    _free_shared: BatchPool = field(init=False)
+    _shared: BufferPool = field(init=False)
+    _own: BufferPool = field(init=False)
+    _lent: dict[int, Buffer] = field(default_factory=dict[int, Buffer])
+    _lent_bytes: int = 0
+    _num_send_buffers: int = 0
+    _is_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Make the pools: of memory that the worker can map, and of our own."""
+        self._free_shared = BatchPool(self.transport.allocate)
+        self._shared = BufferPool(self._free_shared, poisons=self.poisons)
+        self._own = BufferPool(BatchPool(fresh_buffer), poisons=self.poisons)
+
+    def take(self, size_bytes: int) -> LentPiece:
+        """Return memory for a batch of this size.
+
+        Raises:
+            OSError, MemoryError: there is none.
+        """
+        if not size_bytes:
+            return LentPiece(NO_LENT_BUFFER, None)
+        with self._lock:
+            whole_bytes = self._free_shared.bytes_for(size_bytes)
+            if not (self._may_lend(whole_bytes) and self.room.enter(whole_bytes)):
+                return LentPiece(NO_LENT_BUFFER, self._own.lend(size_bytes))
+            try:
+                buffer = self._shared.lend(size_bytes)
+            except (OSError, MemoryError):
+                self.room.leave(whole_bytes)
+                raise
+            lent_buffer, self._num_send_buffers = self._num_send_buffers, self._num_send_buffers + 1
+            self._lent[lent_buffer] = buffer
+            self._lent_bytes += buffer.whole.nbytes
+            return LentPiece(lent_buffer, buffer)
+
+    def drop(self, piece: LentPiece) -> None:
+        """Take back memory of which the worker will not hear."""
+        self.give_back(piece.lent_buffer)
+        self.on_sent(piece)
+
+    def on_sent(self, piece: LentPiece) -> None:
+        """Note that the carrier has taken a batch: where it made a copy, the memory is free."""
+        if piece.lent_buffer == NO_LENT_BUFFER and piece.buffer is not None:
+            piece.buffer.release()
+
+    def give_back(self, lent_buffer: int) -> bool:
+        """Note that the worker does not look at a loan any more; False when nothing is lent under this number."""
+        with self._lock:
+            buffer = self._lent.pop(lent_buffer, None)
+            if buffer is None:
+                return False
+            self._lent_bytes -= buffer.whole.nbytes
+            self.room.leave(buffer.whole.nbytes)
+            buffer.release()
+            return True
+
+    def clear(self) -> None:
+        """Let go of all memory: the connection has ended."""
+        with self._lock:
+            self._shared.clear()
+            self._own.clear()
+            for buffer in self._lent.values():
+                self.room.leave(buffer.whole.nbytes)
+            self._lent.clear()
+            self._is_over = True
+
+    def _may_lend(self, size_bytes: int) -> bool:
+        few = len(self._lent) < MAX_SEND_BUFFERS and self._lent_bytes + size_bytes <= MAX_LENT_BYTES
+        return self.transport.maps_memory and few and not self._is_over
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _size(memory: memoryview) -> int:
+    return memory.nbytes

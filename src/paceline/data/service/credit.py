@@ -1,0 +1,112 @@
+"""Which batches are under way to a loop or have arrived: never more than it has credit for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.errors import PacelineError, PeerError
+
+
+@dataclass(slots=True, eq=False)
+class BatchOrder:
+    """A batch that has been asked for, or is about to be.
+
+    Args:
+        server: the data server that was asked; None when none was, or that one is lost.
+        urgent: the loop waits for it.
+        outcome: what has come of it.
+    """
+
+    ask: BatchRequest
+    number: int
+    urgent: bool = False
+    server: int | None = None
+    outcome: Batch | PacelineError | None = None
+
+
+@dataclass(slots=True)
+class BatchOrders:
+    """The orders of one loop, which reads one batch at a time.
+
+    There are at most `prefetch + 1`, the one that is read included, and one more where that was not expected. What is
+    not expected any more gives way where the credit is needed, once it has arrived.
+    """
+
+    prefetch: int
+    _of: dict[BatchRequest, BatchOrder] = field(
+        default_factory=dict[BatchRequest, BatchOrder]
+    )  # in the order in which they came about
+    _expected: list[BatchRequest] = field(default_factory=list[BatchRequest])
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def expect(self, asks: Sequence[BatchRequest]) -> None:
+        """Order what will be read next, as far as there is credit, instead of what was expected before."""
+        self._expected = list(asks)
+        self._use_credit(self.prefetch + 1)
+
+    def want(self, ask: BatchRequest) -> BatchOrder:
+        """Return the order of a batch that the loop waits for now."""
+        order = self._of.get(ask)
+        if order is None:
+            order = self._of[ask] = BatchOrder(ask, next(self._numbers))
+        order.urgent = True
+        if ask in self._expected:
+            self._expected.remove(ask)
+        self._use_credit(self.prefetch + 1)
+        return order
+
+    def take(self, order: BatchOrder) -> None:
+        """Note that the loop has what came of this order."""
+        self._of.pop(order.ask, None)
+        self._use_credit(self.prefetch)
+
+    def settle(self, server: int, number: int, outcome: Batch | PacelineError) -> None:
+        """Note what a data server has answered.
+
+        Raises:
+            PeerError: it was not asked that.
+        """
+        order = next((order for order in self.under_way(server) if order.number == number), None)
+        if order is None:
+            raise PeerError(f"data server {server} answers what it was not asked")
+        order.outcome = outcome
+        self._use_credit(self.prefetch)
+
+    def lose(self, server: int) -> None:
+        """Have others asked for what this data server was asked for."""
+        for order in self.under_way(server):
+            order.server = None
+
+    def under_way(self, server: int) -> list[BatchOrder]:
+        """Return what this data server has yet to answer."""
+        return [order for order in self._of.values() if order.server == server and order.outcome is None]
+
+    def unplaced(self) -> list[BatchOrder]:
+        """Return what nobody is asked for: what the loop waits for first, then what it needs soonest."""
+        waiting = [order for order in self._of.values() if order.server is None and order.outcome is None]
+        return sorted(waiting, key=lambda order: not order.urgent)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._of.clear()
+        self._expected.clear()
+
+    def _use_credit(self, credit: int) -> None:
+        for ask in self._expected:
+            if ask in self._of:
+                continue
+            if len(self._of) >= credit and not self._drop_one():
+                return
+            self._of[ask] = BatchOrder(ask, next(self._numbers))
+
+    def _drop_one(self) -> bool:
+        """Drop a batch that has arrived and is not expected any more; False when there is none."""
+        expected = set(self._expected)
+        for ask, order in self._of.items():
+            if order.outcome is not None and not order.urgent and ask not in expected:
+                del self._of[ask]
+                return True
+        return False

@@ -1,0 +1,261 @@
+"""A data server: one thread takes in what workers ask for, one makes batches, and one for each worker sends them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from paceline.data.service.batch_builder import BatchBuilder
+from paceline.data.service.buffer_pool import BatchBuffers, Room
+from paceline.data.service.callers import Caller, meet
+from paceline.data.service.fair_queue import FairQueue, Indices, WorkerTurn
+from paceline.data.service.messages import (
+    INDEX_BYTES,
+    MAX_RECIPE_BYTES,
+    MAX_SAMPLES,
+    BatchFailed,
+    OpenSource,
+    ReadBatches,
+    SourceOpened,
+    decode,
+    encode,
+)
+from paceline.data.service.send_queue import ServiceAnswer
+from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource, OpenRecords, SourceCache
+from paceline.data.sources.records import open_recipe
+from paceline.errors import PeerError, ProtocolBug, UsageError
+from paceline.observe.trace import Refusal, Trace
+from paceline.server.acceptor import Acceptor, Incoming
+from paceline.server.commands import Expel, Stop
+from paceline.transport.base import Connection, Listener, Transport
+from paceline.transport.deadline import Deadline
+from paceline.wire.malformed import story
+
+_MAX_CONNECTIONS: Final = 64  # of one worker
+_SMALL_BYTES: Final = 64 << 10
+_CLOSING_TIMEOUT_S: Final = 2.0  # for code of the user's that is being run; whoever says `stop` waits for no more
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """Put into the inbox when it is known whether a recipe can be opened."""
+
+    volume: CachedSource
+
+
+@dataclass(frozen=True, slots=True)
+class _MakerEnded:
+    """Put into the inbox when no batches are made any more."""
+
+
+@dataclass(slots=True)
+class FeedNode:
+    """One data server of a job. `run` blocks until `stop` is called from another thread.
+
+    It decides nothing: a batch is a function of the recipe and of what was asked, and who gets which samples is decided
+    elsewhere. So it may be killed at any time, and any other gives the same batches.
+
+    Args:
+        rank: among the data servers.
+        listener: where workers connect to.
+        transport: that of the listener.
+        generation: of the job, as its workers say it.
+        allowed_paths: limits which datasets and transforms may be imported by path; None allows all.
+        trace: where the sum of its work is recorded in the end, and who was turned away.
+        open_records: opens a recipe.
+        max_batch_bytes: a larger batch is refused.
+        checks_memory: overwrite memory of batches that becomes free, so that a late look at it shows.
+        num_workers: of the job: others are turned away; None where that is not known.
+
+    Raises:
+        ProtocolBug: by `run`; the thread that makes batches has failed.
+    """
+
+    rank: int
+    listener: Listener
+    transport: Transport
+    generation: int
+    allowed_paths: AbstractSet[str] | None = None
+    trace: Trace = field(default_factory=lambda: Trace(None))
+    open_records: OpenRecords = open_recipe
+    max_batch_bytes: int = 2 << 30
+    checks_memory: bool = False
+    num_workers: int | None = None
+    _acceptor: Acceptor = field(init=False)
+    _library: SourceCache = field(init=False)
+    _turns: FairQueue = field(default_factory=FairQueue)
+    _maker: BatchBuilder = field(init=False)
+    _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
+    _room: Room = field(default_factory=Room)  # for what is lent to all of them
+
+    def __post_init__(self) -> None:
+        """Join the parts."""
+        self._acceptor = Acceptor(self.listener, _place)
+        self._library = SourceCache(
+            self.open_records, self.allowed_paths, lambda volume: self._acceptor.put(_Settled(volume))
+        )
+        self._maker = BatchBuilder(self._turns, self.max_batch_bytes)
+
+    def run(self) -> None:
+        """Serve until `stop`; all connections, threads, files and shared memory are gone afterwards."""
+        maker = threading.Thread(target=self._make, name="paceline-make", daemon=True)
+        self._acceptor.open()
+        maker.start()
+        try:
+            while True:
+                item = self._acceptor.get(None)
+                if isinstance(item, Stop):
+                    return
+                if isinstance(item, Incoming):
+                    self._take_in(item)
+                elif isinstance(item, _Settled):
+                    self._library.settle(item.volume)
+                elif isinstance(item, Expel):
+                    self._expel(item)
+                elif isinstance(item, _MakerEnded):
+                    raise ProtocolBug(
+                        f"data server {self.rank}: the thread that makes batches has failed; its traceback is above"
+                    )
+        finally:
+            self._close(maker)
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._acceptor.put(Stop())
+
+    def expel(self, names: frozenset[str]) -> None:
+        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        self._acceptor.put(Expel(names))
+
+    def _make(self) -> None:
+        try:
+            self._maker.run()
+        finally:
+            self._acceptor.put(_MakerEnded())
+
+    def _close(self, maker: threading.Thread) -> None:
+        self._turns.close()
+        for caller in self._callers.values():
+            caller.close()
+        self._callers.clear()
+        self._acceptor.close()
+        deadline = Deadline.after(_CLOSING_TIMEOUT_S)
+        maker.join(deadline.remaining_s())
+        self._library.close(deadline)
+        self.trace.record(self._maker.record(self.rank))
+        self.trace.close()
+
+    # -- taking in ---------------------------------------------------------------------------------------------------
+
+    def _take_in(self, item: Incoming) -> None:
+        """Take in a frame; a worker that does not keep to the rules loses its connection, and nothing else changes."""
+        connection = item.connection
+        try:
+            if item.frame is None:
+                self._forget(connection)
+                return
+            caller = self._callers.get(id(connection)) or self._meet(connection)
+            if caller is not None:
+                self._dispatch(caller, decode(item.frame.header), item.frame.body)
+        except PeerError as error:
+            self.trace.record(Refusal(time.monotonic(), self.rank, -1, "", f"{connection.peer}: {error}"))
+            self._forget(connection)
+
+    def _meet(self, connection: Connection) -> Caller | None:
+        """Return who has begun to speak; None where it was ended here, and this was said before."""
+        if all(known is not connection for known in self._acceptor.connections()):
+            return None
+        caller = meet(
+            connection,
+            self.generation,
+            self.num_workers,
+            self._turns.look,
+            BatchBuffers(self.transport, self._room, self.checks_memory),
+        )
+        self._callers[id(connection)] = caller
+        rank = caller.hello.rank
+        if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:
+            raise PeerError(f"worker {rank} makes more than {_MAX_CONNECTIONS} connections")
+        return caller
+
+    def _dispatch(self, caller: Caller, message: object, body: memoryview) -> None:
+        if isinstance(message, ReadBatches):
+            caller.count_request()
+            self._on_read(caller, message, body)
+        elif isinstance(message, OpenSource):
+            caller.count_request()
+            self._on_open(caller, message, body)
+        else:
+            raise PeerError(f"a worker may not say {type(message).__name__}")
+
+    def _on_open(self, caller: Caller, message: OpenSource, body: memoryview) -> None:
+        if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
+            raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
+        if body.nbytes > MAX_RECIPE_BYTES:
+            raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
+        answer = partial(_answer_open, caller, message.number)
+        try:
+            caller.sources[message.number] = self._library.open(bytes(body), caller.hello.rank, answer)
+        except UsageError as error:
+            caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
+
+    def _on_read(self, caller: Caller, message: ReadBatches, body: memoryview) -> None:
+        for lent_buffer in message.returned:
+            if not caller.batch_buffers.give_back(lent_buffer):
+                raise PeerError(f"a worker returns loan {lent_buffer}, which it does not have")
+        volume = caller.sources.get(message.source)
+        if volume is None or not volume.settled or volume.problem is not None:
+            raise PeerError(f"a worker reads source {message.source}, which it has not been told to be open")
+        indices = _indices(message, body)
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < volume.num_samples:
+            text = f"a batch has an index that is none of the {volume.num_samples} samples of the source"
+            caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
+            return
+        self._turns.put(WorkerTurn(caller, message.number, volume, message.epoch, indices), urgent=message.urgent)
+
+    def _forget(self, connection: Connection) -> None:
+        """Let go of everything that a connection stands for."""
+        caller = self._callers.pop(id(connection), None)
+        self._acceptor.drop(connection)
+        if caller is None:
+            return
+        self._turns.forget(caller)
+        caller.close()
+        for volume in caller.sources.values():
+            self._library.leave(volume, caller.hello.rank)
+
+    def _expel(self, order: Expel) -> None:
+        for connection in self._acceptor.expel(order.names):
+            self._forget(connection)
+
+
+def _answer_open(caller: Caller, number: int, volume: CachedSource) -> None:
+    if volume.problem is None:
+        answer = encode(SourceOpened(number, volume.num_samples, volume.fingerprint))
+    else:
+        answer = encode(BatchFailed.of(number, volume.problem, story(volume.problem)))
+    caller.outbox.put(ServiceAnswer(answer))
+
+
+def _place(header: bytes, size_bytes: int) -> None:
+    """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
+    if size_bytes > _SMALL_BYTES:
+        message = decode(header)
+        is_batch = (
+            isinstance(message, ReadBatches) and size_bytes == message.num * INDEX_BYTES and message.num <= MAX_SAMPLES
+        )
+        if not is_batch and not (isinstance(message, OpenSource) and size_bytes <= MAX_RECIPE_BYTES):
+            raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes")
+
+
+def _indices(message: ReadBatches, body: memoryview) -> Indices:
+    """Return the samples that are asked for, in memory that nobody else can change."""
+    if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
+        raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
+    return np.frombuffer(bytes(body), dtype=np.int64)

@@ -1,0 +1,164 @@
+"""The sources that a data server has open: each once, however many workers read it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from typing import Final, TypeAlias
+
+from paceline.data.sources.recipe import BatchRecipe, decode_recipe
+from paceline.data.sources.records import Records
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.transport.deadline import Deadline
+from paceline.wire.malformed import MISHAPS
+
+MAX_OPEN: Final = 64
+MAX_OPEN_BY_WORKER: Final = 16
+# What datasets and transforms of the user's may raise.
+CODE_MISHAPS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
+_DIGEST_BYTES: Final = 32
+_CLOSING_TIMEOUT_S: Final = 5.0
+
+OpenRecords: TypeAlias = Callable[[BatchRecipe, AbstractSet[str] | None], Records]
+
+
+@dataclass(slots=True, eq=False)
+class CachedSource:
+    """A recipe that is open, being opened, or cannot be opened.
+
+    Who uses the records holds `lock`: what they are made for is one thread at a time.
+    """
+
+    key: bytes  # a digest of the recipe, which may be long
+    begun_by: int  # the worker that was the first to ask for it
+    records: Records | None = None
+    num_samples: int = 0
+    fingerprint: str = ""
+    problem: BaseException | None = None
+    settled: bool = False  # it has been seen whether it can be opened
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # One rank for each time that a connection opened it.
+    readers: list[int] = field(default_factory=list[int])
+    # Invariant: empty once settled.
+    waiting: list[Callable[[CachedSource], None]] = field(default_factory=list["Callable[[CachedSource], None]"])
+
+    def close(self, deadline: Deadline) -> None:
+        """Let go of the files, once nobody is at them; what hangs there for long is left alone."""
+        if self.lock.acquire(timeout=deadline.remaining_s()):
+            try:
+                records, self.records = self.records, None
+                if records is not None:
+                    records.close()
+            finally:
+                self.lock.release()
+
+
+@dataclass(slots=True)
+class SourceCache:
+    """Opens recipes, in threads of their own: counting samples may take long, and others are served meanwhile.
+
+    One thread calls its methods.
+
+    Args:
+        open_records: opens a recipe.
+        allowed_paths: the import paths that may be loaded; None allows all.
+        tell: called with a volume, in the thread that has opened it or could not; then `settle` is due.
+    """
+
+    open_records: OpenRecords
+    allowed_paths: AbstractSet[str] | None
+    tell: Callable[[CachedSource], None]
+    _volumes: dict[bytes, CachedSource] = field(
+        default_factory=dict[bytes, CachedSource]
+    )  # what was asked for last is the last
+    _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+
+    def open(self, recipe: bytes, rank: int, answer: Callable[[CachedSource], None]) -> CachedSource:
+        """Have a worker read a recipe; `answer` is called once it is known whether it can be opened.
+
+        Raises:
+            PeerError: it is no recipe, or the system gives no thread.
+            UsageError: this worker, or all of them, have too many open.
+        """
+        key = blake2b(recipe, digest_size=_DIGEST_BYTES).digest()
+        volume = self._volumes.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
+        self._volumes[key] = volume
+        volume.readers.append(rank)
+        if volume.settled:
+            answer(volume)
+        else:
+            volume.waiting.append(answer)
+        return volume
+
+    def settle(self, volume: CachedSource) -> None:
+        """Tell those who wait for this volume; one that cannot be opened is forgotten, as it may be mended."""
+        volume.settled = True
+        waiting, volume.waiting = volume.waiting, []
+        if volume.problem is not None:
+            self._volumes.pop(volume.key, None)
+        for answer in waiting:
+            answer(volume)
+
+    def leave(self, volume: CachedSource, rank: int) -> None:
+        """Note that a connection of a worker that opened this has ended; it stays open as long as there is room."""
+        volume.readers.remove(rank)
+
+    def close(self, deadline: Deadline) -> None:
+        """Close everything; what is still being opened or read then is left alone."""
+        for thread in self._threads:
+            thread.join(deadline.remaining_s())
+        for volume in self._volumes.values():
+            volume.close(deadline)
+        self._volumes.clear()
+
+    def _begin(self, key: bytes, recipe: BatchRecipe, rank: int) -> CachedSource:
+        if sum(map(partial(_is_of, rank), self._volumes.values())) >= MAX_OPEN_BY_WORKER:
+            raise UsageError(
+                f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
+                "read"
+            )
+        retired = self._make_room()
+        volume = CachedSource(key, rank)
+        thread = threading.Thread(
+            target=self._open, args=(volume, recipe, retired), name="paceline-open-source", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            raise PeerError("there is no thread to open a source by") from None
+        self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+        return volume
+
+    def _make_room(self) -> list[CachedSource]:
+        """Return the volume that has to be closed for one more, if there is one to be closed."""
+        if len(self._volumes) < MAX_OPEN:
+            return []
+        unused = next((volume for volume in self._volumes.values() if volume.settled and not volume.readers), None)
+        if unused is None:
+            raise UsageError(
+                f"the workers read {MAX_OPEN} sources, and a data server serves no more at once: close the loaders "
+                "that have been read"
+            )
+        return [self._volumes.pop(unused.key)]
+
+    def _open(self, volume: CachedSource, recipe: BatchRecipe, retired: list[CachedSource]) -> None:
+        volume.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
+        try:
+            for other in retired:
+                other.close(Deadline.after(_CLOSING_TIMEOUT_S))
+            records = self.open_records(recipe, self.allowed_paths)
+            volume.num_samples, volume.fingerprint = records.num_samples, records.fingerprint()
+            volume.records, volume.problem = records, None
+        except CODE_MISHAPS as error:
+            volume.problem = error
+        finally:
+            self.tell(volume)
+
+
+def _is_of(rank: int, volume: CachedSource) -> bool:
+    """Say whether a worker reads this, or has it opened; that may never end, so nobody may begin it without end."""
+    return rank in volume.readers or (not volume.settled and volume.begun_by == rank)

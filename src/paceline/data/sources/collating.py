@@ -1,0 +1,203 @@
+"""Records side by side: how each is made up, and the columns of those that are made up alike.
+
+It is torch's `default_collate` for plain records: tensors and arrays are stacked, numbers become a tensor, texts a
+list, and tuples, lists and dicts are gone through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.sources.batch_layout import (
+    DTYPES,
+    MAX_DEPTH,
+    MAX_DIMENSIONS,
+    Column,
+    TensorColumn,
+    TextColumn,
+    encode_text,
+)
+from paceline.data.sources.views import tensor_over
+
+_NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+_NUMBER_BYTES: Final = 8
+_KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, lists and dicts of these"
+
+# What records have in common that go into one batch: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
+Kind: TypeAlias = tuple[Any, ...]
+Leaf: TypeAlias = Tensor | np.generic | bool | int | float | bytes
+
+
+class Unfit(ValueError):
+    """A record, or a part of one, cannot go into a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRecord:
+    """A record taken apart: how it is made up, and its values one after the other."""
+
+    record: object
+    kind: Kind
+    leaves: list[Leaf]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return sum(map(_num_bytes, self.leaves))
+
+
+def flatten(record: object) -> FlatRecord:
+    """Take a record apart; raises Unfit when it has something in it that cannot go into a batch."""
+    leaves: list[Leaf] = []
+    return FlatRecord(record, _take(record, leaves, 0), leaves)
+
+
+def collate(records: Sequence[FlatRecord]) -> Column:
+    """Return the columns of records that are all of the kind of the first one."""
+    leaves = zip(*(record.leaves for record in records), strict=True)
+    return _ordered_as(records[0].record, _column(records[0].kind, leaves, len(records)))
+
+
+def describe(kind: Kind) -> str:
+    """Say what a record is, for a message: "[tensor of float32 (64,), int]" for example."""
+    match kind:
+        case ("tensor", dtype, shape):
+            return f"tensor of {str(dtype).removeprefix('torch.')} {shape}"
+        case ("scalar", dtype):
+            return str(dtype).removeprefix("torch.")
+        case ("list", *items):
+            return f"[{', '.join(map(describe, items))}]"
+        case ("dict", names, *items):
+            return f"{{{', '.join(f'{name}: {describe(item)}' for name, item in zip(names, items, strict=True))}}}"
+        case _:
+            return str(kind[0])
+
+
+def _take(value: object, leaves: list[Leaf], depth: int) -> Kind:
+    """Append the values in `value`, and return what it is."""
+    if depth > MAX_DEPTH:
+        raise Unfit(f"it has more than {MAX_DEPTH} lists and dicts in each other")
+    match value:
+        case np.generic() if value.dtype.name in DTYPES:
+            leaves.append(value)
+            return ("scalar", DTYPES[value.dtype.name])
+        case Tensor() | np.ndarray():
+            tensor = _plain_tensor(value)
+            leaves.append(tensor)
+            return ("tensor", tensor.dtype, tuple(tensor.shape))
+        case str():
+            leaves.append(encode_text(value))
+            return ("str",)
+        case bytes():
+            leaves.append(value)
+            return ("bytes",)
+        case bool() | int() | float():
+            return _take_number(value, leaves)
+        case list() | tuple():
+            return ("list", *(_take(item, leaves, depth + 1) for item in value))
+        case dict():
+            return _take_dict(value, leaves, depth)
+        case _:
+            raise Unfit(f"it has a {type(value).__name__} in it, expected {_KNOWN}")
+
+
+def _take_number(value: float, leaves: list[Leaf]) -> Kind:
+    leaves.append(value)
+    if isinstance(value, bool):
+        return ("bool",)
+    if isinstance(value, float):
+        return ("float",)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise Unfit(f"it has the number {value} in it, which no int64 can hold")
+    return ("int",)
+
+
+def _take_dict(value: dict[Any, Any], leaves: list[Leaf], depth: int) -> Kind:
+    for name in value:
+        if not isinstance(name, str):
+            raise Unfit(f"it has a dict with the key {name!r}, expected only str as keys")
+        if not (name.isascii() or _is_text(name)):  # names of files need not be any
+            raise Unfit(f"it has a dict with the key {name!r}, which is not valid text")
+    # By name: dicts that were filled in another order are alike.
+    names = tuple(sorted(value))
+    return ("dict", names, *(_take(value[name], leaves, depth + 1) for name in names))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    tensor = value.detach() if isinstance(value, Tensor) else _from_numpy(value)
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+        raise Unfit(
+            f"it has a tensor of layout {tensor.layout} on {tensor.device}, expected a dense one in main memory"
+        )
+    if tensor.dtype not in DTYPES.values() or tensor.dim() >= MAX_DIMENSIONS:
+        raise Unfit(f"it has a tensor of {tensor.dtype} with {tensor.dim()} dimensions, which batches do not have")
+    return tensor
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.name not in DTYPES:
+        raise Unfit(f"it has an array of {array.dtype} in it, expected numbers that torch has")
+    # What torch takes as it is: native order, and no axis that runs backwards.
+    return tensor_over(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def _column(kind: Kind, leaves: Iterator[tuple[Any, ...]], num: int) -> Column:
+    """Return the columns of a part of the records, whose values come next."""
+    match kind:
+        case ("list", *items):
+            return [_column(item, leaves, num) for item in items]
+        case ("dict", names, *items):
+            return {name: _column(item, leaves, num) for name, item in zip(names, items, strict=True)}
+        case ("str",) | ("bytes",):
+            return TextColumn(kind[0], list(next(leaves)))
+        case ("tensor", dtype, shape):
+            return TensorColumn(dtype, (num, *shape), partial(_stack, next(leaves)))
+        case ("scalar", dtype):
+            return TensorColumn(dtype, (num,), partial(_write_scalars, next(leaves)))
+        case _:
+            return TensorColumn(_NUMBERS[kind[0]], (num,), partial(_write_numbers, next(leaves)))
+
+
+def _num_bytes(leaf: Leaf) -> int:
+    if isinstance(leaf, bytes):
+        return len(leaf)
+    return leaf.nbytes if isinstance(leaf, Tensor | np.generic) else _NUMBER_BYTES
+
+
+def _ordered_as(record: Any, column: Column) -> Column:  # noqa: ANN401 - whatever a record is
+    """Return the columns with the names of dicts in the order that they have in this record."""
+    if isinstance(column, dict):
+        return {name: _ordered_as(record[name], column[name]) for name in record}
+    if isinstance(column, list):
+        return [_ordered_as(value, item) for value, item in zip(record, column, strict=True)]
+    return column
+
+
+def _stack(tensors: tuple[Tensor, ...], out: Tensor) -> None:
+    torch.stack(tensors, out=out)
+
+
+def _write_scalars(scalars: tuple[np.generic, ...], out: Tensor) -> None:
+    out.copy_(torch.from_numpy(np.array(scalars, dtype=scalars[0].dtype.newbyteorder("="))))
+
+
+def _write_numbers(numbers: tuple[float, ...], out: Tensor) -> None:
+    out.copy_(torch.tensor(numbers, dtype=out.dtype))

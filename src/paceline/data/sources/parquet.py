@@ -1,0 +1,249 @@
+"""Rows of Parquet files as samples."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.data.sources.collating import Unfit
+from paceline.data.sources.declared import Parquet
+from paceline.data.sources.files import FixedFiles, find_files, reading
+from paceline.errors import DataError, UsageError
+
+_MOST_DECODED_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A row group: the file it is in, and which one of that it is."""
+
+    path: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A row group in memory.
+
+    Args:
+        size_bytes: of all that is held.
+        numbers: the columns of numbers.
+        missing: which of their rows have none.
+        others: texts and lists, as Arrow has them: as objects of Python short texts take many times as much.
+    """
+
+    size_bytes: int
+    numbers: dict[str, np.ndarray[Any, Any]]
+    missing: dict[str, np.ndarray[Any, Any]]
+    others: dict[str, Any]
+
+
+class _Damaged(Exception):
+    """The content of a file is not as it should be."""
+
+
+class TableRows:
+    """The rows of Parquet files. Row groups are decoded when a row of them is wanted, and the last ones are kept."""
+
+    def __init__(self, source: Parquet) -> None:
+        self._arrow, self._parquet = _pyarrow()
+        paths = find_files(source.paths)
+        self._files = FixedFiles(paths)
+        self._kept: OrderedDict[int, _Decoded] = OrderedDict()
+        self._damaged: dict[int, str] = {}  # why these groups cannot be decoded
+        self._groups: list[_Group] = []
+        self._metadata: dict[str, Any] = {}
+        self._schema: Any = None
+        self._columns = source.columns or ()
+        sizes = [size for path in paths for size in self._open(path, source.columns)]
+        self._firsts = list(accumulate(sizes, initial=0))  # the first sample of each group, and then their number
+
+    @property
+    def num_samples(self) -> int:
+        """How many there are."""
+        return self._firsts[-1]
+
+    def gather(self, indices: Sequence[int]) -> None:
+        """Return None: each row may have something missing."""
+
+    def record(self, index: int) -> dict[str, object]:
+        """Return one row."""
+        number, row = self._place(index)
+        group = self._decoded(number)
+        return {name: self._value(group, name, row) for name in self._columns}
+
+    def name(self, index: int) -> str:
+        """Say which record this is."""
+        number, row = self._place(index)
+        group = self._groups[number]
+        return f"row {row} of row group {group.number} of {group.path}"
+
+    def check(self) -> None:
+        """Do nothing: nothing is mapped, and a file is looked at when a row group of it is decoded."""
+
+    def describe(self) -> object:
+        """Return names, sizes, columns and types."""
+        types = [(name, str(self._schema.field(name).type)) for name in self._columns]
+        return [self._files.describe(), types, self._firsts]
+
+    def close(self) -> None:
+        """Drop what is decoded; the files are open only while they are read."""
+        self._kept.clear()
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, columns: tuple[str, ...] | None) -> list[int]:
+        """Note the row groups of a file, and return the number of rows of each."""
+        try:
+            with self._reading(path), self._file(path) as file:
+                schema, metadata = file.schema_arrow, file.metadata
+        except _Damaged as error:
+            raise DataError(f"{path} cannot be read as a Parquet file: {error}. Was it written to its end?") from error
+        if self._schema is None:
+            self._columns = columns or tuple(schema.names)
+            self._schema = schema
+        self._check_columns(path, schema)
+        others = [name for name in schema.names if name not in self._columns] if columns is None else []
+        if others:
+            raise DataError(
+                f"{path} has the columns {', '.join(others)}, which the files before it do not have: name the columns "
+                "that are wanted."
+            )
+        self._metadata[path] = metadata
+        self._groups += [_Group(path, number) for number in range(metadata.num_row_groups)]
+        return [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+
+    def _check_columns(self, path: str, schema: Any) -> None:  # noqa: ANN401 - pyarrow has no types
+        for name in self._columns:
+            if schema.names.count(name) != 1:
+                num = schema.names.count(name)
+                raise DataError(f"{path} has {num} columns {name}, expected one: it has {', '.join(schema.names)}.")
+            found, first = schema.field(name).type, self._schema.field(name).type
+            if found != first:
+                raise DataError(f"column {name} of {path} is {found}, and {first} in the files before it.")
+            if not self._is_known(found):
+                raise DataError(
+                    f"column {name} of {path} is {found}, expected numbers, bool, strings, binary or lists of numbers: "
+                    "name the other columns."
+                )
+
+    def _is_known(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        if types.is_dictionary(kind):
+            return self._is_text(kind.value_type)
+        if self._is_list(kind):
+            return self._is_number(kind.value_type)
+        return self._is_number(kind) or self._is_text(kind)
+
+    def _is_list(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+    def _is_number(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+
+    def _is_text(self, kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+        types = self._arrow.types
+        is_text = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+        return any(found(kind) for found in (*is_text, types.is_fixed_size_binary))
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def _place(self, index: int) -> tuple[int, int]:
+        number = bisect_right(self._firsts, index) - 1
+        return number, index - self._firsts[number]
+
+    def _decoded(self, number: int) -> _Decoded:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        if number in self._damaged:
+            raise Unfit(self._damaged[number])
+        try:
+            decoded = self._kept[number] = self._decode(self._groups[number])
+        except Unfit as error:
+            self._damaged[number] = str(error)
+            raise
+        while len(self._kept) > 1 and sum(group.size_bytes for group in self._kept.values()) > _MOST_DECODED_BYTES:
+            self._kept.popitem(last=False)
+        return decoded
+
+    def _decode(self, group: _Group) -> _Decoded:
+        table = self._table(group)
+        columns = {name: table.column(name).combine_chunks() for name in self._columns}
+        numbers = {name: column for name, column in columns.items() if self._is_number(column.type)}
+        values = {name: self._numbers(column) for name, column in numbers.items()}
+        missing = {name: column.is_null().to_numpy(False) for name, column in numbers.items() if column.null_count}
+        others = {name: column for name, column in columns.items() if name not in numbers}
+        size_bytes = sum(array.nbytes for array in (*values.values(), *missing.values()))
+        size_bytes += sum(column.get_total_buffer_size() for column in others.values())
+        return _Decoded(size_bytes, values, missing, others)
+
+    def _table(self, group: _Group) -> Any:  # noqa: ANN401 - pyarrow has no types
+        """Read a row group; raises Unfit when what is in the file there is damaged."""
+        metadata = self._metadata[group.path]
+        try:
+            with self._reading(group.path), self._file(group.path, metadata=metadata) as file:
+                table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
+        except _Damaged as error:
+            self._files.check_one(group.path)  # if it was changed, that is why
+            raise Unfit(f"the whole row group cannot be decoded: {error}") from error
+        self._files.check_one(group.path)
+        return table
+
+    def _file(self, path: str, **options: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
+        return self._parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True, **options)
+
+    def _numbers(self, column: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - pyarrow has no types
+        """Return the values of a column, with 0 for what is missing, so that the type stays."""
+        filled = column.fill_null(False if self._arrow.types.is_boolean(column.type) else 0)
+        return filled.to_numpy(zero_copy_only=False)
+
+    def _value(self, group: _Decoded, name: str, row: int) -> object:
+        value = None
+        if name in group.others:
+            found = group.others[name][row]
+            value = self._list(found, name) if self._is_list(found.type) else found.as_py()
+        elif name not in group.missing or not group.missing[name][row]:
+            value = group.numbers[name][row]
+        if value is None:
+            raise Unfit(f"column {name} has no value in it")
+        return value
+
+    def _list(self, found: Any, name: str) -> np.ndarray[Any, Any] | None:  # noqa: ANN401 - pyarrow has no types
+        if not found.is_valid:
+            return None
+        if found.values.null_count:
+            raise Unfit(f"the list in column {name} has a value missing")
+        return found.values.to_numpy(zero_copy_only=False)
+
+    @contextmanager
+    def _reading(self, path: str) -> Generator[None]:
+        """Tell what pyarrow says of the content of a file, as _Damaged, from what the system says of the file."""
+        with reading(path):
+            try:
+                yield
+            except MemoryError as error:  # pyarrow's own is one, too
+                raise DataError(f"{path} needs more memory than there is, or is damaged: {error}.") from error
+            except (self._arrow.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                raise _Damaged(str(error)) from error
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    """Import what reads Parquet files, which the package itself does not bring along."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise UsageError("reading Parquet needs pyarrow, not installed here: pip install 'paceline[data]'.") from error
+    return pyarrow, parquet

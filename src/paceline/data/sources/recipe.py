@@ -1,0 +1,49 @@
+"""How batches come about, as plain data: it travels to the data servers, which make the same batches of it."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from paceline.data.sources.declared import Source
+from paceline.errors import PeerError
+
+OnError: TypeAlias = Literal["raise", "skip"]
+
+
+class BatchRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is read, and what is made of each record of it.
+
+    Args:
+        source: as the functions of `paceline.sources` give it.
+        transform: "module:function", which gets a record and returns one; None takes records as they are. Where it has
+            a parameter named `generator`, it is given a `torch.Generator` that depends on seed, epoch and index alone.
+        on_error: what becomes of a record that cannot be decoded: "raise" fails the batch, "skip" leaves it out.
+        seed: of those generators.
+    """
+
+    source: Source
+    transform: str | None = None
+    on_error: OnError = "raise"
+    seed: int = 0
+
+
+_DECODER = msgspec.msgpack.Decoder(BatchRecipe)
+
+
+def encode_recipe(recipe: BatchRecipe) -> bytes:
+    """Return the recipe as msgpack, the same bytes for equal recipes; `decode_recipe` is the inverse."""
+    return msgspec.msgpack.encode(recipe, order="sorted")
+
+
+def decode_recipe(data: bytes | memoryview) -> BatchRecipe:
+    """Read a recipe that another process encoded. Whether it makes sense is seen when it is opened.
+
+    Raises:
+        PeerError: it is none.
+    """
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise PeerError(f"a peer sent a recipe that cannot be read (do both run the same version?): {error}") from error

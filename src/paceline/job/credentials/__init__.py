@@ -1,0 +1,1 @@
+"""Certificates, tokens, and the folders that hold them."""

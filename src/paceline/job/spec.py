@@ -1,0 +1,126 @@
+"""What the processes of one job must agree on, as one small file.
+
+The launcher writes it, everybody else reads it. The job's secret is not in it: the token has a file of its
+own, and never travels by command line or environment.
+"""
+
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from paceline.core.settings import WAIT_TIMEOUT_S
+from paceline.errors import UsageError
+from paceline.job.choices import ScaleName, TraceLevel, TransportName
+from paceline.job.polling import wait_for
+
+TOKEN_NAME: Final = "token"
+TOKEN_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """One job: its size, how its processes reach each other, and how long they wait for each other.
+
+    `addresses` holds one address per server, in the order of their ranks, and `data_addresses` one per data server;
+    empty until all of them listen.
+
+    >>> spec = ClusterSpec(job="3f", num_workers=4, num_servers=2, transport="shm", run_dir="/tmp/run")
+    >>> spec.generation, spec.addresses
+    (1, ())
+    """
+
+    job: str
+    num_workers: int
+    num_servers: int
+    transport: TransportName
+    run_dir: str
+    consistency: str | None = None
+    scale: ScaleName | None = None
+    strategy: str | None = None
+    addresses: tuple[str, ...] = ()
+    trace: TraceLevel = "steps"
+    generation: int = 1
+    join_timeout_s: float = 60.0
+    wait_timeout_s: float = WAIT_TIMEOUT_S
+    grace_s: float = 5.0
+    shares: tuple[float, ...] = ()  # of each table, one a server, as proportions; none for equal parts
+    encrypted: bool = False  # then transport is tcp, and the folder `keys` in run_dir holds certificates
+    server_threads: int | None = None  # of each server, for updates; None leaves it to the table's consistency
+    num_data_servers: int = 0
+    data_addresses: tuple[str, ...] = ()
+    trace_bytes: int = 0  # that bound the trace of each process, see `TraceFile`; 0 keeps all of it
+
+    @staticmethod
+    def read(path: Path) -> "ClusterSpec":
+        """Read a spec; raises UsageError when the file is missing or is not a spec."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=ClusterSpec)
+        except OSError as error:
+            raise UsageError(f"cannot read the cluster spec {path}: {error.strerror}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{path} is not a cluster spec: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Write the spec, readable by this user only; a reader sees either all of it or no file."""
+        write_private(path, msgspec.json.format(msgspec.json.encode(self), indent=2))
+
+
+def wait_spec(path: Path, timeout_s: float) -> ClusterSpec:
+    """Block until the launcher has written the spec at `path`, and read it.
+
+    Raises DeadlineExceeded when it is still missing after `timeout_s`.
+    """
+    return wait_for(
+        lambda: ClusterSpec.read(path) if path.exists() else None,
+        timeout_s,
+        lambda: (
+            f"no cluster spec at {path} after {timeout_s:g} s: the servers did not start listening in time, or the "
+            "launcher is gone; look at what the servers printed"
+        ),
+    )
+
+
+def write_token(run_dir: Path) -> None:
+    """Make a fresh secret for the job in `run_dir`, readable by this user only."""
+    write_private(run_dir / TOKEN_NAME, secrets.token_bytes(TOKEN_BYTES))
+
+
+def read_token(run_dir: Path, name: str = TOKEN_NAME) -> bytes:
+    """Return the job's secret; raises UsageError when it is missing or too short to be one."""
+    path = run_dir / name
+    try:
+        with path.open("rb") as file:
+            found, token = os.fstat(file.fileno()), file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read the job's token {path}: {error.strerror}") from error
+    if len(token) < TOKEN_BYTES:
+        raise UsageError(f"the job's token {path} has {len(token)} bytes, expected {TOKEN_BYTES}")
+    _require_private(path, found)
+    return token
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    """Refuse a secret that another user has put there, or may read or change; that of root is as good as one's own.
+
+    A file that all may read is private in a folder that no other user can enter.
+    """
+    mode, folder_mode = stat.S_IMODE(found.st_mode), stat.S_IMODE(path.parent.stat().st_mode)
+    may_read = mode & 0o044 and folder_mode & 0o011
+    if found.st_uid not in (os.geteuid(), 0) or mode & 0o022 or may_read:
+        raise UsageError(
+            f"{path} has mode {mode:04o} and owner {found.st_uid}, expected 0600 and "
+            f"{os.geteuid()}: chmod 600 it if it is yours"
+        )
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600 that appears at once and whole."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    unfinished.rename(path)

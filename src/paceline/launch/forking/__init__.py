@@ -1,1 +1,0 @@
-"""Starting the processes of a job by forking one that has imported torch."""

@@ -1,0 +1,279 @@
+"""The entry of the nursery, and of all that it forks: `python -m paceline.launch.forkserver.child RUN_DIR SCRIPT`.
+
+Standard input is a socket from the launcher. Each message asks for one process, which goes on as `python -m MODULE`
+would: with its own streams, environment, arguments, import path, session and chance. The run directory is named only
+to be seen in a list of processes.
+"""
+
+import ast
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import runpy
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from paceline.job.environment import find_launcher, import_folders, replace_all
+from paceline.launch.forkserver.subreaper import wait_adopted
+from paceline.launch.parent_death import EXIT_CODE, die_with_launcher
+
+KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
+OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim
+
+
+def may_make_optimizers(script: Path) -> bool:
+    """Tell whether a script names an optimizer, or imports what might make one; True when it cannot be read."""
+    try:
+        text = script.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: too deep for the parser
+        return True
+    return OPTIMIZERS.search(text) is not None or not _imported(tree) <= KNOWN_MODULES
+
+
+def sets_variables(script: Path) -> bool:
+    """Tell whether a script changes environment variables: libraries that are imported already would not see that."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
+        return False
+    return any(map(_sets_variables, ast.walk(tree)))
+
+
+def _sets_variables(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=whole, ctx=ast.Store() | ast.Del()):  # os.environ["A"] = ...
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(value=whole, attr="setdefault" | "update" | "pop" | "clear")):
+            return _is_environ(whole)
+        case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
+            return True
+        case ast.AugAssign(target=whole):  # os.environ |= {...}
+            return _is_environ(whole)
+        case _:
+            return False
+
+
+def _is_environ(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="environ" | "environb") | ast.Name(id="environ" | "environb"):
+            return True
+        case _:
+            return False
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Return the packages that some code imports; "" stands for the one that it lies in."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add("" if node.level else node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+PR_SET_MM: Final = 35
+PR_SET_MM_MAP: Final = 14
+UNCHANGED: Final = 0xFFFF_FFFF  # instead of a descriptor: keep the link to the executable
+
+STAT: Final = Path("/proc/self/stat")
+# The numbers of fields of /proc/self/stat, as proc(5) counts them.
+STAT_FIELDS: Final = {
+    "start_code": 26,
+    "end_code": 27,
+    "start_stack": 28,
+    "start_data": 45,
+    "end_data": 46,
+    "start_brk": 47,
+}
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's `struct prctl_mm_map`."""
+
+    _fields_ = [
+        ("start_code", ctypes.c_uint64),
+        ("end_code", ctypes.c_uint64),
+        ("start_data", ctypes.c_uint64),
+        ("end_data", ctypes.c_uint64),
+        ("start_brk", ctypes.c_uint64),
+        ("brk", ctypes.c_uint64),
+        ("start_stack", ctypes.c_uint64),
+        ("arg_start", ctypes.c_uint64),
+        ("arg_end", ctypes.c_uint64),
+        ("env_start", ctypes.c_uint64),
+        ("env_end", ctypes.c_uint64),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Have this process listed with this command and environment, where there is a /proc."""
+    layout_now = _layout_now()
+    if not layout_now:
+        return
+    words = _joined(command)
+    text = words + _joined(f"{name}={value}" for name, value in environment.items())
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    start = libc.malloc(ctypes.c_size_t(len(text)))  # never freed: it is read for as long as the process lives
+    ctypes.memmove(start, text, len(text))
+    middle, end = start + len(words), start + len(text)
+    places = {"arg_start": start, "arg_end": middle, "env_start": middle, "env_end": end, "brk": libc.sbrk(0)}
+    layout = _MemoryMap(**layout_now, **places, exe_fd=UNCHANGED)
+    libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), 0)
+
+
+def _layout_now() -> dict[str, int]:
+    # The name of the program is in brackets and may hold anything, so count behind it: from the third field on.
+    try:
+        fields = STAT.read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return {}
+    return {name: int(fields[number - 3]) for name, number in STAT_FIELDS.items()}
+
+
+def _joined(words: Iterable[str]) -> bytes:
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
+
+
+READY: Final = b"ready"
+GO: Final = b"go"
+BIRTH_TIMEOUT_S: Final = 10.0
+REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
+NUM_STREAMS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedProcess:
+    """What a process that was just forked is to become: `command` is (executable, "-m", module, *arguments)."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    streams: tuple[int, ...]  # the descriptors that become standard input, output and error
+    channel: socket.socket  # to the launcher
+
+    def grow_up(self) -> None:
+        """Become that process, and run its module to the end; raises what the module raises."""
+        os.setsid()
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        self._wait_go()
+        sys.path[:] = import_path(import_folders(self.environment))
+        replace_all(self.environment)
+        show_as(self.command, self.environment)
+        sys.orig_argv[:] = self.command
+        _, option, module, *arguments = self.command
+        sys.argv[:] = [option, *arguments]
+        reseed()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    def _wait_go(self) -> None:
+        """Block until the launcher has this process for its child and wants it; else end here, having done nothing."""
+        launcher = find_launcher()
+        if launcher is None or not wait_adopted(launcher, self.channel, BIRTH_TIMEOUT_S):
+            os._exit(EXIT_CODE)
+        with self.channel:
+            self.channel.settimeout(BIRTH_TIMEOUT_S)
+            try:
+                self.channel.sendall(str(os.getpid()).encode())
+                wanted = self.channel.recv(len(GO)) == GO
+            except OSError:  # the launcher has given up on this process, or is gone
+                wanted = False
+        if not wanted:
+            os._exit(EXIT_CODE)
+
+
+def main() -> None:
+    """Fork processes until the launcher wants no more; returns in each of them when it has run its module."""
+    die_with_launcher()
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as requests:
+        import_ahead(Path(sys.argv[-1]))
+        if not may_fork():
+            return
+        requests.sendall(READY)
+        birth = wait_birth(requests)
+    if birth is not None:
+        birth.grow_up()
+
+
+def import_ahead(script: Path) -> None:
+    """Import what workers and servers do, from where a script would: its folder is on PYTHONPATH, ours is left out."""
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    import torch
+
+    importlib.import_module("paceline.api.script")  # by name: it stands above us
+    if may_make_optimizers(script):
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
+    gc.collect()
+    gc.freeze()  # so that collections do not touch, and thereby copy, what all processes share
+
+
+def may_fork() -> bool:
+    """Tell whether nothing was imported that a fork would break: threads, and open devices."""
+    import torch
+
+    return threading.active_count() == 1 and not (torch.cuda.is_initialized() or torch.xpu.is_initialized())
+
+
+def wait_birth(requests: socket.socket) -> ForkedProcess | None:
+    """Block, forking a process for each request; returns in each of these, and None once no more is asked for."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 1)
+        if not message:
+            return None
+        if _fork_orphan():
+            *streams, channel = descriptors
+            asked = json.loads(message)
+            return ForkedProcess(
+                tuple(asked["command"]), asked["environment"], tuple(streams), socket.socket(fileno=channel)
+            )
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_orphan() -> bool:
+    """Fork a process whose parent ends at once; True in that process."""
+    # OpenBLAS ends its idle threads in a fork, but Python may still count them and warn.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            return False
+        if os.fork():
+            os._exit(0)
+        return True
+
+
+def import_path(folders: list[str]) -> list[str]:
+    """Return `sys.path` as `python -m` makes it, with these folders from the environment instead of our own."""
+    here = [] if sys.flags.safe_path else [os.getcwd()]
+    ours = import_folders()
+    return here + list(dict.fromkeys(folders + [entry for entry in sys.path if entry not in ours]))
+
+
+def reseed() -> None:
+    """Give this process chance of its own; Python's own `random` sees to that by itself."""
+    import numpy
+    import torch
+
+    numpy.random.seed()
+    torch.default_generator.seed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The launcher's end of the nursery: a process that has imported torch already, and forks the job's processes.
+
+Starting Python and importing torch takes seconds of a core, and every process of a job would do it. The nursery does it
+once. What it forks is the launcher's own child, and told apart from a process started afresh by nothing but its start.
+Whenever the nursery fails, processes are started afresh.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, Self, final
+
+from paceline.launch.child import Launch, Process, pin, start_process
+from paceline.launch.forkserver.child import BIRTH_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver.subreaper import adopting
+
+READY_TIMEOUT_S: Final = 30.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A process that the nursery has forked; a child of this process."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def wait(self) -> int:
+        """Block until it has ended, and return its exit code (negative: the signal that killed it)."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@final
+class ForkServer:
+    """Starts processes by having them forked. A context manager: leaving it ends the nursery."""
+
+    def __init__(self, environment: Mapping[str, str], run_dir: Path, script: Path) -> None:
+        """Plan it; `environment` comes from `nursery_environment`, what to import ahead from a look at the script."""
+        command = (sys.executable, "-m", "paceline.launch.forkserver.child", str(run_dir), str(script))
+        self.launch = Launch(role="nursery", name="nursery", rank=0, command=command, environment=environment)
+        # Whole messages, and the end of either side is seen by the other.
+        self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.setblocking(False)
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        """Return this nursery."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let its process end."""
+        self._requests.close()
+        self._theirs.close()
+
+    def open(self, launch: Launch) -> Process:
+        """Start its process, as `self.launch` says; does not wait until it is ready."""
+        self._deadline_s = time.monotonic() + READY_TIMEOUT_S
+        with self._theirs:
+            return start_process(launch, stdin=self._theirs.fileno())
+
+    def settled(self) -> bool:
+        """Tell whether it is ready, or will not be in time; does not block."""
+        try:
+            self._ready = self._requests.recv(len(READY)) == READY
+        except BlockingIOError:
+            return time.monotonic() >= self._deadline_s
+        except ConnectionError:
+            return True
+        return True
+
+    def start(self, launch: Launch) -> Process:
+        """Have a process forked; start it afresh when that fails."""
+        if self._ready:
+            try:
+                return self._fork(launch)
+            except OSError:  # it was killed, does not answer, or the machine is short of something
+                self._ready = False
+        return start_process(launch)
+
+    def _fork(self, launch: Launch) -> Forked:
+        request = json.dumps({"command": launch.command, "environment": launch.variables}).encode()
+        with ExitStack() as given, ExitStack() as kept:
+            channel, theirs = map(given.enter_context, socket.socketpair())
+            if launch.takes_orders:
+                orders, stdin = _pipe(given, kept)
+            else:
+                orders, stdin = given.enter_context(open(os.devnull, "rb")), None
+            stdout, out = _pipe(kept, given)
+            stderr, err = _pipe(kept, given)
+            self._requests.settimeout(BIRTH_TIMEOUT_S)
+            channel.settimeout(BIRTH_TIMEOUT_S)
+            with adopting():
+                socket.send_fds(self._requests, [request], [file.fileno() for file in (orders, out, err, theirs)])
+                theirs.close()  # so that the end of the nursery is the end of the channel
+                pid = _read_pid(channel)
+            pin(pid, launch.cores)
+            channel.sendall(GO)
+            kept.pop_all()
+        return Forked(pid, stdin, stdout, stderr)
+
+
+def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    reader, writer = os.pipe()
+    return (
+        readers.enter_context(open(reader, "rb", buffering=0)),
+        writers.enter_context(open(writer, "wb", buffering=0)),
+    )
+
+
+def _read_pid(channel: socket.socket) -> int:
+    pid = channel.recv(32)
+    if not pid:
+        raise ConnectionResetError("the nursery has ended")
+    return int(pid)

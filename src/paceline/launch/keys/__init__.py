@@ -1,1 +1,0 @@
-"""Who belongs to a job: certificates, tokens, and folders that hold them."""

@@ -1,0 +1,1 @@
+"""How processes that another launcher started find each other: torchrun, srun, mpirun."""

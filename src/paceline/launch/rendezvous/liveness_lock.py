@@ -1,0 +1,213 @@
+"""Who takes part in a job that nobody watches over: each worker holds a file locked for as long as it does.
+
+The kernel lets go of a lock when its process ends, however it ends, and whoever waits for it is told at once. In a
+folder that several machines see, locks are those of its file server: one of a machine that is gone stays until the file
+server gives it up.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.job.folders import names_in
+from paceline.launch.rendezvous.detect import Role
+from paceline.launch.rendezvous.process_info import ProcessInfo
+from paceline.stopwatch import Stopwatch
+
+BEAT_S: Final = 2.0
+SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
+
+
+@final
+class Heartbeat:
+    """Touches a file, in a thread of its own."""
+
+    def __init__(self, path: Path, beat_s: float = BEAT_S) -> None:
+        self._path = path
+        self._beat_s = beat_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="paceline-pulse", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Touch it no longer; may be repeated."""
+        self._ended.set()
+        self._thread.join(self._beat_s)  # a file server that does not answer does not keep this process from ending
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            with suppress(OSError):  # the job is over and its folder cleared, or the file server is away for a while
+                os.utime(self._path)
+
+
+@final
+class Watch:
+    """Tells for how long a file has not been touched, as far as whoever asks has seen."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._ran = Stopwatch(BEAT_S, now)
+        self._touched_ns: int | None = None
+        self._since_s = 0.0
+
+    def silent_s(self, touched_ns: int) -> float:
+        """Return for how many seconds the time of the file has been this one; ask every few seconds.
+
+        Time in which whoever asks was stopped does not count: the other may have been stopped with it.
+        """
+        ran_s = self._ran.look()
+        if touched_ns != self._touched_ns:
+            self._touched_ns, self._since_s = touched_ns, ran_s
+        return ran_s - self._since_s
+
+
+SUFFIX: Final = ".life"
+POLL_INTERVAL_S: Final = 0.25
+
+
+@final
+class LivenessLock:
+    """The file that this process holds locked."""
+
+    def __init__(self, path: Path, descriptor: int, index: int) -> None:
+        self.index: Final = index
+        self._path = path
+        self._descriptor: int | None = descriptor
+        self._heartbeat: Heartbeat | None = None
+
+    @staticmethod
+    def begin(run_dir: Path, role: Role, index: int | None, count: int) -> "LivenessLock":
+        """Take part as this one of `count`, or as the first that nobody is yet.
+
+        Raises UsageError when another process is.
+        """
+        unfinished = run_dir / f".{role}.{socket.gethostname()}.{os.getpid()}"
+        with ExitStack() as undo:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            undo.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see the file, who would take us for dead
+                os.write(descriptor, msgspec.json.encode(ProcessInfo.own()))
+                os.fsync(descriptor)  # for other machines too, though the file stays open
+                for one in range(count) if index is None else (index,):
+                    path = run_dir / _name(role, one)
+                    if _link(unfinished, path):
+                        undo.pop_all()
+                        return LivenessLock(path, descriptor, one)
+            finally:
+                unfinished.unlink()
+        who = f"all {count} {role}s are" if index is None else f"{role} {index} is"
+        raise UsageError(
+            f"{who} there already: another process has taken this place, or this one joined before and has left. Start "
+            "the job again, and join it once"
+        )
+
+    def show(self) -> None:
+        """Let other machines see from now on that this process lives."""
+        self._heartbeat = Heartbeat(self._path)
+
+    def end(self) -> None:
+        """Take part no longer; may be repeated."""
+        if self._descriptor is None:
+            return
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child that was forked may have the file open still
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def absent(run_dir: Path, role: Role, count: int) -> list[int]:
+    """Return those of a role who have never come."""
+    present = names_in(run_dir)
+    return [index for index in range(count) if _name(role, index) not in present]
+
+
+def process_info(run_dir: Path, role: Role, index: int) -> ProcessInfo:
+    """Return what one who has come tells of itself; raises UsageError when that cannot be read."""
+    path = run_dir / _name(role, index)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ProcessInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} does not say where {role} {index} runs ({error}): does it run another version of paceline?"
+        ) from error
+
+
+def wait_end(run_dir: Path, role: Role, index: int) -> None:
+    """Block until one who has come takes part no longer, be it left or dead."""
+    try:
+        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+    except FileNotFoundError:  # the job is over, and its folder is cleared
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float = SILENCE_S) -> bool:
+    """Block as `wait_end` does, for one that may be on another machine and shows that it lives.
+
+    Returns False when it has not for `silence_s`, though it holds its lock still: its machine is gone, and the file
+    server has not noticed; or it is stopped.
+    """
+    watch, pause = Watch(), threading.Event()
+    while True:
+        try:
+            descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        try:
+            if not is_held(descriptor):
+                return True
+            if watch.silent_s(os.fstat(descriptor).st_mtime_ns) >= silence_s:
+                return False
+        finally:
+            os.close(descriptor)
+        pause.wait(POLL_INTERVAL_S)  # to block could take longer: a client of NFS asks for a lock ever less often
+
+
+def takes_part(run_dir: Path, role: Role, index: int) -> bool:
+    """Tell whether one who has come still takes part; does not block."""
+    try:
+        descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return is_held(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_held(descriptor: int) -> bool:
+    """Tell whether another process holds this file locked; does not block."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EWOULDBLOCK:
+            raise
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _name(role: Role, index: int) -> str:
+    return f"{role}-{index}{SUFFIX}"
+
+
+def _link(existing: Path, path: Path) -> bool:
+    try:
+        os.link(existing, path)
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,276 @@
+"""The process groups of workers that hold a model between them, as a mesh of torch. One a process, as torch has it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Final
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.collective.collectives import Collectives
+from paceline.collective.failures import FailureReports, names
+from paceline.collective.group import NEVER, WorkerSet
+from paceline.collective.signature import NUM_WORDS, CallSignature
+from paceline.errors import PeerError, UsageError
+from paceline.job.mesh import MeshPosition, MeshShape
+from paceline.transport.memory import MemoryTransport
+from paceline.wire.requests import Barrier
+from paceline.worker.waits import About, OpenWait
+
+AXES: Final = ("pipeline", "data", "tensor")
+BACKEND: Final = "paceline"  # Gloo at an address of ours; torch's own asks the name of the machine for a device
+_NAME: Final = "mesh"
+_ABORT_TAG: Final = 7
+_WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
+_GRACE_S: Final = 1.0
+_POLL_INTERVAL_S: Final = 0.01
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Mesh:
+    """All workers of a job, by stage, replica and tensor rank, each axis with its process groups.
+
+    Attributes:
+        devices: the mesh of torch, with the axes "pipeline", "data" and "tensor".
+        replica: the group of those who hold a model between them.
+    """
+
+    grid: MeshShape
+    worker_set: WorkerSet
+    failure_reports: FailureReports
+    devices: DeviceMesh
+    replica: ProcessGroup
+    _num_calls: int = 0
+    _failure: str = ""  # what ended the connections
+    _words: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    @staticmethod
+    def open(exchange: Collectives, grid: MeshShape) -> Mesh:
+        """Connect to all other workers; blocks until each has come here too. It ends when the worker leaves.
+
+        Raises:
+            UsageError: workers that are threads, a script that has made process groups of its own, or workers that
+                would connect between machines, and may not.
+            PeerError: a worker has left the job or has died.
+            DeadlineExceeded: not all have come in time.
+        """
+        worker_set = exchange.worker_set
+        _require_process(worker_set)
+        backend, store = _register_backend(worker_set.address), worker_set.store(_NAME)
+        failure_reports = _meet(worker_set, store)
+        patience, hook = timedelta(seconds=worker_set.patience_s), sys.excepthook
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=worker_set.rank, world_size=worker_set.size, timeout=patience
+            )
+            devices, replica = _connect(grid, patience)
+        except (RuntimeError, ValueError) as error:
+            raise failure_reports.explain("connecting", worker_set.others, None, str(error)) from error
+        finally:
+            sys.excepthook = hook  # torch writes a rank before each line of a traceback, as the launcher does
+        mesh = Mesh(grid, worker_set, failure_reports, devices, replica)
+        exchange.when_closed(WeakMethod(mesh.close))
+        return mesh
+
+    @property
+    def position(self) -> MeshPosition:
+        """Where this worker stands."""
+        return self.grid.position(self.worker_set.rank)
+
+    def axis(self, name: str) -> DeviceMesh:
+        """Return the mesh of those who differ from this worker along one axis only."""
+        return self.devices[name]
+
+    def group(self, name: str) -> ProcessGroup:
+        """Return the process group of those who differ from this worker along one axis only."""
+        return self.devices.get_group(name)
+
+    def agree(self, call: CallSignature, what: str) -> list[CallSignature]:
+        """Tell all who hold this replica what this worker is about to do, and return what each of them tells.
+
+        All must do the same; only `weight` may differ. Blocks until all have come to it.
+
+        Raises:
+            UsageError: another means another call; nothing has been sent then.
+            PeerError: a worker is gone, or has not come in time.
+        """
+        self._num_calls += 1
+        own = replace(call, number=self._num_calls)
+        members = self.grid.replica_ranks(self.position.replica)
+        self._words = self._words or [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in members]
+        with self.explained(what):
+            dist.all_gather(self._words, own.words(), self.replica)
+        calls = [CallSignature.read(words) for words in self._words]
+        for rank, told in zip(members, calls, strict=True):
+            if replace(told, weight=own.weight) != own:
+                raise UsageError(
+                    f"worker {self.worker_set.rank}, {what} {own.number}: expected {own} of every worker of this "
+                    f"replica, got {told} from worker {rank} as its {told.number}. All must be given the same batch."
+                )
+        return calls
+
+    @contextmanager
+    def explained(self, what: str) -> Generator[None]:
+        """Say who is to blame when connections fail inside; what a script gets wrong is raised as it is.
+
+        Raises:
+            PeerError: a worker is gone, or did not come in time. Then all connections are over.
+        """
+        if self._failure:
+            raise PeerError(f"worker {self.worker_set.rank}, {what}: an earlier call has failed: {self._failure}")
+        waits = self.worker_set.node.waits
+        about = About(f"mesh {what}", workers=tuple(self.grid.replica_ranks(self.position.replica)), computes=True)
+        wait: OpenWait | None = None
+        try:
+            with waits.during(what, about, waits.limit_s, self.abort) as wait:
+                yield
+        except (RuntimeError, ValueError) as error:
+            found = _unwrapped(error)
+            if not _is_of_connections(found):
+                raise found from None
+            late = wait.waited_s if wait is not None and wait.give_up is None else None
+            self._failure = f"{what} has failed"
+            told = self.failure_reports.explain(what, self._missing(), late, str(found))
+            self._failure = str(told)
+            raise told from error
+
+    def abort(self) -> None:
+        """End all connections, so that whoever waits for this worker fails at once."""
+        for group in self._groups:
+            others = [rank for rank in range(group.size()) if rank != group.rank()]
+            for other in others[:1]:
+                try:  # a wait that runs out of time has torch close every connection of the group
+                    group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    def close(self, politely: bool) -> None:
+        """End the process groups. May be repeated."""
+        if not dist.is_initialized():
+            return
+        self.failure_reports.give("has left the job" if politely else "has ended with an error")
+        if not politely:
+            self.abort()
+        dist.destroy_process_group()
+
+    def _missing(self) -> Sequence[int]:
+        """Return who does not notice that the connections are over, within a second; all others if everybody does.
+
+        A worker that has ended is among them, and ones that compute may be: which of them run is asked later.
+        """
+        store = self.failure_reports.store
+        store.set(f"noticed/{self.worker_set.rank}", "")
+        self.abort()
+        connected = {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
+        silent, deadline_s = connected - {self.worker_set.rank}, time.monotonic() + _GRACE_S
+        while silent and time.monotonic() < deadline_s:
+            silent = {rank for rank in silent if not store.check([f"noticed/{rank}"])}
+            if any(map(self.worker_set.liveness.has_ended, silent)):
+                break
+            if all(store.check([f"account/{rank}"]) for rank in silent):
+                break
+            time.sleep(_POLL_INTERVAL_S)
+        return sorted(silent) or self.worker_set.others
+
+    @property
+    def _groups(self) -> list[ProcessGroup]:
+        return [self.replica, *map(self.group, AXES)]
+
+
+def _require_process(worker_set: WorkerSet) -> None:
+    if isinstance(worker_set.node.transport, MemoryTransport):
+        raise UsageError(
+            "pipeline, tensor and fsdp need workers that are processes, as torch has one mesh a process: run with "
+            "`paceline run --transport shm` or tcp."
+        )
+    if dist.is_initialized():
+        raise UsageError(
+            f"worker {worker_set.rank}: torch.distributed is in use in this process already. Leave "
+            "init_process_group to Paceline, or let each worker be a process of its own."
+        )
+
+
+def _meet(worker_set: WorkerSet, store: Store) -> FailureReports:
+    """Wait for all workers before torch does: it could not say who is missing."""
+    if store.add(f"here/{worker_set.rank}", 1) > 1:
+        raise PeerError(
+            f"worker {worker_set.rank} held a part of the model in an earlier life: a worker that was started again "
+            "cannot join the others. Start the job again."
+        )
+    worker_set.liveness.begin()
+    worker_set.node.calls.ask(0, lambda number: Barrier(number, _NAME), "all workers to come to the mesh")
+    absent = worker_set.absent(store)
+    if absent:
+        raise PeerError(
+            f"worker {worker_set.rank}: {names(absent)} has left the job or has died before the mesh was made"
+        )
+    return FailureReports(PrefixStore(_NAME, store), worker_set.rank, worker_set.liveness)
+
+
+def _connect(grid: MeshShape, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]:
+    """Make the groups of each axis and of each replica, those of the same workers once; return this worker's.
+
+    Each with the patience of the job: those that a `DeviceMesh` makes itself would wait for half an hour.
+    """
+    ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
+    axes = [ranks.movedim(axis, -1).flatten(0, 1).tolist() for axis in range(len(AXES))]
+    made: dict[tuple[int, ...], object] = {}
+    own: list[ProcessGroup] = []
+    for lines in (*axes, [grid.replica_ranks(index) for index in range(grid.replicas)]):
+        for line in map(tuple, lines):
+            made[line] = group = made.get(line) or dist.new_group(line, timeout=patience)
+            if isinstance(group, ProcessGroup):  # else it is one of others
+                own.append(group)
+    return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
+
+
+def _register_backend(address: str) -> str:
+    """Tell torch how to make a process group at an address of this machine; return how it is called."""
+    name = f"{BACKEND}-{address.replace(':', '-')}"
+    if not dist.is_backend_available(name):
+        dist.Backend.register_backend(name, partial(_connected, address), devices=["cpu"])
+    return name
+
+
+def _connected(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = NEVER  # of all that is sent later, too, which `Mesh.explained` gives up in time
+    made: Future[ProcessGroupGloo] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(ProcessGroupGloo(store, rank, size, options))
+        except RuntimeError as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="paceline-mesh", daemon=True).start()
+    try:
+        return made.result(timeout.total_seconds())
+    except TimeoutError:
+        raise RuntimeError(f"not all workers have connected within {timeout.total_seconds():g} s") from None
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """Return what a layer has raised, without what the pipelines of torch put around it."""
+    while error.__cause__ is not None and any(words in str(error) for words in _WRAPPINGS):
+        error = error.__cause__
+    return error
+
+
+def _is_of_connections(error: BaseException) -> bool:
+    """Whether Gloo raised this, which mostly names the place in its source."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("gloo", "pair closure"))

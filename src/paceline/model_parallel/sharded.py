@@ -1,0 +1,193 @@
+"""Fully sharded models: each rank has a slice of every parameter, and a layer is whole only while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+
+from paceline.errors import UsageError
+from paceline.model_parallel.split import RankShare
+
+Guard = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCall:
+    """A call among ranks in the middle of forward or backward.
+
+    Args:
+        guard: is entered around it, to say who is to blame if it fails.
+    """
+
+    guard: Guard = nullcontext
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what it gives or takes."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class GatherSlices(SliceCall):
+    """Gives every rank all slices."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather; blocks until all ranks have come."""
+        del async_op
+        with self.guard():
+            dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
+
+
+class ScatterSums(SliceCall):
+    """Adds up gradients, each rank getting its slice of the sum.
+
+    Gloo's own adds everything up everywhere first, which sends 2 (n-1)/n times the gradients. Here each rank sends
+    every other its slice, (n-1)/n times, and each adds up what it gets.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Add up; blocks until all ranks have come."""
+        del async_op
+        slices = torch.empty_like(input_tensor)
+        with self.guard():
+            dist.all_to_all_single(slices, input_tensor, group=group)
+        torch.sum(slices.view(group.size(), -1), 0, out=output_tensor.view(-1))
+        if op == ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+_HOOKS = "_state_dict_pre_hooks"  # where torch keeps them in a module
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
+    """Keep this rank's slice of every parameter of a model, in place; blocks until all ranks have come.
+
+    Values are those of the mesh's first rank. Parameters become `DTensor`s, so make optimizers afterwards. Layers of a
+    `Sequential` or `ModuleList` are gathered one by one when they run, what is outside of these with the model itself.
+    Backward leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
+
+    Args:
+        model: the module whose forward is called.
+        mesh: of the ranks that keep slices, 1-D.
+        guard: is entered around each call among ranks, to say who is to blame if it fails.
+
+    Raises:
+        UsageError: a model without parameters, with several dtypes, or one that is sharded already; an older torch,
+            which lets nobody else make its calls.
+    """
+    if getattr(FSDPModule, "set_custom_all_gather", None) is None:
+        raise UsageError(f"fsdp needs torch 2.9 or later, this is {torch.__version__}: take all-reduce in its place.")
+    parameters = list(model.parameters())
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    if len(dtypes) != 1 or is_sharded(model):
+        what = "is sharded already" if is_sharded(model) else f"has parameters of {' and '.join(dtypes) or 'no dtype'}"
+        raise UsageError(f"fsdp: {type(model).__name__} {what}; expected a model of one dtype, not sharded.")
+    scalar = next((name for name, parameter in model.named_parameters() if parameter.dim() == 0), None)
+    if scalar is not None:
+        raise UsageError(
+            f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
+            "shape (1,)."
+        )
+    empty = {parameter for parameter in parameters if not parameter.numel()}  # torch slices none of these
+    share = RankShare.of(mesh)
+    with torch.no_grad():
+        for tensor in (*parameters, *model.buffers()):
+            tensor.data = tensor.data.contiguous()  # torch cuts nothing that lies in another order
+            share.copy_from_first(tensor.data)
+    for layer in (*_blocks(model), model):
+        layer.register_forward_hook(_without_views)
+        sharded = fully_shard(layer, mesh=mesh, ignored_params=empty)
+        sharded.set_custom_all_gather(GatherSlices(guard))  # pyright: ignore[reportArgumentType] - torch hides the bases
+        sharded.set_custom_reduce_scatter(ScatterSums(guard))  # pyright: ignore[reportArgumentType]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model keeps slices of its parameters."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Generator[None]:
+    """Keep a sharded model whole for the length of a `with` block: in it forward takes nobody else.
+
+    All ranks enter it together, which blocks until they have; each has memory for the whole model then. `state_dict`
+    is whole, too, and leaves the model as it is.
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    hooks = _without_slicing(model)
+    for module in modules[1:]:  # the first is the root, which stays whole after forward as it is
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, own in hooks.items():
+            setattr(module, _HOOKS, own)
+        for module in modules[1:]:
+            module.set_reshard_after_forward(True, recurse=False)
+        for module in modules:
+            module.reshard()
+
+
+def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
+    """Take off torch's hooks that slice a model again before `state_dict`; return the hooks that each module had."""
+    found: dict[nn.Module, dict[int, object]] = {module: getattr(module, _HOOKS) for module in model.modules()}
+    for module, hooks in found.items():
+        others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")}
+        setattr(module, _HOOKS, OrderedDict(others))
+    return found
+
+
+def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a whole tensor, cut as a parameter is."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    mesh = parameter.device_mesh
+    slices = tensor.chunk(mesh.size(), 0)
+    rank = mesh.get_local_rank()
+    own = slices[rank].clone() if rank < len(slices) else tensor[:0].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns
+    """Copy outputs that are views: what a script did to them in place would part them from torch's hooks."""
+    del layer, inputs
+    if not torch.is_grad_enabled():
+        return outputs
+    return tree_map_only(Tensor, lambda one: one.clone() if one._is_view() else one, outputs)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that are gathered by themselves: outermost ones of a chain that share no parameter."""
+    found = list(_in_chains(model))
+    holders = Counter(id(parameter) for block in found for parameter in block.parameters())
+    inside = {id(module) for block in found for module in block.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            holders.update(id(parameter) for parameter in module.parameters(recurse=False))
+    return [block for block in found if all(holders[id(parameter)] == 1 for parameter in block.parameters())]
+
+
+def _in_chains(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of the outermost chains in a module that have parameters."""
+    is_chain = isinstance(module, nn.Sequential | nn.ModuleList)
+    for child in module.children():
+        if is_chain and not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _in_chains(child)

@@ -1,1 +1,0 @@
-"""The nodes: the only place where the core, the tensors and a transport meet threads and a real clock."""

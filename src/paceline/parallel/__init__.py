@@ -1,1 +1,0 @@
-"""One model held by several workers between them: cut into stages, split over ranks, sharded; and its replicas."""

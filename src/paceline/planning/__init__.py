@@ -1,1 +1,0 @@
-"""Planning: what fits on which devices, and how long a step takes, before anything runs."""

@@ -1,0 +1,172 @@
+"""The actor: a shell around one process of the job, on the node that Ray has chosen.
+
+It starts the process as its own child, relays what that writes, and ends with it. The process ends with the actor,
+however that ends: the kernel and the guard see to it, as they do for a launcher on one machine.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Final, final
+
+import msgspec
+
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.job.credentials.holders import KEYS_NAME, Holder, Role
+from paceline.job.environment import Place, child_environment, with_import_path
+from paceline.job.spec import ClusterSpec, write_private
+from paceline.launch.child import Child, Launch, start_process
+from paceline.launch.guard import Guard, clear
+from paceline.launch.pipes import Pump
+from paceline.launch.plan import DEFAULT_PROGRAMS
+from paceline.launch.rendezvous.process_info import VERSION
+from paceline.ray.engine import load_ray
+from paceline.ray.file_follower import FileFollower
+from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady
+from paceline.ray.outbox import NewsBuffer
+
+TURN_S: Final = 0.1
+NEWS_TIMEOUT_S: Final = 1.0
+GUARD_TIMEOUT_S: Final = 5.0
+
+
+@final
+class ProcessActor:
+    """One process of the job; an actor's methods, which take and return numbers, words and bytes."""
+
+    def __init__(self) -> None:
+        """Make a folder that only this user can enter, and that goes with this actor."""
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._guard = Guard(self._folder, temporary=True, orphan=True)
+        self._job_folder = self._folder
+        self._orders: SimpleQueue[Callable[[Child], None]] = SimpleQueue()
+        self._outbox = NewsBuffer()
+        self._waking, self._wake = os.pipe()
+        os.set_blocking(self._waking, False)
+
+    def arrive(self, role: Role, rank: int, encrypted: bool) -> bytes:
+        """Say where this is; make a key and ask for a certificate where the job needs one."""
+        request = b""
+        if encrypted:
+            from paceline.job.credentials.certificates import request as request_certificate
+
+            keys = self._folder / KEYS_NAME
+            keys.mkdir(mode=0o700)
+            request = request_certificate(keys, Holder(role, rank))
+        return msgspec.msgpack.encode(
+            ActorReady(load_ray().util.get_node_ip_address(), str(self._folder), VERSION, request)
+        )
+
+    def start(self, order: bytes) -> None:
+        """Start the process; call it once."""
+        told = msgspec.msgpack.decode(order, type=ActorCommand)
+        self._job_folder = Path(told.folder)
+        # A thread of its own, because the kernel ends a child with the thread that started it.
+        threading.Thread(target=self._live, args=(told,), name="paceline-process", daemon=True).start()
+
+    def news(self) -> bytes:
+        """Return what has happened; blocks for a second at most."""
+        return msgspec.msgpack.encode(self._outbox.take(NEWS_TIMEOUT_S))
+
+    def tell(self, line: str) -> None:
+        """Write a line to the standard input of the process."""
+        self._ask(lambda child: child.tell(line))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self._ask(lambda child: child.signal(number))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file into the folder of the process."""
+        write_into(self._job_folder, name, content)
+
+    def _ask(self, order: Callable[[Child], None]) -> None:
+        self._orders.put(order)
+        os.write(self._wake, b".")
+
+    def _live(self, order: ActorCommand) -> None:
+        """Watch over the process from its start to its end."""
+        exit_code = EXIT_NOT_STARTED
+        try:
+            exit_code = self._watch(order)
+        except OSError as error:
+            self._outbox.relay(order.name, 0, f"paceline: cannot start {order.name}: {error}", to_stderr=True)
+        finally:
+            self._guard.dismiss(GUARD_TIMEOUT_S)
+            clear(self._folder, temporary=True)
+            self._outbox.put(exit_code=exit_code)
+
+    def _watch(self, order: ActorCommand) -> int:
+        if order.cwd is not None:
+            os.chdir(order.cwd)
+        folder = self._job_folder
+        for name, content in order.files.items():
+            write_into(folder, name, content)
+        tail = FileFollower(folder, order.role, order.rank) if order.is_followed else None
+        child = Child(plan(order, folder), self._outbox, self._guard, start_unmasked)
+        pump = Pump(self._waking)
+        for pipe in child.pipes:
+            pump.add(pipe)
+        while (exit_code := child.reap()) is None:
+            pump.wait(TURN_S)
+            self._obey(child)
+            if tail is not None:
+                tail.report(self._outbox)
+        for pipe in child.pipes:
+            pump.remove(pipe)
+        if tail is not None:
+            tail.finish(self._outbox)
+        return exit_code
+
+    def _obey(self, child: Child) -> None:
+        try:
+            while True:
+                self._orders.get_nowait()(child)
+        except Empty:
+            return
+
+
+def plan(order: ActorCommand, folder: Path) -> Launch:
+    """Say how the process is started here."""
+    script = Path.cwd() / order.script
+    environment = child_environment(1, 1, traceback=order.traceback) | order.variables
+    if order.role != "worker":
+        program = DEFAULT_PROGRAMS.server if order.role == "server" else DEFAULT_PROGRAMS.data_server
+        return Launch(
+            role=order.role,
+            name=order.name,
+            rank=order.rank,
+            command=(*program, str(folder / SPEC_NAME), str(order.rank), order.host),
+            environment=with_import_path(environment, script.parent),
+        )
+    return Launch(
+        role="worker",
+        name=order.name,
+        rank=order.rank,
+        command=(*DEFAULT_PROGRAMS.worker, str(script), *order.args),
+        environment=environment,
+        place=Place(folder / CLUSTER_NAME, order.rank, order.local_rank, order.incarnation),
+    )
+
+
+def start_unmasked(launch: Launch) -> subprocess.Popen[bytes]:
+    """Start a process that hears all signals: Ray blocks Ctrl-C in its own, and what they start."""
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        return start_process(launch)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def write_into(folder: Path, name: str, content: bytes) -> None:
+    """Write a file of the job; what names the launcher's folder names this one instead."""
+    if name in (SPEC_NAME, CLUSTER_NAME):
+        spec = msgspec.json.decode(content, type=ClusterSpec)
+        content = msgspec.json.encode(replace(spec, run_dir=str(folder)))
+    write_private(folder / name, content)

@@ -1,0 +1,61 @@
+"""What the launcher and the actors of its processes tell each other: a few small messages, as bytes.
+
+No class of ours is pickled on the way, and no tensor is in them: values and updates go from process to process.
+"""
+
+from typing import Final, Literal
+
+import msgspec
+
+EXIT_NOT_STARTED: Final = 126  # as a shell says it
+
+Role = Literal["server", "data", "worker"]
+
+
+class ActorCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """Which process an actor is to start.
+
+    `files` go into the `folder` of the process, by their names in it; `is_followed`: the launcher does not see that
+    folder, and wants to hear of it.
+    """
+
+    role: Role
+    name: str
+    rank: int
+    incarnation: int
+    local_rank: int
+    script: str
+    args: tuple[str, ...]
+    variables: dict[str, str]
+    files: dict[str, bytes]
+    folder: str
+    is_followed: bool
+    cwd: str | None
+    host: str
+    traceback: bool
+
+    def __repr__(self) -> str:
+        """Leave out the files: one of them is the job's secret."""
+        return f"Order({self.name}, incarnation {self.incarnation})"
+
+
+class ActorReady(msgspec.Struct, frozen=True):
+    """Where an actor runs, a folder of its own, and what it wants to be signed."""
+
+    host: str
+    folder: str
+    version: str
+    request: bytes
+
+
+class News(msgspec.Struct, frozen=True):
+    """What has happened to a process since the last news.
+
+    `lines` are what it wrote, each with whether to stderr; `trace` is what it added to its trace, in whole lines;
+    `exit_code` comes after all else.
+    """
+
+    lines: list[tuple[bool, str]]
+    address: str
+    trace: bytes
+    exit_code: int | None

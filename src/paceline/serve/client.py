@@ -1,0 +1,167 @@
+"""A client's way in: from the address of a server of its own to a worker that may take part there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, final
+
+from paceline.errors import (
+    AuthenticationFailed,
+    CertificateRefused,
+    DeadlineExceeded,
+    PeerError,
+    ProtocolBug,
+    Refused,
+    UsageError,
+)
+from paceline.job.machines import look_up
+from paceline.serve.access import ServerCredentials
+from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, decode_answer, encode
+from paceline.serve.url import SCHEME, ServeUrl, door
+from paceline.transport.base import Connection, Listener
+from paceline.transport.deadline import Deadline
+from paceline.transport.tcp import TcpTransport
+from paceline.version import __version__
+
+CONNECT_TIMEOUT_S: Final = 5.0
+# The reception answers when the namespace is there, which may have to be read from disk first.
+ADMISSION_TIMEOUT_S: Final = 60.0
+LOOKUP_PAUSE_S: Final = 0.25
+
+
+@final
+class GatewayConnection:
+    """A `Transport` to one namespace: TCP, with the namespace in what a client says of itself.
+
+    Addresses are those of `ServeUrl`. All addresses that its host has are tried in turn, first the one that led there
+    last. Where none does, the host is looked up again for the next time: a server that moved has another address.
+
+    Args:
+        find: returns the addresses of the host now, at least one; raises UsageError where none is known.
+    """
+
+    def __init__(self, location: ServeUrl, tcp: TcpTransport, find: Callable[[], tuple[str, ...]]) -> None:
+        self.name: Final = SCHEME
+        self.maps_memory: Final = False
+        self._location = location
+        self._tcp = tcp
+        self._find = find
+        self._doors = find()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Give plain memory; see `Transport.allocate`."""
+        return self._tcp.allocate(size_bytes)
+
+    def listen(self, address: str) -> Listener:
+        """Refuse: a client calls, and nobody calls it."""
+        raise UsageError(f"nothing listens at {address} but `paceline serve`")
+
+    def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
+        """Connect to the server of the namespace; see `Transport.connect`."""
+        if address != str(self._location):
+            raise UsageError(f"this line leads to {self._location}, and not to {address}")
+        return self.call(EnterFrame(self._location.namespace, identity), timeout_s)
+
+    def call(self, visit: EnterFrame, timeout_s: float) -> Connection:
+        """Connect to the first address that leads there; raises what went wrong at the last one.
+
+        Each has an equal part of the time that is left, so that one that drops packets leaves some to the others.
+        """
+        deadline, identity = Deadline.after(timeout_s), encode(visit)
+        for number, one in enumerate(self._doors):
+            num_left = len(self._doors) - number
+            try:
+                connection = self._tcp.connect(one, identity, timeout_s=deadline.remaining_s() / num_left)
+            except AuthenticationFailed:
+                raise
+            except PeerError:
+                if num_left == 1:
+                    with suppress(UsageError):
+                        self._doors = self._find()
+                    raise
+            else:
+                self._doors = (one, *(other for other in self._doors if other != one))
+                return connection
+        raise ProtocolBug(f"{self._location} has no address")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeEntry:
+    """The way in, and as whom."""
+
+    line: GatewayConnection
+    admitted: EnterAccepted
+
+
+def enter(location: ServeUrl, access: ServerCredentials, rank: int | None, workers: int | None) -> ServeEntry:
+    """Be let in; blocks until the reception has answered.
+
+    Raises:
+        UsageError: the host has no address, or what was given makes no sense.
+        PeerError: nobody answers, or the server does not let this client in; the message says what to do.
+    """
+    _wait_known(location.host)
+    line = GatewayConnection(location, access.transport(), partial(_addresses, location))
+    try:
+        connection = line.call(
+            EnterFrame(location.namespace, ask=EnterRequest(rank, workers, __version__)), CONNECT_TIMEOUT_S
+        )
+    except CertificateRefused as error:
+        raise CertificateRefused(f"{location} does not let this client in: {error}") from error
+    except AuthenticationFailed as error:
+        raise AuthenticationFailed(
+            f"{location} does not let this client in: {error}. Its token is the file `token` in the folder that the "
+            "server was given as --state or --keys"
+        ) from error
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{location} does not answer: {error}. {_advice(access)}") from error
+    except PeerError as error:
+        raise type(error)(f"cannot reach {location}: {error}. {_advice(access)}") from error
+    try:
+        return ServeEntry(line, _admitted(connection, location))
+    finally:
+        connection.close()
+
+
+def _wait_known(host: str) -> None:
+    """Block until a host has an address: names of new machines become known some time after those."""
+    deadline = Deadline.after(CONNECT_TIMEOUT_S)
+    while True:
+        try:
+            look_up(host)
+        except UsageError as error:
+            if not deadline.remaining_s():
+                raise UsageError(f"{error} (tried for {CONNECT_TIMEOUT_S:g} s)") from error
+            time.sleep(min(LOOKUP_PAUSE_S, deadline.remaining_s()))
+        else:
+            return
+
+
+def _addresses(location: ServeUrl) -> tuple[str, ...]:
+    return tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
+
+
+def _admitted(connection: Connection, location: ServeUrl) -> EnterAccepted:
+    try:
+        answer = decode_answer(connection.receive(timeout_s=ADMISSION_TIMEOUT_S).header)
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"{location} has not let this client in within {ADMISSION_TIMEOUT_S:g} s: is it busy with reading or "
+            "writing what it keeps?"
+        ) from error
+    except PeerError as error:
+        raise type(error)(
+            f"{location} has not said whether it lets this client in: {error}. Look at what `paceline serve` wrote"
+        ) from error
+    if isinstance(answer, EnterAccepted):
+        return answer
+    raise Refused(f"{location} does not let this client in: {answer.reason}")
+
+
+def _advice(access: ServerCredentials) -> str:
+    keys = "" if access.tls else ", and does it listen without --keys, as this client has none"
+    return f"Is `paceline serve` running there, does its --listen name an address that leads here{keys}?"

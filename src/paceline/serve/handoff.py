@@ -1,0 +1,102 @@
+"""Clients on their way from the reception to the server of their namespace."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, final
+
+from paceline.core.messages import Sender, WorkerRefused
+from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError
+from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
+from paceline.transport.deadline import seconds
+from paceline.wire.messages import Hello, decode, encode
+
+if TYPE_CHECKING:
+    from paceline.serve.messages import EnterFrame
+
+_REFUSAL_TIMEOUT_S: Final = 1.0
+
+
+@final
+class PendingHandshake:
+    """A connection whose identity is what the client has to say to the server of its namespace."""
+
+    def __init__(self, connection: Connection, visit: EnterFrame) -> None:
+        self.identity: Final = visit.hello
+        self._connection = connection
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self._connection.peer
+
+    @property
+    def peer_identity(self) -> PeerIdentity:
+        """What the client's certificate says."""
+        return self._connection.peer_identity
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame; see `Connection.send`."""
+        self._connection.send(header, body, timeout_s=timeout_s)
+
+    def has_room(self, body: memoryview) -> bool:
+        """Say whether `send` would take a body without waiting; see `Connection.has_room`."""
+        return self._connection.has_room(body)
+
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+        """Wait for the next frame; see `Connection.receive`."""
+        return self._connection.receive(timeout_s=timeout_s, place=place)
+
+    def close(self) -> None:
+        """End the connection; see `Connection.close`."""
+        self._connection.close()
+
+    def turn_away(self, reason: str) -> None:
+        """End the connection of a worker whom nobody serves any more, and tell it so, that it may not come again."""
+        with suppress(PeerError):
+            hello = decode(self.identity)
+            if isinstance(hello, Hello):
+                refusal = WorkerRefused(Sender(hello.generation, hello.rank, hello.incarnation), reason)
+                self.send(encode(refusal), timeout_s=_REFUSAL_TIMEOUT_S)
+        self.close()
+
+
+@final
+class HandoffQueue:
+    """A `Listener` that is brought its connections by the reception."""
+
+    def __init__(self, address: str) -> None:
+        self.address: Final = address
+        self._changed = threading.Condition()
+        self._waiting: deque[Connection] = deque()
+        self._closed = False
+
+    def bring(self, connection: Connection) -> None:
+        """Have a connection accepted; one that comes too late is ended."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(connection)
+                self._changed.notify_all()
+                return
+        connection.close()
+
+    def accept(self, *, timeout_s: float) -> Connection:
+        """Wait for the next connection; see `Listener.accept`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._waiting), timeout_s):
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a client of {self.address}; none came")
+            if self._closed:
+                raise ConnectionLost(f"{self.address} is closed")
+            return self._waiting.popleft()
+
+    def close(self) -> None:
+        """Accept no more, and end what nobody has accepted. May be repeated."""
+        with self._changed:
+            self._closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for connection in left:
+            connection.close()

@@ -1,0 +1,135 @@
+"""How frames reach the one thread of a server: a listener thread, a reader thread per connection, one queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from paceline.errors import DeadlineExceeded, PeerError
+from paceline.transport.base import Connection, Frame, Listener, Place
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Something for the server's thread: a frame, or the end of a connection (frame is None)."""
+
+    connection: Connection
+    frame: Frame | None
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Acceptor:
+    """Everything that arrives at a listener, in one queue. `close` ends all its threads and connections."""
+
+    listener: Listener
+    place: Place | None = None  # where bodies go that the carrier copies
+    # Bounded by what the workers may have unsettled, not by the queue: a full queue could make a reader wait for the
+    # very thread that waits for it.
+    _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
+    _connections: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    _expelled: Collection[str] = frozenset()
+    _accepting: threading.Thread = field(init=False)
+    _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self) -> None:
+        """Start to accept connections."""
+        self._accepting = threading.Thread(target=self._accept, name="paceline-accept", daemon=True)
+        self._accepting.start()
+
+    def put(self, item: object) -> None:
+        """Add an event of the server's own making."""
+        self._queue.put(item)
+
+    def get(self, timeout_s: float | None) -> object | None:
+        """Wait for the next item; None when `timeout_s` has passed."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def num_waiting(self) -> int:
+        """Count what is in the queue."""
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Stop listening, end all connections, wait for the threads and drop what nobody took."""
+        self._closing.set()
+        self.listener.close()
+        self._accepting.join(timeout=5.0)  # first: it may have a connection at hand that is not in the books yet
+        with self._lock:
+            connections, threads = list(self._connections.values()), list(self._threads)
+        for connection in connections:
+            connection.close()
+        for thread in threads:
+            thread.join(timeout=5.0)
+        self._queue = queue.SimpleQueue()  # frames in the old one keep workers' memory
+
+    def connections(self) -> list[Connection]:
+        """Return the connections that have not ended."""
+        with self._lock:
+            return list(self._connections.values())
+
+    def expel(self, names: Collection[str]) -> list[Connection]:
+        """Take no more connections whose certificate has such a holder or serial number; return those that are open.
+
+        `names` are all that are revoked: they take the place of earlier ones.
+        """
+        with self._lock:
+            self._expelled = names
+            return [
+                connection for connection in self._connections.values() if connection.peer_identity.are_among(names)
+            ]
+
+    def drop(self, connection: Connection) -> None:
+        """End one connection."""
+        connection.close()
+        with self._lock:
+            self._connections.pop(id(connection), None)
+
+    def _take_care_of(self, connection: Connection) -> None:
+        name = f"paceline-read-{connection.peer}"
+        thread = threading.Thread(target=self._read, name=name, args=(connection,), daemon=True)
+        with self._lock:
+            revoked = connection.peer_identity.are_among(self._expelled)  # since its handshake
+            if not revoked:
+                self._connections[id(connection)] = connection
+        if revoked:
+            connection.close()
+            return
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads: who is turned away now may come again
+            self.drop(connection)
+            return
+        with self._lock:
+            self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection = self.listener.accept(timeout_s=_POLL_S)
+            except DeadlineExceeded:
+                continue
+            except PeerError:
+                return
+            self._take_care_of(connection)
+
+    def _read(self, connection: Connection) -> None:
+        while not self._closing.is_set():
+            try:
+                self._queue.put(Incoming(connection, connection.receive(timeout_s=_POLL_S, place=self.place)))
+            except DeadlineExceeded:
+                continue
+            except PeerError as error:
+                self._queue.put(Incoming(connection, None, str(error)))
+                return
+            except MemoryError:  # no room for a frame now: the connection ends, and its peer says it again over another
+                self._queue.put(Incoming(connection, None, "this machine has no memory for a frame"))
+                return

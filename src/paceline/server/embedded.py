@@ -1,0 +1,36 @@
+"""A server in a thread of this process, for a worker that nobody launched."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from paceline.core.settings import ServerSettings
+from paceline.observe.trace import Trace
+from paceline.server.node import ServerNode
+from paceline.transport.memory import MemoryTransport
+
+
+@dataclass(slots=True)
+class Embedded:
+    """The server, its thread, and where it listens."""
+
+    node: ServerNode
+    thread: threading.Thread
+    addresses: tuple[str, ...]
+
+    @staticmethod
+    def start(transport: MemoryTransport, *, checks_memory: bool = False) -> Embedded:
+        """Start a server for one worker; see `ServerNode`."""
+        listener = transport.listen("memory://server-0")
+        addresses = (listener.address,)
+        settings = ServerSettings(0, 1, workers=(0,))
+        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
+        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
+        thread.start()
+        return Embedded(node, thread, addresses)
+
+    def close(self, *, politely: bool) -> None:
+        """End the server and its thread, whose only worker this process is: there is nobody to be polite to."""
+        self.node.stop()
+        self.thread.join(timeout=10.0)

@@ -1,0 +1,40 @@
+"""Whether hyperparameters that come with a push can take the place of those that a table was declared with."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from paceline.update.rules import Hyper, Number
+from paceline.update.torch_rule import SWITCHES
+
+_MOST = 1 << 63  # of a whole number, for torch
+
+
+def objection(given: Hyper, known: Hyper) -> str:
+    """Say what is wrong with the hyperparameters of one group, or nothing.
+
+    >>> objection({"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    ''
+    >>> objection({"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
+    "missing ['eps'], not a number ['lr']"
+    >>> objection({"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
+    "other than declared ['fused']"
+    """
+    problems = {
+        "missing": known.keys() - given.keys(),
+        "unknown": given.keys() - known.keys(),
+        "other than declared": {key for key in SWITCHES if key in given and given[key] != known.get(key)},
+        "not a number": {key for key, value in given.items() if not _is_like(value, known.get(key, value))},
+    }
+    return ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
+
+
+def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:
+    """Say whether a number can stand where another one stood: a tuple for a tuple, and never NaN or None for one."""
+    if isinstance(given, tuple) and isinstance(known, tuple):
+        return len(given) == len(known) and all(_is_like(*pair) for pair in zip(given, known, strict=True))
+    if isinstance(given, tuple) or isinstance(known, tuple):
+        return False
+    if given is None:
+        return known is None
+    return isfinite(given) and abs(given) < _MOST

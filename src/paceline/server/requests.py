@@ -1,0 +1,207 @@
+"""Where a server answers requests outside the protocol of clocks: tables, their state, meeting points."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import msgspec
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paceline.core.events import Declared
+from paceline.errors import PacelineError
+from paceline.server.dense_tables import DenseTables
+from paceline.server.memory_check import require_memory
+from paceline.server.row_tables import RowTables
+from paceline.server.work_queue import Send, WorkQueueHost
+from paceline.transport.base import EMPTY
+from paceline.wire.bounds import require_short
+from paceline.wire.malformed import MISHAPS, story
+from paceline.wire.requests import (
+    AwaitValues,
+    Barrier,
+    ClaimWork,
+    Declare,
+    DeclareRows,
+    Describe,
+    Initialise,
+    LoadState,
+    Request,
+    RequestDone,
+    RequestFailed,
+    SaveState,
+)
+
+Life = tuple[int, int]  # (rank, incarnation) of a worker
+T = TypeVar("T")
+
+# A worker waits for its answers, so one with more requests of a kind that wait for others is a misbehaving peer.
+MAX_WAITING = 1024
+_MAX_TOLD = 2000  # characters of what a worker tells the others of a meeting
+
+
+@dataclass(slots=True)
+class RequestHandler:
+    """Carries out requests at once where it can, and keeps those that wait for somebody else.
+
+    A worker repeats a request until it is answered, so each of these may come again, even after it was answered.
+    """
+
+    dense_tables: DenseTables
+    rows: RowTables
+    send: Send
+    work_host: WorkQueueHost = field(init=False)
+    # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
+    _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # Table -> who waits for its declaration, and the number of their request. Invariant: no entry is empty.
+    _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    # Meeting point -> who has come, and their request. Invariant: no entry is empty.
+    _meetings: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
+    # How the last meeting ended that each life was released from: a copy of its request is not another meeting.
+    _met: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
+
+    def __post_init__(self) -> None:
+        """Deal out work over the same lines."""
+        self.work_host = WorkQueueHost(self.send)
+
+    def handle(self, life: Life, request: Request, body: memoryview) -> Declared | None:
+        """Answer a request; return that there is a table, if it declares one."""
+        try:
+            return self._carry_out(life, request, body)
+        except MISHAPS as error:
+            self._answer(life, RequestFailed(request.number, story(error)))
+            return None
+
+    def release(self, members: Sequence[int]) -> None:
+        """Answer those who have waited for what is there now, given the ranks that take part."""
+        for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
+            present = self._meetings.pop(place)
+            reason = _failure(present)
+            for life, request in present.items():
+                self._met[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
+                self._answer(life, self._met[life])
+        for table in [table for table in self._awaiting if self._has_values(table)]:
+            for life, number in self._awaiting.pop(table).items():
+                self._answer(life, RequestDone(number))
+        for table in [table for table in self._asking if table in self.dense_tables.specs]:
+            settings = memoryview(msgspec.msgpack.encode(self.dense_tables.specs[table]))
+            for life, number in self._asking.pop(table).items():
+                self.send(*life, RequestDone(number), settings)
+        if members:
+            self._ask_for_values(min(members))
+        self.work_host.release()
+
+    def meetings(self) -> dict[str, list[int]]:
+        """Return the ranks that have come to each meeting point, and wait there."""
+        return {place: sorted(rank for rank, _ in present) for place, present in self._meetings.items()}
+
+    def forget(self, life: Life) -> None:
+        """Drop what a worker that takes part no longer was waiting for."""
+        self.work_host.end(life)
+        self._met.pop(life, None)
+        self._awaiting = _without(self._awaiting, life)
+        self._asking = _without(self._asking, life)
+        self._meetings = _without(self._meetings, life)
+
+    def _ask_for_values(self, first: int) -> None:
+        """Tell the first of those that take part that nobody else will give first values, if it waits for some."""
+        asked = [(table, life) for table, waiting in self._awaiting.items() for life in waiting if life[0] == first]
+        for table, life in asked:
+            number = self._awaiting[table].pop(life)
+            reason = f"table '{table}' has no values yet, and worker {first} is the first that takes part"
+            self._answer(life, RequestFailed(number, reason))
+        self._awaiting = {table: waiting for table, waiting in self._awaiting.items() if waiting}
+
+    def _carry_out(self, life: Life, request: Request, body: memoryview) -> Declared | None:
+        match request:
+            case Declare():
+                self._refuse_second(request.spec.name, self.rows.tables, "rows")
+                consistency = self.dense_tables.declare(request.spec)
+                self._answer(life, RequestDone(request.number))
+                return Declared(request.spec.name, consistency)
+            case DeclareRows():
+                self._refuse_second(request.spec.name, self.dense_tables.shards, "a shape")
+                consistency = self.rows.declare(request.spec)
+                self._answer(life, RequestDone(request.number))
+                return Declared(request.spec.name, consistency, keyed=True)
+            case Barrier():
+                met = self._met.get(life, RequestDone(0))
+                if request.number <= met.number:
+                    self._answer(life, met if request.number == met.number else RequestDone(request.number))
+                else:
+                    require_short("a meeting point", request.place)
+                    told = replace(request, problem=request.problem[:_MAX_TOLD])
+                    self._wait(self._meetings, request.place, life, told)
+            case ClaimWork():
+                self.work_host.take(life, request)
+            case AwaitValues():
+                self._wait(self._awaiting, self._known(request.table), life, request.number)
+            case Describe():
+                require_short("a table", request.table)
+                self._wait(self._asking, request.table, life, request.number)
+            case Initialise():
+                self.dense_tables.initialise(self._known(request.table), body)
+                self._answer(life, RequestDone(request.number))
+            case SaveState():
+                state = self.dense_tables.state(self._known(request.table))
+                require_memory(f"the state of table '{request.table}'", 2 * sum(map(_num_bytes, state.values())))
+                content = save(state)
+                self.send(*life, RequestDone(request.number), memoryview(content))
+            case LoadState():
+                shard = self.dense_tables.shards[self._known(request.table)]
+                require_memory(f"the state of table '{request.table}'", 3 * body.nbytes)
+                shard.load_state(load(bytes(body)), version=shard.version + 1)
+                self._answer(life, RequestDone(request.number))
+        return None
+
+    def _wait(self, waiting: dict[str, dict[Life, T]], key: str, life: Life, entry: T) -> None:
+        """Note that a life waits for what this book is of."""
+        if life not in waiting.get(key, {}) and sum(life in present for present in waiting.values()) >= MAX_WAITING:
+            raise PacelineError(f"worker {life[0]} waits for {MAX_WAITING} others of this kind already")
+        waiting.setdefault(key, {})[life] = entry
+
+    def _answer(self, life: Life, answer: RequestDone | RequestFailed) -> None:
+        self.send(*life, answer, EMPTY)
+
+    def _refuse_second(self, table: str, others: Container[str], kind: str) -> None:
+        """Refuse to declare a table under the name of one of the other kind."""
+        if table in others:
+            raise PacelineError(
+                f"table '{table}' exists on server {self.dense_tables.server} with {kind}; use another name"
+            )
+
+    def _has_values(self, table: str) -> bool:
+        shard = self.dense_tables.shards.get(table)
+        return shard is not None and shard.initialised
+
+    def _known(self, table: str) -> str:
+        if table not in self.dense_tables.shards:
+            names = ", ".join(sorted(self.dense_tables.shards)) or "none"
+            raise PacelineError(f"there is no table '{table}' on server {self.dense_tables.server}; tables: {names}")
+        return table
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_complete(present: dict[Life, Barrier], members: Sequence[int]) -> bool:
+    ranks = {rank for rank, _ in present}
+    return ranks.issuperset(members)
+
+
+def _failure(present: dict[Life, Barrier]) -> str:
+    """Return why those who have come to a meeting cannot go on, or nothing."""
+    told = sorted((rank, request.problem) for (rank, _), request in present.items() if request.problem)
+    gone = {request.needs for request in present.values()} - {-1} - {rank for rank, _ in present}
+    if told:
+        return "; ".join(f"worker {rank}: {problem}" for rank, problem in told)[:_MAX_TOLD]
+    return f"worker {min(gone)} takes part no more, and what it had to give is not there" if gone else ""
+
+
+def _without(waiting: dict[str, dict[Life, T]], life: Life) -> dict[str, dict[Life, T]]:
+    """Return what is left when this life no longer waits."""
+    rest = {key: {other: one for other, one in present.items() if other != life} for key, present in waiting.items()}
+    return {key: present for key, present in rest.items() if present}

@@ -1,0 +1,1 @@
+"""Programs on top of the library: plan, tune, compare, demo."""

@@ -1,0 +1,1 @@
+"""One script under several strategies, run one after another and shown side by side."""

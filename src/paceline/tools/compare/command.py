@@ -1,0 +1,111 @@
+"""`paceline compare`: run a script under several strategies and lay them side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Parameter
+
+from paceline.errors import UsageError
+from paceline.launch.local import prepare_run_dir
+from paceline.launch.script import check_script
+from paceline.observe.runs import read_run
+from paceline.tools.compare.drawing import draw_comparison
+from paceline.tools.compare.entry import parse_entries
+from paceline.tools.compare.reading import Result, read_result
+from paceline.tools.compare.running import Carrier, RunEnded, RunPlan, run_entry
+from paceline.tools.compare.table import comparison_json, comparison_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.tools.compare.entry import ComparedEntry
+
+_MEASURED: Final = (
+    "Measured: bytes are what the kernel counts on the TCP connections of a worker from its start to its end, in the "
+    "mean over workers\nand steps; memory is the high-water mark of a worker's process, Python and torch included."
+)
+_TABLE_WIDTH: Final = 100  # rather wider than a terminal than with numbers cut off
+_SHARED: Final = (
+    "Bytes to and from servers go through shared memory here and are not counted: they are under --transport tcp."
+)
+
+
+def compare(
+    script: Path,
+    /,
+    *args: str,
+    strategies: str,
+    workers: Annotated[int, Parameter(alias="-n")] = 2,
+    servers: Annotated[int, Parameter(alias="-m")] = 1,
+    out: Path = Path("comparison"),
+    transport: Carrier = "tcp",
+    title: str = "",
+) -> int:
+    """Run a script under several strategies, one after another, and compare loss, time, bytes and memory.
+
+    What stands behind -- goes to the script. A strategy that fails does not end the others.
+
+    Parameters
+    ----------
+    script
+        The Python script that every worker runs.
+    args
+        Its arguments, behind --.
+    strategies
+        Separated by commas, each as `paceline run --strategy` takes it, or single for one worker alone; behind @ may
+        stand a number of workers: single,all-reduce,ssp:3,pipeline:2,all-reduce+pipeline:2@4.
+    workers
+        Number of worker processes where a strategy says none.
+    servers
+        Number of server processes.
+    out
+        New or empty folder for the picture (comparison.png), the numbers (comparison.json), and the traces and output
+        of every run.
+    transport
+        How workers and servers talk. Only over tcp are the bytes to and from servers counted.
+    title
+        Of the picture.
+    """
+    entries = parse_entries(strategies, workers)
+    if servers < 1:
+        raise UsageError(f"--servers must be at least 1, got {servers}")
+    check_script(script)
+    if find_spec("matplotlib") is None:
+        raise UsageError("paceline compare draws with matplotlib, not installed here: pip install 'paceline[plots]'.")
+    plan = RunPlan(script, args, servers, transport, prepare_run_dir(out))
+    outcomes = _run_all(plan, entries)
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    note = _MEASURED if transport == "tcp" else f"{_MEASURED}\n{_SHARED}"
+    picture, numbers = plan.folder / "comparison.png", plan.folder / "comparison.json"
+    draw_comparison(results, picture, title or f"{script.name} under {len(results)} strategies", note)
+    numbers.write_text(json.dumps(comparison_json(outcomes), indent=2) + "\n", encoding="utf-8")
+    _tell(plan, outcomes, note)
+    return 0 if len(results) == len(outcomes) else 1
+
+
+def _run_all(plan: RunPlan, entries: Sequence[ComparedEntry]) -> list[Result | RunEnded]:
+    """Run one after another, until somebody stops it, which ends the comparison."""
+    outcomes: list[Result | RunEnded] = []
+    for number, entry in enumerate(entries, start=1):
+        print(f"[{number}/{len(entries)}] {entry}", file=sys.stderr, flush=True)
+        ended = run_entry(plan, entry)
+        if ended.was_interrupted:
+            raise KeyboardInterrupt
+        outcomes.append(ended if ended.code else read_result(entry, read_run(plan.run_dir(entry))))
+    return outcomes
+
+
+def _tell(plan: RunPlan, outcomes: Sequence[Result | RunEnded], note: str) -> None:
+    from rich.console import Console
+
+    console = Console(width=max(Console().width, _TABLE_WIDTH))
+    console.print(comparison_table(outcomes))
+    for outcome in outcomes:
+        if isinstance(outcome, RunEnded):
+            print(f"{outcome.entry} has failed: {outcome.last_words}\n  its output  {plan.output(outcome.entry)}")
+    print(f"{note}\n  the picture  {plan.folder / 'comparison.png'}")

@@ -1,0 +1,107 @@
+"""What a run of a comparison comes to, from its traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from paceline.observe.summary import curve, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.observe.runs import Run
+    from paceline.observe.summary import CurvePoint, RunSummary
+    from paceline.observe.trace import Resources, Step
+    from paceline.tools.compare.entry import ComparedEntry
+
+# The last loss is the mean over this share of the steps: a single one says little.
+_END: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunTraffic:
+    """What TCP connections carried, of a worker and step in the mean, the first values included."""
+
+    sent_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The numbers of a run; None where a run has none.
+
+    Args:
+        entry: what was run.
+        summary: of its traces.
+        num_samples: trained on; what several ranks of a replica share counts once.
+        final_loss: the mean training loss of the last tenth of all steps.
+        held_out_loss: as the script has measured it last.
+        loss_by_samples: the training loss after so many samples.
+        traffic: between the processes.
+        peak_bytes: the most memory that a worker's process had, of the worker with the most.
+    """
+
+    entry: ComparedEntry
+    summary: RunSummary
+    num_samples: float
+    final_loss: float | None
+    held_out_loss: float | None
+    loss_by_samples: tuple[CurvePoint, ...]
+    traffic: RunTraffic | None
+    peak_bytes: int | None
+
+    @property
+    def label(self) -> str:
+        """What it is called."""
+        return str(self.entry)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples in a second of training."""
+        return self.num_samples / self.summary.seconds if self.summary.seconds else 0.0
+
+
+def read_result(entry: ComparedEntry, run: Run) -> Result:
+    """Return the numbers of a run."""
+    summary = summarize(run)
+    return Result(
+        entry=entry,
+        summary=summary,
+        num_samples=sum(step.samples for step in run.steps) / entry.ranks_per_replica,
+        final_loss=_final_loss(run.steps),
+        held_out_loss=summary.test_loss,
+        loss_by_samples=_loss_by_samples(run.steps, entry.ranks_per_replica),
+        traffic=_traffic(run.resources, summary.num_clocks),
+        peak_bytes=max((used.peak_bytes for used in run.resources), default=None),
+    )
+
+
+def _final_loss(steps: Sequence[Step]) -> float | None:
+    losses = [step.loss for step in steps if step.loss is not None]
+    return fmean(losses[-max(1, round(_END * len(losses))) :]) if losses else None
+
+
+def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
+    """Follow the mean loss of the workers, clock by clock, over the samples that all replicas together have had."""
+    by_clock: dict[int, list[Step]] = {}
+    for step in steps:
+        by_clock.setdefault(step.clock, []).append(step)
+    num_samples = 0.0
+    points: list[tuple[float, float]] = []
+    for _, of_clock in sorted(by_clock.items()):
+        num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
+        losses = [step.loss for step in of_clock if step.loss is not None]
+        if losses:
+            points.append((num_samples, fmean(losses)))
+    return curve(points)
+
+
+def _traffic(resources: Sequence[Resources], num_steps: int) -> RunTraffic | None:
+    if not resources or not num_steps:
+        return None
+    return RunTraffic(
+        fmean(used.sent_bytes for used in resources) / num_steps,
+        fmean(used.received_bytes for used in resources) / num_steps,
+    )

@@ -1,0 +1,189 @@
+"""Where a model is to be trained: devices, the links between them, and how many of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.tools.plan.model import Precision
+from paceline.tools.plan.quantities import GB, in_gb, parse_bytes, parse_count, parse_seconds
+
+_GIGABITS: Final = re.compile(r"([0-9.]+)(g|m)bit", re.IGNORECASE)
+_NETWORK_LATENCY_S: Final = 20e-6
+_CPU_FLOPS: Final = 100e9  # of a few cores; a guess, replaced by what is measured
+SHARED_MEMORY: Final = "shm"
+_TO_HOST: Final = "pcie4"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes: its memory, and its operations a second at best, in half precision and in float32.
+
+    `is_host` says that its memory is the host's, where messages lie as well.
+    """
+
+    name: str
+    memory_bytes: float
+    half_flops: float
+    full_flops: float
+    link: str = SHARED_MEMORY
+    is_host: bool = False
+
+    def flops(self, precision: Precision) -> float:
+        """Return the operations a second at best."""
+        return self.half_flops if precision == "mixed" else self.full_flops
+
+    def __str__(self) -> str:
+        """Name it with its memory."""
+        return f"{self.name} ({in_gb(self.memory_bytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkLink:
+    """What each device can send, and receive at the same time, and how long a message takes at least.
+
+    `is_shared` says that it is memory which both ends map: nothing is copied, and bytes count once for both.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """All that there is to train on.
+
+    Args:
+        device: what each rank computes on.
+        num_devices: of them.
+        devices_per_machine: the link joins as many; the network joins the machines.
+        link: between the devices of a machine.
+        network: between machines, for each device.
+        server_device: what servers run on.
+        utilisation: the share of its best rate that a device reaches.
+
+    Raises:
+        UsageError: there is no device, or the share is none.
+    """
+
+    device: Device
+    num_devices: int
+    devices_per_machine: int
+    link: NetworkLink
+    network: NetworkLink
+    server_device: Device
+    utilisation: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of devices."""
+        for name, number in (("--devices", self.num_devices), ("--devices-per-machine", self.devices_per_machine)):
+            if number < 1:
+                raise UsageError(f"{name} is {number}, expected 1 or more.")
+        if not 0 < self.utilisation <= 1:
+            raise UsageError(f"--utilisation is {self.utilisation}, expected more than 0 and at most 1.")
+
+    @property
+    def num_machines(self) -> int:
+        """How many machines the devices fill."""
+        return ceil(self.num_devices / self.devices_per_machine)
+
+    @property
+    def server_link(self) -> NetworkLink:
+        """The link between workers and servers: on one machine through the host's memory, or to it from a device."""
+        if self.num_machines > 1:
+            return self.network
+        return self.link if self.device.is_host else LINKS[_TO_HOST]
+
+    def link_over(self, extent: int) -> NetworkLink:
+        """Return the slowest link among this many neighbouring devices."""
+        return self.link if extent <= self.devices_per_machine else self.network
+
+
+DEVICES: Final[Mapping[str, Device]] = {
+    device.name: device
+    for device in (
+        Device("v100-16", 16 * GB, 125e12, 15.7e12, "nvlink-v100"),
+        Device("v100-32", 32 * GB, 125e12, 15.7e12, "nvlink-v100"),
+        Device("a100-40", 40 * GB, 312e12, 19.5e12, "nvlink-a100"),
+        Device("a100-80", 80 * GB, 312e12, 19.5e12, "nvlink-a100"),
+        Device("h100-80", 80 * GB, 989e12, 67e12, "nvlink-h100"),
+    )
+}
+
+LINKS: Final[Mapping[str, NetworkLink]] = {
+    link.name: link
+    for link in (
+        NetworkLink(SHARED_MEMORY, 30 * GB, 5e-6, is_shared=True),
+        NetworkLink("nvlink-v100", 150 * GB, 5e-6),
+        NetworkLink("nvlink-a100", 300 * GB, 5e-6),
+        NetworkLink("nvlink-h100", 450 * GB, 5e-6),
+        NetworkLink("pcie3", 12 * GB, 10e-6),
+        NetworkLink("pcie4", 24 * GB, 10e-6),
+    )
+}
+
+
+def parse_device(text: str, what: str = "--device") -> Device:
+    """Read a device: one of `DEVICES`, cpu:BYTES, or NAME=BYTES, both with :FLOPS behind where that is known.
+
+    Raises:
+        UsageError: it is none of these.
+
+    Example:
+        >>> parse_device("mine=24GB:30T")
+        Device(name='mine', memory_bytes=24000000000.0, half_flops=30000000000000.0, \
+full_flops=30000000000000.0, link='pcie4', is_host=False)
+    """
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()]
+    is_host = text.lower().startswith("cpu:")
+    name, _, rest = text.partition(":" if is_host else "=")
+    if not rest or not name:
+        known = ", ".join(DEVICES)
+        raise UsageError(
+            f"{what} '{text}' is not known. Expected {known}, cpu:BYTES such as cpu:24GB, or NAME=BYTES such as "
+            "mine=24GB; :FLOPS may follow, as in mine=24GB:30T."
+        )
+    size, _, flops = rest.partition(":")
+    rate = parse_count(flops, f"the operations a second of {what}") if flops else _CPU_FLOPS
+    return Device(
+        name.lower() if is_host else name,
+        parse_bytes(size, f"the memory of {what}"),
+        rate,
+        rate,
+        SHARED_MEMORY if is_host else _TO_HOST,
+        is_host,
+    )
+
+
+def parse_link(text: str, what: str) -> NetworkLink:
+    """Read a link: one of `LINKS`, a network by its bits such as 10gbit, or BYTES:TIME, a second's bytes and latency.
+
+    Raises:
+        UsageError: it is none of these.
+
+    Example:
+        >>> parse_link("100mbit", "--network").bytes_per_s
+        12500000.0
+        >>> parse_link("12.5GB:20ms", "--link").latency_s
+        0.02
+    """
+    if text.lower() in LINKS:
+        return LINKS[text.lower()]
+    bits = _GIGABITS.fullmatch(text)
+    if bits:
+        rate = parse_count(f"{bits[1]}{bits[2]}", what) / 8
+        return NetworkLink(text.lower(), rate, _NETWORK_LATENCY_S)
+    size, _, latency = text.partition(":")
+    if not latency:
+        raise UsageError(
+            f"{what} '{text}' is not known. Expected {', '.join(LINKS)}, a network such as 10gbit or 100mbit, or bytes "
+            "a second and latency such as 12.5GB:10us."
+        )
+    return NetworkLink(text, parse_bytes(size, what), parse_seconds(latency, f"the latency of {what}"))

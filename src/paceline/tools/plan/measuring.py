@@ -1,0 +1,229 @@
+"""Attention as fused kernels compute it: without a matrix of scores that the backward pass would need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    Embedding,
+    Linear,
+    Module,
+    ModuleDict,
+    ModuleList,
+    MultiheadAttention,
+    Sequential,
+)
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.tools.plan.loading import Sample, attempt
+from paceline.tools.plan.model import Model, PlannedLayer
+from paceline.tools.plan.rules import rules_of
+
+_CONTAINERS: Final = (Sequential, ModuleList, ModuleDict)
+_ATTENTION_AND_PERCEPTRON: Final = 4  # linear layers, at least
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What is found of one layer, in bytes of the whole batch."""
+
+    name: str
+    width: int = 0  # of its input
+    flops: int = 0
+    output_bytes: float = 0.0
+    saved: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])  # width and bytes of each tensor
+
+
+def measured_model(name: str, module: Module, sample: Sample, batch: int, number_bytes: int) -> Model:
+    """Run a module on the meta device and return what its layers cost.
+
+    Args:
+        name: of the model.
+        module: on the meta device.
+        sample: the shape of what it takes.
+        batch: samples to run it with; some modules need more than one.
+        number_bytes: of an activation.
+
+    Raises:
+        UsageError: it cannot be run on such an input, or on the meta device.
+    """
+    dtype = torch.long if sample.is_ids else torch.get_default_dtype()
+    given = torch.zeros((batch, *sample.shape), dtype=dtype, device="meta")
+    recorder = _Recorder(module, number_bytes)
+    module.train()
+    with torch.device("meta"):
+        what = f"{name} cannot be run on the meta device with an input of {batch} x {tuple(sample.shape)}"
+        attempt(what, lambda: recorder.run(given))
+    seen = set[Tensor]()
+    costs = list(recorder.costs())
+    layers = tuple(_layer(cost, unit, seen, batch) for unit, cost in costs)
+    rules = rules_of(module, [unit for unit, _ in costs])
+    return Model(name, layers, input_bytes=recorder.bytes_of(given) / batch, rules=rules)
+
+
+def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
+    """Yield the layers of a module, each with its name.
+
+    Example:
+        >>> [name for name, _ in layers_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
+        ['0', '1.0', '1.1']
+    """
+    children = list(module.named_children())
+    for child_name, child in children:
+        path = f"{name}.{child_name}" if name else child_name
+        is_member = isinstance(module, Sequential | ModuleList)
+        opened = isinstance(child, _CONTAINERS) if is_member else _holds_containers(child)
+        if opened:
+            yield from layers_of(child, path)
+        else:
+            yield path, child
+
+
+def _holds_containers(module: Module) -> bool:
+    return any(isinstance(part, _CONTAINERS) for part in module.modules())
+
+
+class _Recorder:
+    """Watches one run of a module, layer by layer."""
+
+    def __init__(self, module: Module, number_bytes: int) -> None:
+        self._module = module
+        self._number_bytes = number_bytes
+        self._counter = FlopCounterMode(display=False)
+        # Of every layer in the order in which they first ran; those that did not run stand behind.
+        self._costs = {unit: _Cost(name) for name, unit in layers_of(module)}
+        self._ran: dict[Module, None] = {}
+        self._rest = _Cost("between the layers")
+        self._running = [self._rest]
+        held = (*module.parameters(), *module.buffers())
+        # Invariant: holds every storage that was counted, so that none of them can be mistaken for a later one.
+        self._known: set[UntypedStorage] = {tensor.untyped_storage() for tensor in held}
+
+    def run(self, given: Tensor) -> None:
+        """Run the module forward once."""
+        handles = [unit.register_forward_pre_hook(self._begin) for unit in self._costs]
+        handles += [unit.register_forward_hook(self._end) for unit in self._costs]
+        try:
+            with self._counter, FusedAttention(), saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                self._module(given)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._rest.flops = self._counter.get_total_flops() - sum(cost.flops for cost in self._costs.values())
+
+    def costs(self) -> Iterator[tuple[Module, _Cost]]:
+        """Yield the layers in the order of the run, then what belongs to none of them, if that is anything."""
+        for unit in (*self._ran, *(unit for unit in self._costs if unit not in self._ran)):
+            yield unit, self._costs[unit]
+        inside = {parameter for unit in self._costs for parameter in unit.parameters()}
+        if self._rest.saved or any(parameter not in inside for parameter in self._module.parameters()):
+            yield self._module, self._rest
+
+    def bytes_of(self, tensor: Tensor) -> float:
+        """Return the bytes of all the memory of a tensor, its numbers at the size that they have in training."""
+        size = tensor.element_size()
+        held = tensor.untyped_storage().nbytes() / size
+        return held * (self._number_bytes if tensor.is_floating_point() else size)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in self._known:
+            self._known.add(storage)
+            self._running[-1].saved.append((tensor.shape[-1] if tensor.dim() else 0, self.bytes_of(tensor)))
+        return tensor
+
+    def _begin(self, unit: Module, inputs: tuple[object, ...]) -> None:
+        cost = self._costs[unit]
+        self._ran[unit] = None
+        self._running.append(cost)
+        cost.width = next((given.shape[-1] for given in inputs if isinstance(given, Tensor) and given.dim()), 0)
+        cost.flops -= self._counter.get_total_flops()
+
+    def _end(self, unit: Module, _inputs: tuple[object, ...], output: object) -> None:
+        cost = self._costs[unit]
+        self._running.pop()
+        cost.flops += self._counter.get_total_flops()
+        tensors = output if isinstance(output, tuple | list) else [output]
+        cost.output_bytes = sum(self.bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> PlannedLayer:
+    """Return the layer for one sample. Parameters that another layer has too count where they are first seen."""
+    own = [parameter for parameter in unit.parameters() if parameter not in seen]
+    matrices = [matrix for matrix in _matrices(unit) if matrix not in seen]
+    buffers = [buffer for buffer in unit.buffers() if buffer not in seen]
+    seen.update(own, buffers)
+    is_split = len(matrices) > 1
+    split = [size for width, size in cost.saved if is_split and width != cost.width]
+    largest = max((size for _, size in cost.saved), default=0.0)
+    return PlannedLayer(
+        cost.name,
+        sum(parameter.numel() for parameter in own),
+        flops=cost.flops / batch,
+        split_parameters=sum(matrix.numel() for matrix in matrices) if is_split else 0,
+        kept_bytes=(sum(size for _, size in cost.saved) - sum(split)) / batch,
+        split_bytes=sum(split) / batch,
+        output_bytes=cost.output_bytes / batch,
+        working_bytes=_copies(unit) * max(largest, cost.output_bytes) / batch,
+        largest_parameters=max((parameter.numel() for parameter in own), default=0),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+        num_all_reduces=(2 if len(matrices) >= _ATTENTION_AND_PERCEPTRON else 1) if is_split else 0,
+    )
+
+
+def _copies(unit: Module) -> int:
+    """Return how many tensors as large as its largest the backward pass works on: gradients of output and input.
+
+    Convolutions of torch's libraries bring both into a layout of their own, which makes it twice as many.
+    """
+    return 4 if any(isinstance(part, Conv1d | Conv2d | Conv3d) for part in unit.modules()) else 2
+
+
+def _matrices(unit: Module) -> Iterator[Tensor]:
+    """Yield the matrices that tensor parallelism splits by columns or rows."""
+    for part in unit.modules():
+        if isinstance(part, Linear | Embedding):
+            yield part.weight
+        elif isinstance(part, MultiheadAttention):
+            yield from part.parameters(recurse=False)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Within it, `scaled_dot_product_attention` keeps queries, keys, values and its result, and nothing else.
+
+    On the meta device torch takes the path of separate operations, which keeps more than the kernels of real devices.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Take the place of the one function, and call every other."""
+        if func is scaled_dot_product_attention and len(args) >= 3:
+            return _Attention.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(Function):
+    """Two products, so that their operations are counted; only ever run forward."""
+
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's own
+        """Keep what the fused kernels keep."""
+        found = torch.softmax(queries @ keys.transpose(-2, -1), dim=-1) @ values
+        ctx.save_for_backward(queries, keys, values, found)
+        return found

@@ -1,0 +1,226 @@
+"""`paceline run`: a script as several workers and servers, on this machine or where an engine places them.
+
+Light, as it is imported for every command: what it needs is imported when it runs.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter, Token
+
+from paceline.errors import UsageError
+from paceline.job.choices import Engine, OnCrash, OnError, ScaleName, TraceLevel, TransportName
+from paceline.ray.options import RayOptions
+
+if TYPE_CHECKING:
+    from cyclopts import ArgumentCollection
+
+    from paceline.launch.plan import LocalRun
+
+
+def run(
+    script: Path,
+    /,
+    *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    config: Path | None = None,
+    workers: Annotated[int, Parameter(alias="-n")] = 2,
+    servers: Annotated[int, Parameter(alias="-m")] = 1,
+    data_servers: int = 0,
+    engine: Engine = "local",
+    ray: Annotated[RayOptions, Parameter(name="*")] = RayOptions(),  # noqa: B008 - it is frozen
+    consistency: str | None = None,
+    strategy: str | None = None,
+    transport: TransportName = "shm",
+    scale: ScaleName | None = None,
+    on_crash: OnCrash = "continue",
+    on_error: OnError = "stop",
+    max_restarts: int = 3,
+    timeout: float | None = None,
+    grace_s: float = 5.0,
+    run_dir: Path | None = None,
+    shares: str | None = None,
+    server_threads: int | None = None,
+    pin: Annotated[bool, Parameter(negative="")] = False,
+    debug: int | None = None,
+    trace: TraceLevel = "steps",
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+    progress: bool = True,
+    traceback: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Run a script as several workers and servers, on this machine or where an engine places them.
+
+    Options stand before the script; everything after it goes to the script untouched. `-m NAME` in place of the script
+    runs a module by its name, as python does; `-m 2` says how many servers there are.
+
+    Parameters
+    ----------
+    script
+        The Python script that every worker runs, or -m and the name of a module.
+    args
+        Its arguments.
+    config
+        A file (.toml, .yaml, .json) with options by their names, and the script's first arguments as args; what is
+        said here wins.
+    workers
+        Number of worker processes.
+    servers
+        Number of server processes, which hold the parameters between them.
+    data_servers
+        Number of processes that read and prepare batches for paceline.feed; without any, workers do that themselves.
+    engine
+        Who starts them: we do, on this machine, or Ray does, on a cluster.
+    ray
+        What is asked of Ray.
+    consistency
+        bsp, ssp:S, essp:S, asynchronous or backup:B, for every table whose script names none.
+    strategy
+        How workers share the work where the script says nothing: parameter-server, a consistency such as ssp:3,
+        all-reduce, fsdp, local-sgd:STEPS, diloco:STEPS or downpour:STEPS, and joined to it by + pipeline:STAGES and
+        tensor:RANKS.
+    transport
+        How workers and servers talk: shared memory, TCP, or as threads of one process (memory).
+    scale
+        How the gradients of several workers become one: their sum, mean, or mean weighted by samples.
+    on_crash
+        What to do when a worker is killed by a signal; a run that has gone on without one ends with exit code 75.
+    on_error
+        What to do when a worker's script fails.
+    max_restarts
+        How often one worker is started again under --on-crash restart, after pauses that grow from 0.5 s to 30 s.
+    timeout
+        How many seconds a worker waits for others, in any call, before it gives up: 600 by default, or what
+        PACELINE_TIMEOUT_S says, and at least three times the longest step so far.
+    grace_s
+        How many seconds workers have to finish their step and leave once the run is told to end.
+    run_dir
+        New or empty folder that keeps the run's traces; without it nothing is kept.
+    shares
+        How much of every table each server holds, as proportions such as 2,1,1; by default all the same. Or
+        measured:RUN_DIR, by the bytes per second that each managed in a former run.
+    server_threads
+        With how many threads each server updates; by default all cores under bsp, else those that workers leave free.
+    pin
+        Keep each worker on cores of its own.
+    debug
+        The number of a worker that gets this terminal, for breakpoint() and pdb; the others wait for it.
+    trace
+        How much is recorded: every step, or every message too.
+    quiet
+        Show only what the script prints, and errors.
+    progress
+        Show live progress.
+    traceback
+        Show the whole traceback of errors, of workers and servers too, where otherwise one line says what to do.
+    """
+    from paceline.launch.plan import LocalRun
+    from paceline.launch.policy import Policy
+
+    check_consistency(consistency)
+    path, module, args = read_program(script, args)
+    asked = LocalRun(
+        script=path,
+        module=module,
+        args=(*config_args(config), *args),
+        num_workers=workers,
+        num_servers=servers,
+        num_data_servers=data_servers,
+        transport=transport,
+        consistency=consistency or check_strategy(strategy, workers),
+        strategy=strategy,
+        scale=scale,
+        trace=trace,
+        run_dir=run_dir,
+        shares=parts_of(shares, servers, quiet=quiet),
+        timeout_s=timeout,
+        grace_s=grace_s,
+        server_threads=server_threads,
+        pin=pin,
+        debug=debug,
+        policy=Policy(on_crash=on_crash, on_error=on_error, max_restarts=max_restarts),
+        progress=progress and not quiet,
+        quiet=quiet,
+        traceback=traceback,
+    )
+    return start(engine, ray, asked)
+
+
+def parts_of(shares: str | None, num_servers: int, *, quiet: bool) -> tuple[float, ...]:
+    """Return how much of every table each server holds, and tell what was made of the option."""
+    from paceline.launch.shares import read_shares
+
+    parts, why = read_shares(shares, num_servers)
+    if why and not quiet:
+        print(f"paceline: {why}", file=sys.stderr)
+    return parts
+
+
+def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
+    """Have an engine run a job to its end, and return its exit code."""
+    if engine == "ray":
+        from paceline.ray.driver import run_on_ray
+
+        return run_on_ray(asked, ray)
+    from paceline.launch.local import run_local
+
+    if ray != RayOptions():
+        raise UsageError(f"{ray.chosen()} is for --engine ray, and the engine is {engine}")
+    return run_local(asked)
+
+
+def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    """Let `run` take options from the file behind --config, but for those that the command line names."""
+    if commands != ("run",) or not (named := arguments.match("--config")[0].tokens):
+        return
+    from paceline.launch.config import as_text, read_config
+
+    path = named[0].value
+    for name, value in read_config(Path(path)).options.items():
+        try:
+            argument, _, _ = arguments.match(f"--{name}")
+        except ValueError:
+            raise UsageError(
+                f"{path}: '{name}' is no option of paceline run; arguments of the script go to args"
+            ) from None
+        if not argument.tokens:
+            argument.append(Token(keyword=f"--{name}", value=as_text(value), source=path))
+
+
+def config_args(config: Path | None) -> tuple[str, ...]:
+    """Return the arguments of the script that a file has."""
+    from paceline.launch.config import read_config
+
+    return () if config is None else read_config(config).args
+
+
+def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:
+    """Return the file to run, the module that it is where `-m` names one, and the arguments."""
+    from paceline.launch.module import OPTION, search_path, source_of
+
+    if str(script) != OPTION:
+        return script, None, args
+    if not args:
+        raise UsageError("-m needs the name of a module: paceline run -m package.module")
+    return source_of(args[0], search_path()), args[0], args[1:]
+
+
+def check_consistency(text: str | None) -> None:
+    """Raise UsageError when the text names no consistency."""
+    from paceline.core.consistency import Consistency
+
+    if text is not None:
+        Consistency.parse(text)
+
+
+def check_strategy(text: str | None, num_workers: int) -> str | None:
+    """Return the consistency that a strategy names, if it does.
+
+    Raises UsageError when the text names no strategy, or one that so many workers cannot share.
+    """
+    from paceline.job.strategy import Distribution
+
+    if text is None:
+        return None
+    distribution = Distribution.parse(text)
+    distribution.num_replicas(num_workers)
+    return distribution.consistency

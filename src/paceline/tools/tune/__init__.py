@@ -1,0 +1,1 @@
+"""Search over hyperparameters: many runs of a script, and which of them goes on."""

@@ -1,0 +1,206 @@
+"""`paceline.tune`: a search from a program, and what `paceline tune` does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cyclopts import App, CycloptsError
+
+from paceline.core.consistency import Consistency
+from paceline.errors import UsageError
+from paceline.job.strategy import Distribution
+from paceline.launch.config import Choice, as_text, option_name, read_mapping
+from paceline.launch.plan import LocalRun
+from paceline.launch.policy import Policy
+from paceline.launch.script import check_script
+from paceline.tools.run import run
+from paceline.tools.tune.display import NoDisplay, open_display
+from paceline.tools.tune.drawing import draw_search
+from paceline.tools.tune.driving import SearchTerms, TrialDriver
+from paceline.tools.tune.folder import Folder, SearchTask
+from paceline.tools.tune.space import OF_THE_RUN, Span, read_search
+from paceline.tools.tune.study import Study, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.tools.tune.driving import Display
+    from paceline.tools.tune.space import Search
+
+_SOME_SCRIPT: Final = "script.py"
+
+
+def check_run_options(search: Search, source: str) -> None:
+    """Look at the options of all trials, and beside them at every one that is searched, by itself.
+
+    Raises:
+        UsageError: there is no such option, or it has no such value.
+    """
+    command = App(print_error=False, exit_on_error=False)
+    command.default(run)
+    for options in _each(search):
+        tokens = [f"--{name}={as_text(value)}" for name, value in options.items()]
+        try:
+            _, bound, _ = command.parse_args([*tokens, "--", _SOME_SCRIPT], print_error=False, exit_on_error=False)
+            _require_whole(options, bound.arguments)
+            bound.apply_defaults()
+            _check(bound.arguments)
+        except (CycloptsError, UsageError) as error:
+            raise UsageError(f"{source}: options of the run: {error}") from error
+
+
+def _each(search: Search) -> Iterator[Mapping[str, Choice]]:
+    yield search.run
+    for name, spec in search.parameters.items():
+        if name.startswith(OF_THE_RUN):
+            option = option_name(name.removeprefix(OF_THE_RUN))
+            for value in (spec.low, spec.high) if isinstance(spec, Span) else spec:
+                yield {**search.run, option: value}
+
+
+def _require_whole(options: Mapping[str, Choice], arguments: Mapping[str, object]) -> None:
+    """Raise UsageError for a fraction where an option takes whole numbers: the command line would round it."""
+    for name, value in options.items():
+        if isinstance(value, float) and isinstance(arguments.get(name.replace("-", "_")), int):
+            raise UsageError(f"--{name} takes whole numbers, got {value:g} as a number with a fraction")
+
+
+def _check(arguments: Mapping[str, Any]) -> None:
+    """Raise UsageError for values that make no run; whether shares fit the servers is seen when it starts."""
+    if arguments["consistency"] is not None:
+        Consistency.parse(arguments["consistency"])
+    if arguments["strategy"] is not None:
+        Distribution.parse(arguments["strategy"])
+    LocalRun(
+        script=Path(_SOME_SCRIPT),
+        num_workers=arguments["workers"],
+        num_servers=arguments["servers"],
+        num_data_servers=arguments["data_servers"],
+        transport=arguments["transport"],
+        grace_s=arguments["grace_s"],
+        server_threads=arguments["server_threads"],
+        policy=Policy(on_crash=arguments["on_crash"], max_restarts=arguments["max_restarts"]),
+    ).validate()
+
+
+_NEEDED: Final = ("optuna", "matplotlib")
+_CALLED: Final = "search"  # a search that no file describes
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of a search.
+
+    Attributes:
+        best: the best trial that has come to its end; None if none has.
+        trials: all of them, by number, those that were interrupted included.
+        folder: with `best.toml` for `paceline run --config`, the picture `trials.png`, the journal, and for each trial
+            its traces and output.
+    """
+
+    best: Trial | None
+    trials: tuple[Trial, ...]
+    folder: Path
+
+
+def tune(
+    search: Mapping[str, object] | Path | str,
+    script: Path | str,
+    args: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    servers: int | None = None,
+    engine: str | None = None,
+    jobs: int = 1,
+    out: Path | str | None = None,
+    resume: bool = False,
+    trial_timeout_s: float | None = None,
+    progress: bool = False,
+) -> Tuned:
+    """Run a script many times with different parameters, as `paceline tune` does, and return what came of it.
+
+    Blocks until all trials are done; call it from the main thread. Needs `pip install 'paceline[tune]'`.
+
+    Args:
+        search: what is searched and how, or the file that says so: `method`, `trials`, `metric`, `parameters`, ...
+        script: what every worker of a trial runs; it calls `paceline.report`.
+        args: its arguments; a parameter takes the place of {its name} there, or else comes behind as --NAME=VALUE.
+        workers: of each trial, as for `paceline run`; more such options belong under `run` in `search`.
+        servers: of each trial.
+        engine: where the processes of each trial run.
+        jobs: how many trials run at the same time; they share the machine's cores.
+        out: new or empty folder for what comes of it; by default runs/tune-NAME by the name of the file.
+        resume: go on with the search in `out`, if one was begun there: it must be the same.
+        trial_timeout_s: how long a trial may take; then it has failed.
+        progress: show trials on stderr.
+
+    Raises:
+        UsageError: the search makes no sense, the script is not there, the folder holds something else, or this is not
+            the main thread; nothing has begun then.
+
+    Example:
+        >>> import paceline
+        >>> search = {"method": "grid", "metric": "accuracy", "parameters": {"lr": [0.1, 0.3]}}
+        >>> tuned = paceline.tune(search, "train.py", ["--epochs=5"], workers=2)  # doctest: +SKIP
+        >>> tuned.best.parameters, tuned.best.value  # doctest: +SKIP
+        ({'lr': 0.3}, 0.97)
+    """
+    check_needed()
+    terms = SearchTerms(jobs, trial_timeout_s)
+    task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
+    path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
+    if resume and any(path.glob("search.json")):
+        folder = Folder.reopen(path)
+        if folder.task != task:
+            raise UsageError(f"{path} holds another search, script or arguments: name another folder")
+        return pursue(folder, terms, progress=progress)
+    return pursue(Folder.begin(path, task), terms, progress=progress)
+
+
+def check_needed() -> None:
+    """Raise UsageError when a search cannot be run: from here, or without what it needs beyond Paceline itself."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("a search must be called from the main thread: it answers Ctrl-C and SIGTERM")
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"a search needs {' and '.join(missing)}, not installed here: pip install 'paceline[tune]'.")
+
+
+def describe_task(
+    search: Mapping[str, object] | Path | str, script: Path, args: Sequence[str], run: Mapping[str, Choice | None]
+) -> SearchTask:
+    """Return what is to be done, after all of it was checked; options that are given here win over the search's own.
+
+    Raises:
+        UsageError: something about it cannot be.
+    """
+    told = search if isinstance(search, Mapping) else read_mapping(Path(search))
+    name = _CALLED if isinstance(search, Mapping) else Path(search).name
+    options = told.get("run", {})
+    given = {option: value for option, value in run.items() if value is not None}
+    if isinstance(options, Mapping) and given:
+        told = {**told, "run": {**options, **given}}
+    checked = read_search(told, name)
+    check_run_options(checked, name)
+    check_script(script)
+    return SearchTask(
+        name=name, search=checked, script=str(script.absolute()), args=tuple(args), working_folder=str(Path.cwd())
+    )
+
+
+def pursue(folder: Folder, terms: SearchTerms, *, progress: bool) -> Tuned:
+    """Begin a search, or go on with it, to its end; draw its picture."""
+    with folder:
+        search = folder.task.search
+        study = Study.open(search, folder.journal)
+        display: Display = open_display(search, sys.stderr) if progress else NoDisplay()
+        TrialDriver(folder, study, terms, display).drive()
+        trials, best = study.trials(), study.best()
+        draw_search(search, trials, best, study.importances(), folder.picture, folder.task.name)
+        return Tuned(best, tuple(trials), folder.path)

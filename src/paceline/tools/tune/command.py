@@ -1,0 +1,93 @@
+"""`paceline tune`: search over the hyperparameters of a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from paceline.errors import UsageError
+from paceline.job.choices import Engine
+from paceline.tools.tune.api import check_needed, describe_task, pursue
+from paceline.tools.tune.display import describe
+from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.folder import Folder
+
+if TYPE_CHECKING:
+    from paceline.tools.tune.api import Tuned
+
+
+def tune(
+    search: Path | None = None,
+    script: Path | None = None,
+    /,
+    *args: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    workers: Annotated[int | None, Parameter(alias="-n")] = None,
+    servers: Annotated[int | None, Parameter(alias="-m")] = None,
+    engine: Engine | None = None,
+    jobs: Annotated[int, Parameter(alias="-j")] = 1,
+    out: Path | None = None,
+    resume: Path | None = None,
+    trial_timeout_s: float | None = None,
+    progress: bool = True,
+) -> int:
+    """Run a script many times with different parameters, and find the best.
+
+    Options stand before the script; everything after it goes to the script. Ends with 1 if no trial came to its end.
+
+    Parameters
+    ----------
+    search
+        A file (.yaml, .toml, .json) that says what is searched: method, trials, metric, parameters, ...
+    script
+        The Python script that every worker of a trial runs. It calls paceline.report(loss=..., accuracy=...).
+    args
+        Its arguments. A parameter takes the place of {its name} there, or else comes behind as --NAME=VALUE.
+    workers
+        Number of worker processes of each trial.
+    servers
+        Number of server processes of each trial.
+    engine
+        Where the processes of each trial run.
+    jobs
+        How many trials run at the same time. They share the machine's cores.
+    out
+        New or empty folder for what comes of it: best.toml for `paceline run --config`, the picture trials.png, the
+        journal, and traces and output of each trial. By default runs/tune-NAME, by the name of the file.
+    resume
+        Go on with the search in this folder. Its trials that are done stay so; those that were cut off come again.
+    trial_timeout_s
+        How many seconds a trial may take; then it has failed, and the search goes on.
+    progress
+        Show trials as they go.
+    """
+    check_needed()
+    terms = SearchTerms(jobs, trial_timeout_s)
+    run = {"workers": workers, "servers": servers, "engine": engine}
+    if resume is not None:
+        if search or out or any(run.values()):
+            raise UsageError("--resume goes on with a search as it was begun: name no other, no script, folder or run")
+        folder = Folder.reopen(resume)
+    elif search is None or script is None:
+        raise UsageError("expected a file that says what is searched, and a script; or --resume with a folder")
+    else:
+        task = describe_task(search, script, args, run)
+        folder = Folder.begin(out or Path("runs", f"tune-{search.stem}"), task)
+    tuned = pursue(folder, terms, progress=progress)
+    _tell(tuned, folder)
+    return 1 if tuned.best is None else 0
+
+
+def _tell(tuned: Tuned, folder: Folder) -> None:
+    states = [trial.state for trial in tuned.trials if trial.state != "interrupted"]  # those came again
+    known = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    print(f"{len(states)} trials: {', '.join(known)}")
+    if tuned.best is None:
+        last = next((trial for trial in reversed(tuned.trials) if trial.reason), None)
+        print(f"no trial came to its end{f'; the last: {last.reason}' if last else ''}")
+        return
+    best, task = tuned.best, folder.task
+    print(f"the best, trial {best.number}: {task.search.metric} {best.value:.6g} with {describe(best.parameters)}")
+    print(f"  run it       paceline run --config {folder.best} {task.script}")
+    print(f"  the picture  {folder.picture}")

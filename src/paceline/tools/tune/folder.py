@@ -1,0 +1,98 @@
+"""The folder of a search: what is searched, the journal, a folder for each trial, and what came of it."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self, final
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.launch.local import prepare_run_dir
+from paceline.tools.tune.space import Search
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_TASK: Final = "search.json"
+_LOCK: Final = "lock"
+
+
+class SearchTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search does, so that it can be gone on with: the script with its arguments, and where it is started."""
+
+    name: str
+    search: Search
+    script: str
+    args: tuple[str, ...]
+    working_folder: str
+
+
+@final
+class Folder:
+    """The folder of one search, for one process at a time: a context manager that holds it."""
+
+    def __init__(self, path: Path, task: SearchTask) -> None:
+        self.path = path
+        self.task = task
+
+    @classmethod
+    def begin(cls, path: Path, task: SearchTask) -> Self:
+        """Make a folder for a new search.
+
+        Raises:
+            UsageError: there is something in it.
+        """
+        if (path / _TASK).exists():
+            raise UsageError(f"{path} holds a search already: go on with it by --resume {path}, or name another --out")
+        made = prepare_run_dir(path)
+        (made / _TASK).write_bytes(msgspec.json.format(msgspec.json.encode(task)) + b"\n")
+        return cls(made, task)
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """Open the folder of a search that was begun.
+
+        Raises:
+            UsageError: it is none.
+        """
+        try:
+            return cls(path.absolute(), msgspec.json.decode((path / _TASK).read_bytes(), type=SearchTask))
+        except OSError as error:
+            raise UsageError(f"{path} is no folder of a search: cannot read {_TASK} there: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{path / _TASK} is damaged, or of another version: {error}") from error
+
+    def __enter__(self) -> Self:
+        self._lock = (self.path / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise UsageError(f"another process is at this search: {self.path}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.close()
+
+    @property
+    def journal(self) -> Path:
+        """What was done to all trials."""
+        return self.path / "journal.log"
+
+    @property
+    def picture(self) -> Path:
+        """The trials, drawn."""
+        return self.path / "trials.png"
+
+    @property
+    def best(self) -> Path:
+        """How the best trial was run, for `paceline run --config`."""
+        return self.path / "best.toml"
+
+    def trial(self, number: int) -> Path:
+        """Where a trial keeps its traces and output."""
+        return self.path / "trials" / f"{number:04d}"

@@ -1,0 +1,272 @@
+"""One trial as a process: a `paceline run` of its own, what its traces tell while it runs, and how it has ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Final, final
+
+from paceline.launch.child import pin
+from paceline.launch.config import RunConfig, as_text, flags, option_name
+from paceline.launch.guard import kill_group
+from paceline.observe.runs import TraceFollower
+from paceline.observe.trace import Evaluated, Reported, Step
+from paceline.tools.compare.running import last_words
+from paceline.tools.tune.space import OF_THE_RUN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from paceline.launch.config import Choice
+    from paceline.launch.guard import Guard
+    from paceline.observe.trace import Record
+    from paceline.tools.tune.folder import Folder
+    from paceline.tools.tune.space import Metric
+    from paceline.tools.tune.study import State, Trial
+
+_NO_NUMBER: Final = math.nan
+
+
+@final
+class Series:
+    """Numbers that several workers report alike: the first of each, the second of each, and so on, as their means."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[int, list[float]] = {}
+        # The means of the first rounds; looked at many times a second, so each is made once.
+        self._means: list[float] = []
+
+    def add(self, worker: int, number: float | None) -> None:
+        """Take the next number of a worker; None is one that is not finite."""
+        if worker not in self._by_worker:
+            self._by_worker[worker] = []
+            self._means.clear()  # it was in none of them
+        self._by_worker[worker].append(_NO_NUMBER if number is None else number)
+
+    def means(self, *, to_the_end: bool) -> list[float]:
+        """Return the mean of each round: those that every worker has had which reports at all, or, at the end, all."""
+        lengths = [len(numbers) for numbers in self._by_worker.values()] or [0]
+        self._means += [self._mean(turn) for turn in range(len(self._means), min(lengths))]
+        return self._means + [self._mean(turn) for turn in range(min(lengths), max(lengths) if to_the_end else 0)]
+
+    def _mean(self, turn: int) -> float:
+        return fmean(numbers[turn] for numbers in self._by_worker.values() if turn < len(numbers))
+
+
+@final
+class Values:
+    """What one trial has reported.
+
+    Args:
+        metric: which of it counts.
+        every: how many reports of training loss make one value.
+
+    Example:
+        >>> values = Values("loss", every=2)
+        >>> for clock, loss in enumerate((4.0, 2.0, 1.0)):
+        ...     values.add(Step(0.0, 0, clock, 8, loss, 0.0, 0.1))
+        >>> values.so_far(measured=False), values.final(measured=False)
+        ([3.0], 1.5)
+    """
+
+    def __init__(self, metric: Metric, every: int) -> None:
+        self._metric = metric
+        self._every = every
+        self._training = Series()
+        self._measured = Series()
+
+    def add(self, record: Record) -> None:
+        """Take one record of the trial's traces."""
+        match record:
+            case Evaluated():
+                number = record.accuracy if self._metric == "accuracy" else record.loss
+                self._measured.add(record.worker, number)
+            case Step() if record.loss is not None:
+                self._training.add(record.worker, record.loss)
+            case Reported():
+                self._training.add(record.worker, record.loss)
+            case _:
+                pass
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether something was measured on held-out data."""
+        return bool(self._measured.means(to_the_end=True))
+
+    def so_far(self, *, measured: bool, ended: bool = False) -> Sequence[float]:
+        """Return all values up to now, in order: measurements, or the training loss; NaN is no finite number.
+
+        Those that other workers may still add to are left out, until the trial has ended.
+        """
+        if measured or self._metric == "accuracy":
+            return self._measured.means(to_the_end=ended)
+        losses = self._training.means(to_the_end=ended)
+        return [fmean(losses[end - self._every : end]) for end in range(self._every, len(losses) + 1, self._every)]
+
+    def final(self, *, measured: bool) -> float | None:
+        """Return the value of the whole trial, which has ended; None if it has reported nothing that counts."""
+        if measured or self._metric == "accuracy":
+            return next(reversed(self._measured.means(to_the_end=True)), None)
+        losses = self._training.means(to_the_end=True)[-self._every :]
+        return fmean(losses) if losses else None
+
+
+# -P: what lies in the folder that this was called from is not imported instead of what belongs to Python.
+PROGRAM: Final = (sys.executable, "-P", "-m", "paceline", "run")
+DEFAULT_GRACE_S: Final = 5.0  # of a run
+# From being told to end until being killed: beyond the grace that a run has for its workers, and for its servers.
+STOP_TIMEOUT_S: Final = 20.0
+_PLACE: Final = re.compile(r"\{([A-Za-z][\w.-]*)\}")  # of a parameter, in an argument
+DIVERGED: Final = "what it reports is no finite number any more"
+
+
+def configure(run: Mapping[str, Choice], args: Sequence[str], parameters: Mapping[str, Choice]) -> RunConfig:
+    """Return how a trial is run: parameters fill the places that arguments have for them, or come behind these.
+
+    >>> configure({"workers": 2}, ["--rate={lr}"], {"lr": 0.1, "batch": 32, "run.consistency": "ssp:3"})
+    RunConfig(options={'workers': 2, 'consistency': 'ssp:3'}, args=('--rate=0.1', '--batch=32'))
+    """
+    varied = {
+        option_name(name.removeprefix(OF_THE_RUN)): value
+        for name, value in parameters.items()
+        if name.startswith(OF_THE_RUN)
+    }
+    of_script = {name: value for name, value in parameters.items() if not name.startswith(OF_THE_RUN)}
+    placed = {name for arg in args for name in _PLACE.findall(arg)}
+    filled = [_PLACE.sub(lambda found: _text(of_script, found[1], found[0]), arg) for arg in args]
+    rest = {name: value for name, value in of_script.items() if name not in placed}
+    return RunConfig({**run, **varied}, (*filled, *flags(rest)))
+
+
+def _text(parameters: Mapping[str, Choice], name: str, otherwise: str) -> str:
+    return as_text(parameters[name]) if name in parameters else otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a trial has come to."""
+
+    state: State
+    value: float | None = None
+    reason: str = ""
+
+
+@final
+@dataclass(slots=True)
+class Running:
+    """A trial that runs.
+
+    Attributes:
+        slot: which part of the machine's cores it has.
+        grace_s: of the run, for workers and for servers.
+        pruned: why it was told to stop, if it was behind others.
+        late_after_s: after how long it was told to stop, if it took too long.
+    """
+
+    trial: Trial
+    slot: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+    values: Values
+    tail: TraceFollower
+    guard: Guard
+    grace_s: float = DEFAULT_GRACE_S
+    began_s: float = field(default_factory=time.monotonic)
+    pruned: str = ""
+    late_after_s: float | None = None
+    _kill_at_s: float = math.inf
+
+    @staticmethod
+    def start(
+        trial: Trial, folder: Folder, guard: Guard, slot: int, cores: Sequence[int], program: Sequence[str]
+    ) -> Running:
+        """Start the run of a trial; does not wait."""
+        task, own = folder.task, folder.trial(trial.number)
+        own.mkdir(parents=True)
+        config = own / "run.toml"
+        told = configure(task.search.run, task.args, trial.parameters)
+        config.write_text(told.to_toml(f"Trial {trial.number} of {task.name}."), encoding="utf-8")
+        grace_s = float(told.options.get("grace-s", DEFAULT_GRACE_S))
+        run_dir = own / "run"
+        with (own / "output.txt").open("wb") as output:
+            process = subprocess.Popen(
+                [*program, "--config", str(config), "--run-dir", str(run_dir), "--quiet", task.script],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=task.working_folder,
+                start_new_session=True,
+            )
+        try:
+            guard.watch(process.pid)
+            pin(process.pid, cores)
+        except BaseException:  # nobody else would end it
+            kill_group(process.pid)
+            process.wait()
+            raise
+        values = Values(task.search.metric, task.search.every)
+        return Running(trial, slot, own, process, values, TraceFollower(run_dir / "trace"), guard, grace_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """For how long it runs."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def was_told(self) -> bool:
+        """Whether it was told to stop."""
+        return self._kill_at_s < math.inf
+
+    def reap(self) -> int | None:
+        """Return its exit code, or None while it runs; then take in what it has reported."""
+        pid = self.process.pid
+        code = None
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            kill_group(pid)  # in this order: the group's number cannot be given to others before
+            self.guard.forget(pid)
+            code = self.process.wait()
+        elif time.monotonic() > self._kill_at_s:
+            self.kill()
+        for record in self.tail.poll():
+            self.values.add(record)
+        return code
+
+    def stop(self) -> None:
+        """Tell the run to end: workers finish their step. It is killed if that takes too long."""
+        if not self.was_told:
+            self._kill_at_s = time.monotonic() + STOP_TIMEOUT_S + 2 * self.grace_s
+            os.kill(self.process.pid, signal.SIGTERM)  # nobody else has its number: it was not waited for
+
+    def kill(self) -> None:
+        """Kill the run; what it has started ends with it."""
+        kill_group(self.process.pid)
+
+    def judge(self, code: int, *, measured: bool) -> Verdict:
+        """Say what it has come to, by its exit code and what it has reported."""
+        value = self.values.final(measured=measured)
+        if code != 0 and self.pruned:
+            return Verdict("pruned", reason=self.pruned)
+        if code != 0 and self.late_after_s is not None:
+            return Verdict(
+                "failed", reason=f"had not ended after {self.late_after_s:g} s; its last words: {self._words()}"
+            )
+        if code != 0:
+            return Verdict("failed", reason=self._words())
+        if value is None:
+            return Verdict(
+                "failed", reason="the script has reported nothing: it says paceline.report(loss=..., accuracy=...)"
+            )
+        if not math.isfinite(value):
+            return Verdict("pruned", reason=DIVERGED)
+        return Verdict("finished", value)
+
+    def _words(self) -> str:
+        return last_words((self.folder / "output.txt").read_text(encoding="utf-8", errors="replace"))

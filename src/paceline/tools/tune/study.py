@@ -1,0 +1,369 @@
+"""The trials of a search: what each was given and what it came to. Optuna suggests, and keeps them in a journal.
+
+Rules: (1) whatever is told is in the journal before the call returns. (2) A trial that was running when its search was
+killed is interrupted: it counts for nothing, and comes again with the same parameters before anything new.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
+
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+from paceline.errors import UsageError
+from paceline.tools.tune.space import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    import optuna
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+    from paceline.launch.config import Choice
+    from paceline.tools.tune.space import Parameters, Search
+
+_NEW_TRIAL: Final = 4  # the operation of a line that begins a trial; the number of the trial is how many came before
+
+
+@final
+class _Alone(JournalFileOpenLock):
+    """No lock: whoever writes has the folder for itself, by a lock that does not outlive a killed process."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@final
+class _Lines(JournalFileBackend):
+    """The lines of the file.
+
+    Attributes:
+        line: which one was given out last, from 1.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _Alone(str(path)))
+        self.line = 0
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        for self.line, log in enumerate(super().read_logs(log_number_from), log_number_from + 1):
+            yield log
+
+
+def open_journal(path: Path) -> BaseStorage:
+    """Open a journal, or begin one. A last line that was not written to its end, by a killed process, is dropped.
+
+    Raises:
+        UsageError: a line is damaged; nothing is changed then, as what comes behind it may depend on it.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    *lines, rest = data.split(b"\n")
+    _check(path, lines)
+    with path.open("ab") as file:
+        file.truncate(len(data) - len(rest))
+    journal = _Lines(path)
+    try:
+        return JournalStorage(journal)
+    except Exception as error:  # whatever Optuna makes of a line that is none of its own
+        raise _damaged(path, lines, journal.line, f"{type(error).__name__}: {error}") from error
+
+
+def _check(path: Path, lines: list[bytes]) -> None:
+    """Raise UsageError for a line that is no operation, or one on a trial that no line before has begun.
+
+    Optuna would leave out the latter without a word.
+    """
+    num_trials = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, lines, number, str(error)) from error
+        if not isinstance(entry, dict) or not isinstance(entry.get("op_code"), int):
+            raise _damaged(path, lines, number, "expected an operation of Optuna")
+        trial = entry.get("trial_id", 0)
+        if "trial_id" in entry and not (isinstance(trial, int) and 0 <= trial < num_trials):
+            raise _damaged(path, lines, number, f"it is of trial {trial}, and {num_trials} were begun before")
+        num_trials += entry["op_code"] == _NEW_TRIAL
+
+
+def _damaged(path: Path, lines: list[bytes], number: int, why: str) -> UsageError:
+    what = f"{path} is damaged in line {number} of {len(lines)}: {why}. Nothing was changed. "
+    if number == 1:
+        return UsageError(f"{what}No line before it is whole: begin the search anew, with another --out")
+    whole, copy = quote(str(path)), quote(f"{path}.damaged")
+    return UsageError(
+        f"{what}What is behind that line may depend on it; the {number - 1} lines before are whole. To go on with "
+        f"these, and run the later trials again: cp {whole} {copy} && head -n {number - 1} {copy} > {whole}"
+    )
+
+
+State = Literal["running", "finished", "pruned", "failed", "interrupted"]
+
+MEDIAN_STARTUP: Final = 5  # trials that are finished before one is stopped
+HALVING_FACTOR: Final = 3
+FEWEST_TO_EXPLAIN: Final = 4  # trials, without which nothing is said of what made the difference
+_STUDY: Final = "search"
+_REASON: Final = "reason"
+_MEASURED: Final = "measured"
+_AGAIN: Final = "again"  # of which interrupted trial
+_POINT: Final = "point"  # of a grid
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial.
+
+    Attributes:
+        value: of the whole trial, if it is finished.
+        reports: the values that it was compared by while it ran, in order.
+        reason: why it was stopped, or has failed.
+    """
+
+    number: int
+    parameters: Mapping[str, Choice]
+    state: State
+    value: float | None = None
+    reports: tuple[float, ...] = ()
+    reason: str = ""
+
+
+@final
+class Study:
+    """All trials of a search, in a journal if there is to be one. For one process at a time.
+
+    Example:
+        >>> from paceline.tools.tune.space import read_search
+        >>> study = Study.open(read_search({"method": "grid", "parameters": {"lr": [0.1, 0.2]}}, "here"))
+        >>> while (trial := study.ask()) is not None:
+        ...     study.finish(trial.number, trial.parameters["lr"] * 2)
+        >>> study.best().parameters
+        {'lr': 0.1}
+    """
+
+    def __init__(self, search: Search, study: optuna.Study) -> None:
+        self._search = search
+        self._study = study
+        self._running: dict[int, optuna.Trial] = {}
+        self._points = search.combinations() if search.method == "grid" else ()
+        self._fail_interrupted()
+
+    @classmethod
+    def open(cls, search: Search, journal: Path | None = None) -> Self:
+        """Begin a search, or go on with the one in the journal.
+
+        Raises:
+            UsageError: Optuna is not installed.
+        """
+        try:
+            import optuna
+        except ImportError as error:
+            raise UsageError("a search needs Optuna, not installed here: pip install 'paceline[tune]'.") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(
+            storage=None if journal is None else _open_storage(journal),
+            study_name=_STUDY,
+            load_if_exists=True,
+            direction="minimize" if search.minimizes else "maximize",
+            pruner=_pruner(search),
+        )
+        # Who goes on must not suggest once more what was suggested at the beginning.
+        study.sampler = _sampler(search, num_before=len(study.get_trials(deepcopy=False)))
+        return cls(search, study)
+
+    # -- trials that run ---------------------------------------------------------------------------------------------
+
+    def ask(self) -> Trial | None:
+        """Return the next trial, which now runs; None when all have been begun."""
+        known = self._study.get_trials(deepcopy=False)
+        if not any(one.state.name == "WAITING" for one in known):
+            counted = [one for one in known if _state(one) != "interrupted"]
+            again = self._to_come_again(known)
+            if again is not None:
+                self._enqueue(again.params, {**again.user_attrs, _AGAIN: again.number})
+            elif len(counted) >= self._search.num_trials:
+                return None
+            elif self._points:
+                taken = {one.user_attrs[_POINT] for one in counted}
+                point = next(point for point in range(len(self._points)) if point not in taken)
+                self._enqueue(self._points[point], {_POINT: point})
+        trial = self._study.ask()
+        self._running[trial.number] = trial
+        parameters = {name: self._suggest(trial, name) for name in self._parameters}
+        return Trial(trial.number, parameters, "running")
+
+    def report(self, number: int, values: Sequence[float]) -> bool:
+        """Note all values of a running trial up to now; return whether it is so far behind that it is to be stopped.
+
+        One that has reported as often as any that has finished is as good as through, and is not stopped.
+        """
+        trial = self._running[number]
+        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        end = max((one.last_step or 0 for one in finished), default=0)
+        for step, value in list(enumerate(values, start=1))[self._num_told(number) :]:
+            trial.report(value, step)
+            if trial.should_prune() and not 0 < end <= step:
+                return True
+        return False
+
+    def finish(self, number: int, value: float, reports: Sequence[float] = (), *, measured: bool = True) -> None:
+        """Note that a trial has come to its end, all its reports, and whether they were measured on held-out data."""
+        trial = self._running.pop(number)
+        for step, reported in list(enumerate(reports, start=1))[self._num_told(number) :]:
+            trial.report(reported, step)
+            trial.should_prune()  # halving keeps there what others are compared to
+        trial.set_user_attr(_MEASURED, measured)
+        self._study.tell(trial, value)
+
+    def prune(self, number: int, reason: str) -> None:
+        """Note that a trial was stopped, as it was behind."""
+        self._end(number, reason, "PRUNED")
+
+    def fail(self, number: int, reason: str) -> None:
+        """Note that a trial has failed."""
+        self._end(number, reason, "FAIL")
+
+    # -- what is known -----------------------------------------------------------------------------------------------
+
+    def trials(self) -> list[Trial]:
+        """Return all trials, by number."""
+        frozen = self._study.get_trials(deepcopy=False)
+        return [_as_trial(one) for one in frozen if one.state.name != "WAITING"]
+
+    def best(self) -> Trial | None:
+        """Return the best of those that are finished, of equals the first."""
+        finished = [trial for trial in self.trials() if trial.value is not None]
+        sign = 1 if self._search.minimizes else -1
+        return min(finished, key=lambda trial: sign * (trial.value or 0.0), default=None)
+
+    @property
+    def measured(self) -> bool | None:
+        """Whether measurements on held-out data count: for accuracy, or if the first trial made some; None before."""
+        if self._search.metric == "accuracy":
+            return True
+        finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+        return bool(finished[0].user_attrs[_MEASURED]) if finished else None
+
+    def importances(self) -> dict[str, float]:
+        """Return how much of the difference between the best trials and all of them each parameter explains, 0 to 1.
+
+        Trials that were stopped count behind those that have finished: what matters is only who is among the best.
+        """
+        import optuna
+
+        known = [one for one in self._study.get_trials(deepcopy=False) if _state(one) in ("finished", "pruned")]
+        varied = [name for name in self._parameters if len({one.params[name] for one in known}) > 1]
+        if len(known) < FEWEST_TO_EXPLAIN or not varied:
+            return {}
+        ranked = optuna.create_study()
+        for rank, one in enumerate(sorted(known, key=self._order)):
+            ranked.add_trial(optuna.trial.create_trial(value=rank, params=one.params, distributions=one.distributions))
+        return dict(optuna.importance.get_param_importances(ranked, params=varied))
+
+    def _order(self, frozen: FrozenTrial) -> tuple[bool, float]:
+        """Sort those that have finished by their values, and those that were stopped behind them, latest first."""
+        sign = 1 if self._search.minimizes else -1
+        is_finished = _state(frozen) == "finished"
+        return not is_finished, sign * (frozen.value or 0.0) if is_finished else -(frozen.last_step or 0)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> Parameters:
+        return self._search.parameters
+
+    def _num_told(self, number: int) -> int:
+        return len(self._study.get_trials(deepcopy=False)[number].intermediate_values)
+
+    def _end(self, number: int, reason: str, state: Literal["PRUNED", "FAIL"]) -> None:
+        from optuna.trial import TrialState
+
+        trial = self._running.pop(number)
+        trial.set_user_attr(_REASON, reason)
+        self._study.tell(trial, state=TrialState[state])
+
+    def _enqueue(self, parameters: Mapping[str, Choice], attributes: Mapping[str, object]) -> None:
+        self._study.enqueue_trial(dict(parameters), user_attrs=dict(attributes))
+
+    def _fail_interrupted(self) -> None:
+        from optuna.trial import TrialState
+
+        for one in self._study.get_trials(deepcopy=False):
+            if one.state == TrialState.RUNNING:
+                self._study.tell(one.number, state=TrialState.FAIL)
+
+    def _to_come_again(self, known: Sequence[FrozenTrial]) -> FrozenTrial | None:
+        came = {one.user_attrs[_AGAIN] for one in known if _AGAIN in one.user_attrs}
+        waiting = [one for one in known if _state(one) == "interrupted" and one.number not in came]
+        return next((one for one in waiting if set(one.params) == set(self._parameters)), None)
+
+    def _suggest(self, trial: optuna.Trial, name: str) -> Choice:
+        spec = self._parameters[name]
+        if isinstance(spec, tuple) or self._points:
+            chosen = trial.suggest_categorical(name, spec.points() if isinstance(spec, Span) else spec)
+            assert chosen is not None
+            return chosen
+        if spec.is_whole:
+            return trial.suggest_int(name, int(spec.low), int(spec.high), log=spec.log)
+        return trial.suggest_float(name, spec.low, spec.high, log=spec.log)
+
+
+def _open_storage(journal: Path) -> BaseStorage:
+    from paceline.tools.tune.study import open_journal
+
+    return open_journal(journal)
+
+
+def _sampler(search: Search, num_before: int) -> BaseSampler:
+    from optuna.samplers import RandomSampler, TPESampler
+
+    seed = int.from_bytes(sha256(f"{search.seed} {num_before}".encode()).digest()[:4], "big")
+    return TPESampler(seed=seed) if search.method == "tpe" else RandomSampler(seed=seed)
+
+
+def _pruner(search: Search) -> BasePruner:
+    from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
+
+    match search.pruning:
+        case "none":
+            return NopPruner()
+        case "median":
+            return MedianPruner(n_startup_trials=MEDIAN_STARTUP)
+        case "halving":
+            return SuccessiveHalvingPruner(min_resource=1, reduction_factor=HALVING_FACTOR)
+
+
+def _state(frozen: FrozenTrial) -> State:
+    """Return the state of a trial; one that ended without a reason did so with the process that saw to it."""
+    match frozen.state.name:
+        case "COMPLETE":
+            return "finished"
+        case "PRUNED":
+            return "pruned"
+        case "FAIL":
+            return "failed" if _REASON in frozen.user_attrs else "interrupted"
+        case _:
+            return "running"
+
+
+def _as_trial(frozen: FrozenTrial) -> Trial:
+    state = _state(frozen)
+    return Trial(
+        frozen.number,
+        frozen.params,
+        state,
+        frozen.value if state == "finished" else None,
+        tuple(value for _, value in sorted(frozen.intermediate_values.items())),
+        frozen.user_attrs.get(_REASON, ""),
+    )

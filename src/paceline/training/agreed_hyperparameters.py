@@ -1,0 +1,196 @@
+"""What several workers step with together: the hyperparameters of the first one that has a batch, and what it steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.collective.failures import names
+from paceline.errors import UsageError
+from paceline.model_parallel.mesh import Mesh
+
+Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
+
+Together: TypeAlias = Literal["forward", "backward", "step", "snapshot", "state_dict"]  # what all do at the same time
+
+_MOST_NUMBERS: Final = 4
+_PRESENT: Final = "has gradient"
+COMPARED_EVERY: Final = 100  # steps: the values of all replicas, to the bit; in the first one too
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedHyperparameters:
+    """The hyperparameters of an optimizer as they are now: what schedulers change, and what all workers step with.
+
+    With them travels which parameters have a gradient: one of zeros is a step too, of momentum and decay.
+
+    Those count that the class of the optimizer knows and that can be written down: numbers, words, and tuples of them.
+    A learning rate in a tensor is its value.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> Numbers(torch.optim.SGD([weight], lr=0.5)).now()[0]["lr"]
+        0.5
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def now(self) -> Told:
+        """Return the numbers of each group."""
+        return [dict(self._of(group)) for group in self.optimizer.param_groups]
+
+    def encoded(self) -> bytes:
+        """Return the numbers of each group as they travel, with the parameters that have gradients."""
+        told = self.now()
+        for group, numbers in zip(self.optimizer.param_groups, told, strict=True):
+            numbers[_PRESENT] = "".join("01"[parameter.grad is not None] for parameter in group["params"])
+        return json.dumps(told).encode()
+
+    def align_gradients(self, told: bytes | None) -> None:
+        """Have gradients where another worker has them: zeros that are missing here, and no others; None: as they are.
+
+        They differ where a script keeps zeros, as `zero_grad(set_to_none=False)` does, and this worker had no batch.
+        """
+        groups = json.loads(told) if told is not None else []
+        for group, numbers in zip(self.optimizer.param_groups, groups, strict=False):
+            for parameter, is_present in zip(group["params"], numbers[_PRESENT], strict=True):
+                if is_present == "0":
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    @contextmanager
+    def held(self, told: bytes | None) -> Generator[None]:
+        """Have the groups hold the numbers of another worker for the length of a `with` block; None: their own.
+
+        What the schedulers of this worker have set is back after it.
+        """
+        before = self.now() if told is not None else []
+        if told is not None:
+            self._set(json.loads(told))
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _of(self, group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key in self.optimizer.defaults:
+            value = _plain(group.get(key))
+            if all(isinstance(one, int | float | str | None) for one in _items(value)):
+                yield key, value
+
+    def _set(self, told: Told) -> None:
+        for group, numbers in zip(self.optimizer.param_groups, told, strict=False):
+            for key, value in numbers.items():
+                own = group.get(key)
+                if key == _PRESENT:
+                    continue
+                if isinstance(own, Tensor):
+                    own.fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0) -> bytes | None:
+    """Return the hyperparameters of the first replica that has a batch where they are others than `own`, else None.
+
+    Blocks until all who hold the same part have come.
+
+    Args:
+        mesh: of workers, where those along "data" hold the same part.
+        own: the hyperparameters of this replica.
+        has_batch: whether it has a batch in this step.
+        values: a digest of what is to be the same on all replicas.
+
+    Raises:
+        UsageError: it is not.
+    """
+    group, rank = mesh.group("data"), mesh.worker_set.rank
+    told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch))
+    with mesh.explained("hyperparameters of a step"):
+        require_equal_values(rank, [dist.get_global_rank(group, i) for i, one in enumerate(told) if one[1] != values])
+        if len({one[0] for one in told}) == 1:
+            return None
+        first = next((index for index, one in enumerate(told) if one[3]), 0)
+        content = torch.zeros(told[first][2], dtype=torch.uint8)
+        if first == group.rank():
+            content = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.broadcast(content, src=dist.get_global_rank(group, first), group=group)
+    return None if first == group.rank() else bytes(content.tolist())
+
+
+def agree_on(mesh: Mesh, what: Together, *numbers: int) -> list[list[int]]:
+    """Tell all who hold the same part what comes next, with up to four numbers, and return theirs, by replica.
+
+    Blocks until all have come to it.
+
+    Raises:
+        UsageError: something else comes next on another worker; nothing has been sent then.
+    """
+    group, kinds = mesh.group("data"), get_args(Together)
+    words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
+    found = [torch.empty_like(words) for _ in range(group.size())]
+    with mesh.explained(what):
+        dist.all_gather(found, words, group=group)
+    told = [one.tolist() for one in found]
+    for index, (kind, *_) in enumerate(told):
+        if kinds[kind] != what:
+            raise UsageError(
+                f"worker {mesh.worker_set.rank}: expected a {what} of every worker, got a {kinds[kind]} from worker "
+                f"{dist.get_global_rank(group, index)}. All run the model equally often in each step: where batches do "
+                "not divide by the workers, one without a batch runs it once."
+            )
+    return [numbers for _, *numbers in told]
+
+
+def require_equal_values(rank: int, others: Sequence[int]) -> None:
+    """Raise UsageError if there are workers whose replica has other values than that of this one."""
+    if others:
+        raise UsageError(
+            f"worker {rank}: its parameters are not those of {names(others)}. A script has changed them on some "
+            "workers only, or machines round differently. Load values before paceline.distributed, or call "
+            "optimizer.load_state_dict(...) on all workers, which sets them to those of worker 0."
+        )
+
+
+def digest_of(content: bytes) -> int:
+    """Return 63 bits that differ wherever contents do: what workers compare in place of these.
+
+    >>> digest_of(b"lr=0.1") == digest_of(b"lr=0.1"), digest_of(b"lr=0.1") == digest_of(b"lr=0.2")
+    (True, False)
+    """
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+def digest_of_values(tensors: Sequence[Tensor]) -> int:
+    """Return a digest of the bits of some tensors; it reads all of them once."""
+    return digest_of(repr([_sum_of_bits(tensor) for tensor in tensors]).encode())
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of a tensor's memory, taken as whole numbers of eight bytes, which is as fast as memory is."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
+    content = flat.view(torch.uint8)
+    edge = len(content) - len(content) % 8
+    return int(content[:edge].view(torch.int64).sum()) + int(content[edge:].sum(dtype=torch.int64))
+
+
+def _plain(value: object) -> object:
+    """Return what a tensor of one number, or a number of numpy, holds."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _items(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else (value,)

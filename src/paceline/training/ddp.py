@@ -1,0 +1,458 @@
+"""One worker's copy of a model whose gradients DistributedDataParallel hands over while backward runs.
+
+Forward goes through hooks on the user's own module, so neither the module nor the names of its parameters change.
+Torch makes the buckets and says when each is ready; a lane of ours combines them, agreed upon and within the deadline.
+"""
+
+# Annotations are evaluated here: torch looks at those of the hook.
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from paceline.collective.call_queue import QueuedCall
+from paceline.collective.operations import broadcast_bytes, broadcast_tensor, reduce_in_place
+from paceline.collective.signature import CallSignature
+from paceline.errors import PeerError, UsageError
+from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of, digest_of_values, require_equal_values
+from paceline.training.buffers import floating_buffers
+from paceline.training.flat import FlatParameters
+from paceline.training.optimizer import TrainingJob
+from paceline.training.weighting import NOT_FINITE, require_weighed
+from paceline.update.summing import num_nonfinite
+from paceline.update.table import NonFinite, Scale
+
+T = TypeVar("T")
+
+_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's name for what it is to leave alone
+
+
+@dataclass(frozen=True, slots=True)
+class DDPSettings:
+    """How gradients are combined; see `paceline.distributed` and `paceline.all_reduce`."""
+
+    name: str
+    scale: Scale
+    nonfinite: NonFinite
+    unused: bool
+    bucket_mb: float
+    average_buffers: bool
+
+
+@dataclass(slots=True)
+class StepRound:
+    """One backward: what all workers said of it, and the buckets under way.
+
+    Args:
+        weight: of this worker's gradients.
+        agreed: ends when all workers have begun this backward.
+    """
+
+    weight: float
+    agreed: Future[QueuedCall]
+    buckets: list[Tensor] = field(default_factory=list[Tensor])
+    under_way: list[Future[None]] = field(default_factory=list[Future[None]])
+    is_whole: bool = False
+
+
+class DDPReplica:
+    """A model attached to those of the other workers, with the same values from the start.
+
+    Attributes:
+        named: the parameters, by name.
+        weight: of the gradients of this step, where the script has said it.
+        problem: why the combined gradients may not be used, or nothing.
+    """
+
+    def __init__(self, model: nn.Module, named: dict[str, Tensor], settings: DDPSettings, job: TrainingJob) -> None:
+        self.weight: float | None = None
+        self.problem = ""
+        self._settings = settings
+        self._job = job
+        self._model = model
+        self.named = named
+        self._num_samples = job.num_samples  # as of the last backward that was combined
+        self._flat_buffers = _flat_buffers(model) if settings.average_buffers else None
+        self._num_rounds = 0
+        self._round: StepRound | None = None  # of the backward under way
+        self._done: float | None = None  # what the backwards since the last step weighed
+        self._weights: list[float] = []  # of all workers in the last backward
+        self._accumulates = False
+        self._combines = False  # the next backward: a forward has been called outside of `accumulate`
+        self._alone: set[int] = set()  # parameters to whose gradients a backward has added that combined nothing
+        self._watched: list[RemovableHandle] = []
+        _require_combinable(model, named, settings.name)
+        self._call_queue = job.exchange.open_call_queue(settings.name)
+        self._group = job.exchange.meet(f"{settings.name}, its model")
+        self._trained = _trained(named)
+        self._ddp = self._attached(first=True)
+        self._copy_buffers()
+        before, after = WeakMethod(self._before), WeakMethod(self._after)
+        self._handles = [
+            model.register_forward_pre_hook(lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True),
+            model.register_forward_hook(lambda _, args, output: _call(after, output)),
+        ]
+
+    # -- what the optimizer asks for ---------------------------------------------------------------------------------
+
+    def take_round(self, samples: float | None) -> float:
+        """Return the weight of the gradients that the last backward has combined: they are about to be used.
+
+        Raises:
+            UsageError: there are none, or they were weighed by another number of samples.
+        """
+        done, self._done = self._done, None
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
+        if done is None:
+            raise UsageError(
+                f"{where}: no backward has combined the gradients since the last step; "
+                f"{self._without_gradient()}Call the model itself (not a part of it, not its .forward), run the last "
+                "backward of a step outside of `accumulate`, and give strategy=paceline.all_reduce(unused=True) if "
+                "some parameters do not take part in every forward."
+            )
+        named = enumerate(self.named.items())
+        alone = [name for index, (name, tensor) in named if index in self._alone and tensor.grad is not None]
+        if alone:
+            raise UsageError(
+                f"{where}: a backward that combined nothing has added to the gradient of {_some(alone)}: workers "
+                "would step differently. Run one backward for each forward of the model itself, and the last one of a "
+                "step outside of `accumulate`."
+            )
+        weight = require_weighed(where, self._settings.scale, samples, done)
+        self.weight = None
+        return weight
+
+    def backward_of_nothing(self) -> None:
+        """Run a backward whose gradients are zeros and weigh nothing, while the others run theirs."""
+        self.weight = 0.0
+        trained = [tensor for tensor in self.named.values() if tensor.requires_grad]
+        trained = trained[:1] if self._settings.unused else trained  # what nobody uses stays unused
+        with torch.enable_grad():
+            self._before((), {})
+            outputs = self._after([tensor.view_as(tensor) for tensor in trained])
+            torch.autograd.backward(outputs, [torch.zeros_like(tensor) for tensor in trained])
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Combine nothing in the passes inside."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def settle(self, numbers: bytes) -> bytes | None:
+        """Agree on a step: its hyperparameters are those of the first worker that had a batch.
+
+        Workers that had none get what the script of that one has made of the combined gradients, clipped ones. Sets
+        floating-point buffers to the mean over the workers that had one. Blocks until all have come.
+
+        Args:
+            numbers: the hyperparameters of this worker.
+
+        Returns:
+            Those of the first worker where they are others, else None.
+        """
+        flat = self._flat_buffers.empty() if self._flat_buffers is not None else torch.zeros(0)
+        had_batch = [weight > 0 for weight in self._weights]
+        if self._flat_buffers is not None:
+            self._flat_buffers.pack_values(flat)
+            flat.mul_(float(had_batch[self._job.rank]))
+
+        def act(turn: QueuedCall) -> bytes | None:
+            differ = len({call.digest for call in turn.calls}) > 1
+            told = broadcast_bytes(turn, numbers, had_batch.index(True) if any(had_batch) else 0) if differ else None
+            reduce_in_place(turn, flat)
+            if any(had_batch) and not all(had_batch):
+                self._hand_on(turn, had_batch.index(True))
+            return None if told == numbers else told
+
+        shape, digest = (flat.numel(),), digest_of(numbers)
+        call = CallSignature(0, "update", "sum", dtype=flat.dtype, shape=shape, num_values=len(numbers), digest=digest)
+        told = self._call(call, act, "step")
+        if self._flat_buffers is not None:
+            self._flat_buffers.unpack(flat.div_(max(1, sum(had_batch))))
+        return told
+
+    def copy_from_first(self) -> None:
+        """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
+        for tensor in self.named.values():
+            self._copy(tensor)
+        self._copy_buffers()
+
+    def close(self, _politely: bool) -> None:
+        """Detach from the others; the model stays as it is, and can be used as any other. May be repeated."""
+        if not self._handles:
+            return
+        for handle in (*self._handles, *self._watched):
+            handle.remove()
+        self._handles, self._watched = [], []
+        self._round = self._done = None
+        del self._ddp
+
+    # -- around forward and backward ---------------------------------------------------------------------------------
+
+    def _attached(self, *, first: bool) -> DistributedDataParallel:
+        """Have torch watch the backward of the model; the first time it gets the values of worker 0."""
+        model, ours = self._model, set(map(id, self.named.values()))
+        # Under each of their names, as a tensor that two layers share is found once in every layer.
+        ignored = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        ignored += [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) not in ours]
+        setattr(model, _IGNORED, [*ignored, *(f".{name}" for name in ignored)])
+        try:
+            made = DistributedDataParallel(
+                model,
+                process_group=self._group.process_group,
+                bucket_cap_mb=self._settings.bucket_mb,
+                gradient_as_bucket_view=True,  # else each gradient is there twice
+                find_unused_parameters=self._settings.unused,
+                init_sync=first,
+            )
+        except RuntimeError as error:
+            raise self._lost(f"model of '{self._settings.name}'", error) from error
+        finally:
+            delattr(model, _IGNORED)
+        made.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
+        self._watch()
+        return made
+
+    def _watch(self) -> None:
+        """Have autograd tell of gradients that it adds to."""
+        look, note = WeakMethod(self._look), WeakMethod(self._note)
+        for index, tensor in enumerate(self.named.values()):
+            if tensor.requires_grad:
+                self._watched.append(tensor.register_post_accumulate_grad_hook(partial(_call, note, index)))
+                if self._settings.scale == "sum":
+                    self._watched.append(tensor.register_hook(unserializable_hook(partial(_call, look, index))))
+
+    def _look(self, index: int, _: Tensor) -> None:
+        """Refuse a gradient that would be added to a sum over all workers, to be added up again with it."""
+        name, tensor = list(self.named.items())[index]
+        if self._done is not None and self._combines and tensor.grad is not None:
+            raise UsageError(
+                f"worker {self._job.rank}, backward of '{self._settings.name}': the gradient of '{name}' is the sum "
+                "over all workers already, which would be added up again: run all but the last backward of a step "
+                "inside `with optimizer.accumulate():`."
+            )
+
+    def _note(self, index: int, _: Tensor) -> None:
+        """Note which gradients a backward has added to that combines nothing."""
+        if not self._combines:
+            self._alone.add(index)
+
+    def _heed_requires_grad(self) -> None:
+        """Combine the gradients of parameters that are trained now, and no more of those that are not.
+
+        Raises:
+            UsageError: other workers train others.
+        """
+        trained = _trained(self.named)
+        if trained == self._trained:
+            return
+        what = f"forward of '{self._settings.name}'"
+        if not any(trained):
+            raise UsageError(f"worker {self._job.rank}, {what}: none of the parameters requires a gradient any more.")
+        rank = self._job.rank
+
+        def act(turn: QueuedCall) -> None:
+            if any(call.digest != turn.call.digest for call in turn.calls):
+                raise UsageError(
+                    f"worker {rank}, {what}: workers train other parameters than each other: call requires_grad_ for "
+                    "the same ones on all workers before the same forward."
+                )
+
+        self._call(CallSignature(0, "trained", digest=digest_of(bytes(trained))), act, "forward")
+        while self._watched:
+            self._watched.pop().remove()
+        self._ddp.reducer._remove_autograd_hooks()
+        self._trained, self._ddp = trained, self._attached(first=False)
+
+    def _copy_buffers(self) -> None:
+        for buffer in self._model.buffers():
+            self._copy(buffer)
+
+    def _hand_on(self, turn: QueuedCall, source: int) -> None:
+        """Set gradients to what they are on one worker."""
+        parameters = [parameter for parameter in self.named.values() if parameter.requires_grad]
+        own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+        for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = broadcast_tensor(turn, gradient.detach(), source) if present else None
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Set a tensor to what it is on worker 0."""
+        exchange = self._job.exchange
+        future = exchange.broadcast(tensor, 0, None)
+        with torch.no_grad():
+            tensor.copy_(exchange.finish(future, f"the values of '{self._settings.name}'", None))
+
+    def _call(self, call: CallSignature, act: Callable[[QueuedCall], T], what: str) -> T:
+        """Make a call with all workers; blocks until it is over."""
+        with self._job.communicating():
+            return self._call_queue.wait(self._call_queue.ask(call, act), f"{what} of '{self._settings.name}'")
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not torch.is_grad_enabled():
+            return None
+        self._heed_requires_grad()
+        self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
+        try:
+            return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError as error:
+            where = f"forward of '{self._settings.name}'"
+            if "finished reduction in the prior iteration" not in str(error):
+                raise self._lost(where, error) from error
+            raise UsageError(
+                f"worker {self._job.rank}, {where}: {self._without_gradient()}The backward before is not over: give "
+                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+            ) from error
+
+    def _after(self, output: object) -> Any:  # noqa: ANN401 - whatever the module returns
+        # What DistributedDataParallel.forward does around the module; this way the module is called as itself.
+        return self._ddp._post_forward(output) if torch.is_grad_enabled() else None  # pyright: ignore[reportPrivateUsage]
+
+    def _on_bucket(self, bucket: GradBucket) -> Tensor:
+        """Send a bucket that is ready, behind the agreement on this backward; return where the mean will be."""
+        if self._round is None:
+            self._round = self._begun()
+            Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
+        round_, buffer = self._round, bucket.buffer()
+        round_.is_whole = bucket.is_last()
+        round_.buckets.append(buffer)
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+
+        def send() -> None:
+            with torch.cuda.stream(stream):
+                if self._settings.nonfinite == "zero":
+                    buffer.nan_to_num_(0.0, 0.0, 0.0)
+                host = buffer.mul_(round_.weight).cpu()
+                reduce_in_place(round_.agreed.result(timeout=0), host)
+                if host is not buffer:
+                    buffer.copy_(host)
+
+        round_.under_way.append(self._call_queue.follow_up(send))
+        return buffer
+
+    def _begun(self) -> StepRound:
+        """Begin to agree on a backward with the others, now and then also that all replicas are equal to the bit."""
+        compared = self._num_rounds % COMPARED_EVERY == 0
+        self._num_rounds += 1
+        rank = self._job.rank
+
+        def act(turn: QueuedCall) -> QueuedCall:
+            require_equal_values(
+                rank, [other for other, call in enumerate(turn.calls) if call.digest != turn.call.digest]
+            )
+            return turn
+
+        weight, digest = self._own_weight(), digest_of_values(list(self.named.values())) if compared else 0
+        call = CallSignature(0, "backward", "sum", weight=weight, digest=digest)
+        return StepRound(weight, self._call_queue.ask(call, act))
+
+    def _own_weight(self) -> float:
+        """Return what the gradients of a backward weigh: as the script says, or the new samples, or as those before."""
+        if self.weight is not None:
+            return self.weight
+        if self._settings.scale != "samples":
+            return 1.0
+        again = self._weights[self._job.rank] if self._done is not None else 1.0
+        return float(self._job.num_samples - self._num_samples or again)
+
+    def _finish(self) -> None:
+        """Wait until all buckets are combined, before torch gives them to the parameters."""
+        round_, self._round = self._round, None
+        assert round_ is not None, "this was called for"
+        what = f"backward of '{self._settings.name}'"
+        if not round_.is_whole:
+            raise UsageError(
+                f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
+                "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
+            )
+        with self._job.communicating():
+            meter, began_s = self._job.meter, self._job.meter.now()
+            turn = self._call_queue.wait(round_.agreed, what)
+            meter.wait_s += meter.now() - began_s
+            for future in round_.under_way:
+                self._call_queue.wait(future, what)
+        self._weights = [call.weight for call in turn.calls]
+        total = 1.0 if self._settings.scale == "sum" else sum(self._weights) or 1.0
+        for buffer in round_.buckets:
+            buffer.div_(total)
+        self.problem = self._objection(round_.buckets)
+        if self._done is None or self._settings.scale != "samples":
+            self._done = round_.weight
+        elif self.weight is None and self._num_samples < self._job.num_samples:
+            self._done += round_.weight
+        self._num_samples = self._job.num_samples
+        self._combines = False
+        self._alone.clear()
+
+    def _lost(self, where: str, error: RuntimeError) -> PeerError:
+        """Say which worker is gone, after torch has failed in a collective of its own."""
+        return self._group.failure_reports.explain(where, self._job.exchange.worker_set.others, None, str(error))
+
+    def _objection(self, buckets: list[Tensor]) -> str:
+        if self._settings.nonfinite in ("ignore", "zero") or not any(map(num_nonfinite, buckets)):
+            return ""
+        return NOT_FINITE
+
+    def _without_gradient(self) -> str:
+        """Name parameters that have no gradient, for a message."""
+        absent = [name for name, tensor in self.named.items() if tensor.requires_grad and tensor.grad is None]
+        return f"no gradient came to {_some(absent)}. " if absent else ""
+
+
+def _hand_over(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Return a bucket at once: `DDPReplica` waits for its values before torch looks at them."""
+    devices: list[int | str | torch.device] = [bucket.buffer().device] if bucket.buffer().is_cuda else []
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    call = act()
+    future.set_result(bucket.buffer() if call is None else call(bucket))
+    return future
+
+
+def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - whatever the method returns
+    """Call a method unless its owner is gone."""
+    act = method()
+    return None if act is None else act(*args)
+
+
+def _trained(named: dict[str, Tensor]) -> tuple[bool, ...]:
+    """Return which of the parameters get gradients."""
+    return tuple(tensor.requires_grad for tensor in named.values())
+
+
+def _some(found: list[str]) -> str:
+    """Name some parameters, for a message."""
+    return f"{', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
+
+
+def _flat_buffers(model: nn.Module) -> FlatParameters | None:
+    named = floating_buffers(model)
+    return FlatParameters.over(named) if named else None
+
+
+def _require_combinable(model: nn.Module, named: dict[str, Tensor], name: str) -> None:
+    """Refuse what DistributedDataParallel does not see, or sees as something else."""
+    known = set(map(id, model.parameters()))
+    strange = [own for own, tensor in named.items() if id(tensor) not in known]
+    if strange:
+        raise UsageError(f"'{name}': the optimizer has parameters that the model has not: {', '.join(strange[:5])}.")
+    if not any(tensor.requires_grad for tensor in named.values()):
+        raise UsageError(f"'{name}': none of the parameters requires a gradient, so there is nothing to combine.")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                f"'{name}': the layer '{path}' makes sparse gradients: build it with sparse=False, or as "
+                "paceline.Embedding, whose rows live on the servers."
+            )

@@ -1,0 +1,250 @@
+"""Forward and backward of a sharded model: what each worker's gradients weigh, and what one without a batch does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.errors import UsageError
+from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.sharded import sliced_like
+from paceline.model_parallel.whole import whole
+from paceline.training.agreed_hyperparameters import agree_on
+from paceline.training.buffers import floating_buffers
+from paceline.training.optimizer import Settings, TrainingJob
+from paceline.training.weighting import NOT_FINITE, require_weighed
+from paceline.update.summing import num_nonfinite
+
+
+class Passes:
+    """Follows a model that is sharded over the workers of a job.
+
+    Torch takes the plain mean of all workers' gradients, layer by layer. So that it becomes the mean weighted by
+    samples, each worker scales what enters its backward, once all have said how much they weigh.
+
+    In a step for which some workers have no batch, backward leaves the others the gradients of the whole model: what
+    their scripts do with them then takes no other worker. With the step, every worker gets its slice of the result.
+
+    Attributes:
+        weight: of the gradients of the next backward, where the script has said it.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, job: TrainingJob, mesh: Mesh) -> None:
+        self.weight: float | None = None
+        self._model = model
+        self._settings = settings
+        self._job = job
+        self._mesh = mesh
+        self._num_samples = job.num_samples  # as of the last backward
+        self._scale: float | None = None  # of the backward under way
+        self._done: float | None = None  # what backwards since the last step weighed
+        self._weight_before = 1.0  # of the backward before
+        self._with_batch = [True] * mesh.grid.replicas  # in the last backward, by replica
+        self._last: tuple[Any, Any] | None = None  # what the model was last called with
+        before, after = WeakMethod(self._before), WeakMethod(self._after)
+        self._handles = [
+            model.register_forward_pre_hook(  # before torch gathers the model, which all do together
+                lambda _, args, kwargs: _call(before, args, kwargs), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(lambda _, args, outputs: _call(after, outputs)),
+        ]
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether this worker had a batch in the last backward."""
+        return self._with_batch[self._mesh.group("data").rank()]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has combined gradients since the last step."""
+        return self._done is not None
+
+    def take(self, samples: float | None) -> float:
+        """Return what the gradients that are combined weigh: they are about to be used.
+
+        Raises:
+            UsageError: there are none, or they were weighed by another number of samples.
+        """
+        done, self._done, self.weight = self._done, None, None
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
+        if done is None:
+            raise UsageError(
+                f"{where}: no backward has combined gradients since the last step. Call the model itself, not a part "
+                "of it and not its .forward, and run backward on what it returns."
+            )
+        return require_weighed(where, self._settings.scale, samples, done)
+
+    def repeat_for_nothing(self) -> None:
+        """Run the last forward again, and a backward that weighs nothing, while the others run theirs."""
+        if self._last is None:
+            raise UsageError(
+                f"worker {self._job.rank}: fsdp needs at least one batch on every worker, as all compute each layer "
+                "together, and this one has had none. Take fewer workers or smaller batches."
+            )
+        args, kwargs = self._last
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        self.weight = 0.0
+        with torch.enable_grad():
+            outputs = [one for one in tree_leaves(self._model(*args, **kwargs)) if _has_gradient(one)]
+            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+
+    def hand_on(self) -> None:
+        """Set each worker's slices to what the first worker that has a batch has made of the gradients: clipped ones.
+
+        Only in a step for which some workers have none; all have gradients of the same parameters by then. Blocks until
+        all have come.
+        """
+        if not self._is_short:
+            return
+        group, first = self._mesh.group("data"), self._with_batch.index(True)
+        source = dist.get_global_rank(group, first)
+        with self._mesh.explained(f"gradients of '{self._settings.name}'"), torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
+                    if group.rank() == first:
+                        gradient = _local(parameter.grad).contiguous()
+                        self._require_whole(gradient, parameter)
+                    dist.broadcast(gradient, src=source, group=group)
+                    parameter.grad = None  # torch wants slices of the same kind
+                    parameter.grad = sliced_like(parameter, gradient)
+
+    def _require_whole(self, gradient: Tensor, parameter: Tensor) -> None:
+        """Refuse a gradient that a script has put in the place of the whole one, and that is a slice."""
+        if gradient.shape != parameter.shape:
+            raise UsageError(
+                f"worker {self._job.rank}, step of '{self._settings.name}': some workers have no batch, so the others "
+                f"have whole gradients; one has become {tuple(gradient.shape)} of {tuple(parameter.shape)}, as if made "
+                "from this worker's slice of a parameter. Change gradients without looking at parameters, or have "
+                "batches that divide by the workers (drop_last=True)."
+            )
+
+    def objection(self) -> str:
+        """Return why the combined gradients may not be used; blocks until all workers have looked at their slices."""
+        if self._settings.nonfinite == "ignore":
+            return ""
+        slices = [_local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
+        if self._settings.nonfinite == "zero":
+            for one in slices:
+                one.nan_to_num_(0.0, 0.0, 0.0)
+            return ""
+        (bad,) = self._summed([float(any(map(num_nonfinite, slices)))], dist.group.WORLD)
+        return NOT_FINITE if bad else ""
+
+    def average_buffers(self) -> None:
+        """Set floating-point buffers to the mean over the workers that had a batch."""
+        buffers = list(floating_buffers(self._model).values()) if self._settings.average_buffers else []
+        own, count = float(self.has_batch), max(1, sum(self._with_batch))
+        with self._mesh.explained(f"the buffers of '{self._settings.name}'"), torch.no_grad():
+            for buffer in buffers:
+                total = buffer * own
+                dist.all_reduce(total, group=self._mesh.group("data"))
+                buffer.copy_(total / count)
+
+    def close(self, politely: bool) -> None:
+        """Stop following the model."""
+        del politely
+        while self._handles:
+            self._handles.pop().remove()
+        self._last = None
+
+    # -- around forward and backward ---------------------------------------------------------------------------------
+
+    def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
+        if torch.is_grad_enabled():
+            with self._job.communicating():
+                agree_on(self._mesh, "forward")
+            self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+
+    def _after(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the module returns
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(outputs):
+                if _has_gradient(tensor):
+                    tensor.register_hook(partial(_call, WeakMethod(self._weighed)))
+
+    def _weighed(self, gradient: Tensor) -> Tensor:
+        """Return what enters backward, scaled; the first of several outputs agrees on it with all workers."""
+        if self._scale is None:
+            with self._job.communicating():
+                self._scale = self._agreed()
+            Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportPrivateUsage]
+        return gradient if self._scale == 1.0 else gradient * self._scale
+
+    def _agreed(self) -> float:
+        """Tell all workers what this backward weighs, and return what makes torch's plain mean the one that is due."""
+        weight, self.weight = self.weight, None
+        if weight is None:
+            again = self._weight_before if self._done is not None else 1.0
+            weight = float(self._job.num_samples - self._num_samples or again)
+        is_new = self._done is None or self._num_samples < self._job.num_samples
+        self._num_samples = self._job.num_samples
+        told = torch.tensor(agree_on(self._mesh, "backward", _bits(weight)))[:, 0].view(torch.float64)
+        self._with_batch = (told > 0).tolist()
+        own = weight if self._settings.scale == "samples" else float(weight > 0)
+        total = float((told if self._settings.scale == "samples" else told > 0).sum())
+        self._weight_before = weight
+        self._done = (self._done or 0.0) + (weight if is_new else 0.0)
+        size = self._mesh.grid.replicas
+        return own * size if self._settings.scale == "sum" else own * size / (total or 1.0)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether some workers had a batch in the last backward and others had none."""
+        return any(self._with_batch) and not all(self._with_batch)
+
+    def _end_backward(self) -> None:
+        self._scale = None
+        if self._is_short:
+            self._make_gradients_whole()
+
+    def _make_gradients_whole(self) -> None:
+        """Give the workers that have a batch the gradients of the whole model; blocks until all have come."""
+        parameters = list(self._model.parameters())
+        own = [float(parameter.grad is not None) for parameter in parameters]
+        holders = self._summed(own, self._mesh.group("data"))
+        with self._mesh.explained(f"backward of '{self._settings.name}'"), torch.no_grad():
+            for parameter, count in zip(parameters, holders, strict=True):
+                if count:
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    gathered = whole(gradient)
+                    if self.has_batch and isinstance(parameter, DTensor):
+                        mesh = parameter.device_mesh
+                        parameter.grad = DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
+
+    def _summed(self, numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
+        """Return the sums of numbers over a group; blocks until all have come."""
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        with self._mesh.explained(f"backward of '{self._settings.name}'"):
+            dist.all_reduce(sums, group=group)
+        return sums.tolist()
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a number as a whole one."""
+    return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the memory that this worker has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - whatever the method returns
+    """Call a method unless its owner is gone."""
+    act = method()
+    return None if act is None else act(*args)

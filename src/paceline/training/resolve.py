@@ -1,0 +1,54 @@
+"""Which strategy a script or a launcher means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from paceline.errors import UsageError
+from paceline.job.strategy import PARAMETER_SERVER, Distribution
+from paceline.training.all_reduce import AllReduce
+from paceline.training.downpour import Downpour
+from paceline.training.fsdp import FullySharded
+from paceline.training.groups import Groups
+from paceline.training.local_sgd import diloco, local_sgd
+from paceline.training.optimizer import ParameterServer
+from paceline.training.strategy import Strategy
+
+Policy: TypeAlias = Strategy | str
+
+
+def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
+    """Return the strategy that the script gives, else the one the launcher was told, else the parameter server.
+
+    Args:
+        given: a strategy, its name, or one or the other for each pattern of names of parameters.
+        launched: what the launcher was told.
+
+    Raises:
+        UsageError: there is none of this name.
+
+    Example:
+        >>> choose_strategy(None, Distribution.parse("all-reduce"))
+        AllReduce(unused=False, bucket_mb=25.0)
+    """
+    if isinstance(given, Mapping):
+        return Groups(tuple((pattern, choose_strategy(policy, launched)) for pattern, policy in given.items()))
+    if given is not None and not isinstance(given, str):
+        return given
+    wanted = launched if given is None else Distribution.parse(given)
+    match wanted.data or PARAMETER_SERVER:
+        case "parameter-server":
+            return ParameterServer(wanted.consistency)
+        case "all-reduce":
+            return AllReduce()
+        case "fsdp":
+            return FullySharded()
+        case "local-sgd":
+            return local_sgd(wanted.steps)
+        case "diloco":
+            return diloco(wanted.steps)
+        case "downpour":
+            return Downpour(push_every=wanted.steps, fetch_every=wanted.steps)
+        case name:
+            raise UsageError(f"there is no strategy {name!r} for an optimizer")

@@ -1,0 +1,50 @@
+"""Files that may change while a process runs."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar, final
+
+T = TypeVar("T")
+
+_Mark = tuple[int, int, int]
+
+
+@final
+class FileWatch(Generic[T]):
+    """What is made of some files, made again when one of them has changed, come or gone. Any thread may ask.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "word"
+    ...     word = Latest([path], lambda: path.read_text() if path.exists() else "none")
+    ...     before = word.get()
+    ...     _ = path.write_text("hello")
+    ...     before, word.get()
+    ('none', 'hello')
+    """
+
+    def __init__(self, paths: Sequence[Path], make: Callable[[], T]) -> None:
+        self._paths = paths
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: tuple[list[_Mark | None], T] | None = None
+
+    def get(self) -> T:
+        """Return what the files say now; raises what `make` raises, and asks it again the next time."""
+        with self._lock:
+            marks = [_mark(path) for path in self._paths]  # first: what changes meanwhile is seen the next time
+            if self._made is None or self._made[0] != marks:
+                self._made = None
+                self._made = marks, self._make()
+            return self._made[1]
+
+
+def _mark(path: Path) -> _Mark | None:
+    """Return what differs between two states of a file; None when there is none to be had."""
+    try:
+        found = os.stat(path)
+    except OSError:  # whoever reads it will say what is wrong
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

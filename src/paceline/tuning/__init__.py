@@ -1,1 +1,0 @@
-"""Search over hyperparameters: many runs of a script, some at the same time, and which of them is best."""

@@ -1,0 +1,408 @@
+"""Updates in chunks that stay in the cache: every element of gradients, values and state is read from memory once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+
+import torch
+from torch.nn.functional import pad
+
+from paceline.errors import UsageError
+from paceline.update.kernels import Kernel, Numbers, Operands
+from paceline.update.pieces import SegmentPiece
+from paceline.update.rules import Hyper
+from paceline.update.summing import CHUNK, Contribution, combine_stretch, divisor_of
+from paceline.update.table import NonFinite, Scale
+from paceline.update.thread_pool import ThreadPool
+from paceline.update.torch_rule import require_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK: Final = 64  # elements: a multiple of what torch computes at a time, whatever the machine and the dtype
+_WHOLE: Final = (0, 0)
+
+
+class Age(NamedTuple):
+    """What pieces must have in common to be stepped together.
+
+    Args:
+        group: of hyperparameters.
+        step: how many steps they have taken.
+        fresh: whether their state has never been written.
+    """
+
+    group: int
+    step: float
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements of a piece that are stepped together.
+
+    Args:
+        start: first element, counted from the start of the range.
+        stop: one past the last element.
+        piece: index of the piece.
+        filling: elements of the same block that lie before and after it, outside of the range.
+    """
+
+    start: int
+    stop: int
+    piece: int
+    filling: tuple[int, int] = _WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCall:
+    """One call of a kernel: neighbouring or scattered slices of one group and age, on views made once.
+
+    Args:
+        age: of all slices before this step.
+        piece: index of one of their pieces.
+        spans: (start, stop) of each, counted from the start of the chunk.
+        values: views of them.
+        state: views of their state by name.
+        filling: see `Slice`; a call that fills up has one slice.
+    """
+
+    age: Age
+    piece: int
+    spans: tuple[tuple[int, int], ...]
+    values: list[Tensor]
+    state: dict[str, list[Tensor]]
+    filling: tuple[int, int]
+
+    def run(
+        self, kernel: Kernel, gradient: Tensor, spare: Tensor, step: float, numbers: Numbers, divisor: float
+    ) -> None:
+        """Take one step with the gradient of the chunk, which is yet to be divided by `divisor`."""
+        gradients = [gradient[start:stop] for start, stop in self.spans]
+        if self.filling == _WHOLE:
+            kernel.step(Operands(self.values, gradients, self.state, step, self.age.fresh, spare, divisor), numbers)
+            return
+        values = [pad(value, self.filling) for value in self.values]
+        state = {name: [pad(part, self.filling) for part in parts] for name, parts in self.state.items()}
+        gradients = [pad(part, self.filling) for part in gradients]
+        kernel.step(Operands(values, gradients, state, step, self.age.fresh, spare, divisor), numbers)
+        for own, filled in ((self.values, values), *((self.state[name], state[name]) for name in state)):
+            own[0].copy_(filled[0][self.filling[0] :][: own[0].numel()])
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Neighbouring elements that one thread takes from gradients to values.
+
+    Args:
+        start: first element, counted from the start of the range.
+        stop: one past the last element.
+        sums: (start, stop) in the range with the indices of the contributions that have a gradient there.
+        calls: what to step, in any order.
+    """
+
+    start: int
+    stop: int
+    sums: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    calls: tuple[UpdateCall, ...]
+
+
+def cut_into_chunks(
+    pieces: Sequence[SegmentPiece], taken: Sequence[int], size: int, *, in_lanes: bool
+) -> list[list[Slice]]:
+    """Return the slices of each chunk.
+
+    Args:
+        pieces: of the range.
+        taken: indices of the pieces that are stepped.
+        size: elements that a chunk spans at most; a multiple of a block.
+        in_lanes: whether elements must be computed as they would be in the whole tensor.
+    """
+    chunks: list[list[Slice]] = []
+    for index in taken:
+        piece = pieces[index]
+        for start, stop, filling in _parts(piece) if in_lanes else [(piece.start, piece.stop, _WHOLE)]:
+            shift, position = piece.offset - piece.start, start
+            while position < stop:
+                room = chunks[-1][0].start + size - (position + shift) if chunks else 0
+                end = min(stop, position + room)
+                if end < stop:
+                    end -= end % BLOCK
+                if end > position:
+                    chunks[-1].append(Slice(position + shift, end + shift, index, filling))
+                    position = end
+                else:
+                    end = stop if stop - position <= size else (position + size) // BLOCK * BLOCK
+                    chunks.append([Slice(position + shift, end + shift, index, filling)])
+                    position = end
+    return chunks
+
+
+def _parts(piece: SegmentPiece) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Return (start, stop, filling), counted in the segment: a block that is cut off at either end, and the middle."""
+    head = min(piece.stop, -(-piece.start // BLOCK) * BLOCK)
+    tail = piece.stop if piece.stop == piece.total else max(head, piece.stop // BLOCK * BLOCK)
+    for start, stop in ((piece.start, head), (head, tail), (tail, piece.stop)):
+        if start < stop:
+            whole = (start, stop) == (head, tail)
+            block = start // BLOCK * BLOCK
+            yield start, stop, _WHOLE if whole else (start - block, min(block + BLOCK, piece.total) - stop)
+
+
+def make_chunk(
+    slices: Sequence[Slice],
+    having: Sequence[tuple[int, ...]],
+    ages: Sequence[Age],
+    memory: tuple[Tensor, Mapping[str, Tensor]],
+    names: Sequence[tuple[str, ...]],
+    *,
+    in_lanes: bool,
+) -> Chunk:
+    """Return what to do with the slices of one chunk.
+
+    Args:
+        slices: as `cut_into_chunks` made them.
+        having: of each piece of the range, the contributions that have a gradient for it.
+        ages: of each piece.
+        memory: values of the range, and its state by name.
+        names: of the states of each group.
+        in_lanes: whether neighbours must stay apart.
+    """
+    start = slices[0].start
+    sums = [
+        ((members[0].start, members[-1].stop), having[members[0].piece])
+        for members in _neighbours(slices, [having[each.piece] for each in slices])
+    ]
+    grouped: dict[tuple[Age, tuple[int, int], int], list[tuple[int, int, int]]] = {}
+    keys = [ages[each.piece] for each in slices]
+    runs = [[each] for each in slices] if in_lanes else _neighbours(slices, keys)
+    for run in runs:
+        first, last = run[0], run[-1]
+        alone = first.start if first.filling != _WHOLE else -1
+        grouped.setdefault((ages[first.piece], first.filling, alone), []).append((first.start, last.stop, first.piece))
+    values, state = memory
+    calls = tuple(
+        UpdateCall(
+            age,
+            members[0][2],
+            tuple((a - start, b - start) for a, b, _ in members),
+            [values[a:b] for a, b, _ in members],
+            {name: [state[name][a:b] for a, b, _ in members] for name in names[age.group]},
+            filling,
+        )
+        for (age, filling, _), members in grouped.items()
+    )
+    return Chunk(start, slices[-1].stop, tuple(sums), calls)
+
+
+def _neighbours(slices: Sequence[Slice], keys: Sequence[object]) -> list[list[Slice]]:
+    """Return the slices in runs without a gap, of equal keys."""
+    shifts: list[int] = []  # rises at every gap
+    reached = slices[0].start
+    for each in slices:
+        shifts.append((shifts[-1] if shifts else 0) + (each.start != reached))
+        reached = each.stop
+    together = groupby(zip(slices, keys, shifts, strict=True), key=lambda found: found[1:])
+    return [[each for each, _, _ in members] for _, members in together]
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The chunks of an update, and of the next ones as long as `key` stays and nothing in them is fresh.
+
+    Args:
+        key: what they follow from, the ages of the pieces aside.
+        chunks: they name every piece that is stepped.
+        taken: (pieces,), 1 for those, else 0.
+    """
+
+    key: tuple[tuple[frozenset[int], ...], list[tuple[str, ...]], bool]
+    chunks: list[Chunk]
+    taken: Tensor
+
+
+@final
+class Chunked:
+    """Runs a kernel over a range, chunk by chunk; owns the state of its elements.
+
+    Args:
+        kernel: the rule.
+        pieces: of the range.
+        values: (elements of the range,), changed in place.
+        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        crew: does the work.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        pieces: Sequence[SegmentPiece],
+        values: Tensor,
+        policy: tuple[Scale, NonFinite],
+        threads: ThreadPool,
+    ) -> None:
+        self._kernel, self._pieces, self._values, self._policy, self._threads = kernel, pieces, values, policy, threads
+        self._numbers: list[dict[str, Any]] = []  # of each group, complete, as of the last update
+        self._told: tuple[Hyper, ...] = ()  # what they were made of
+        self._plan: _Plan | None = None  # of the last update
+        self._state: dict[str, Tensor] = {}  # by name, each as long as the range
+        self._held: list[tuple[str, ...]] = [()] * len(pieces)  # the states that each piece has
+        self._steps = torch.zeros(len(pieces))  # taken by each piece; float32, as torch counts
+        self._begun = False
+        size = min(CHUNK, max(values.numel(), BLOCK))
+        self._scratch = [values.new_empty((3, size)) for _ in range(threads.num_threads)]
+
+    def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
+        """Update the values once; return how many elements of gradients were taken as 0."""
+        self._listen(hyper)
+        self._begin()
+        chunks = self._planned(contributions)
+        steps: list[float] = self._steps.tolist()
+        divisor = self._left_to_kernel(contributions)
+        return self._threads.total(chunks, lambda chunk, thread: self._do(chunk, contributions, steps, thread, divisor))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live state of every piece; see `UpdateRule.state`."""
+        named: dict[str, Tensor] = {}
+        for index, (piece, names) in enumerate(zip(self._pieces, self._held, strict=True)):
+            if names and self._kernel.counts_steps:
+                named[f"{index}.step"] = self._steps[index]
+            named.update({f"{index}.{name}": piece.view(self._state[name]) for name in names})
+        return named
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`.
+
+        Raises:
+            UsageError: the state is one of another rule.
+        """
+        foreign = sorted(key for key in state if key.partition(".")[2] not in (*self._kernel.known, "step"))
+        if foreign or (state and not self._kernel.known):
+            raise UsageError(
+                f"The rule '{self._kernel.name}' has no state like this, but was given {sorted(foreign or state)[:3]}. "
+                "Was it another rule?"
+            )
+        self._require_shapes(state)
+        self._plan, self._begun = None, False
+        self._held = [()] * len(self._pieces)
+        self._steps.zero_()
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            if name == "step":
+                self._steps[int(index)] = value
+            else:
+                self._hold(int(index), (name,))
+                self._pieces[int(index)].view(self._state[name]).copy_(value)
+
+    def _require_shapes(self, state: Mapping[str, Tensor]) -> None:
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            shape = () if name == "step" else self._pieces[int(index)].view(self._values).shape
+            if value.shape != shape or not value.is_floating_point():
+                raise UsageError(
+                    f"State '{key}' has shape {tuple(value.shape)} and {value.dtype}, expected {tuple(shape)} and "
+                    f"{self._values.dtype}."
+                )
+            require_count(name, value)
+
+    def _left_to_kernel(self, contributions: Sequence[Contribution]) -> float:
+        """Return what the kernel has to divide sums by: 1 where they are divided before, as their dtype rounds then."""
+        divisor = divisor_of([contribution.count for contribution in contributions], self._policy[0])
+        exact = divisor == torch.tensor(divisor).item()  # torch hands it on as a float32
+        plain = self._values.dtype not in _HALF and all(map(self._kernel.divides, self._numbers))
+        return divisor if exact and plain and self._numbers else 1.0
+
+    def _do(
+        self,
+        chunk: Chunk,
+        contributions: Sequence[Contribution],
+        steps: Sequence[float],
+        thread: int,
+        divisor: float,
+    ) -> int:
+        """Take one chunk from gradients to values; return how many elements of its gradients were zeroed."""
+        scratch, num_zeroed, divide = self._scratch[thread], 0, divisor == 1.0
+        if len(contributions) == 1 and self._policy[1] != "zero":
+            gradient = contributions[0].gradient[chunk.start : chunk.stop]
+        else:
+            gradient = scratch[2]
+            for (start, stop), having in chunk.sums:
+                out = gradient[start - chunk.start : stop - chunk.start]
+                num_zeroed += combine_stretch(out, (start, stop), having, contributions, self._policy, divide=divide)
+        for call in chunk.calls:
+            call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group], divisor)
+        return num_zeroed
+
+    def _listen(self, hyper: tuple[Hyper, ...]) -> None:
+        """Take over the hyperparameters of an update; those that are left out stay as they are."""
+        if hyper is self._told:
+            return
+        known = self._numbers or [_defaults(self._kernel.name)] * len(hyper)
+        self._numbers = [{**old, **new} for old, new in zip(known, hyper, strict=True)]
+        self._told = hyper
+
+    def _begin(self) -> None:
+        """Give every piece the state that it has before its first step, unless it was loaded."""
+        if self._begun or not self._numbers:
+            return
+        for name, value in self._kernel.initial(self._numbers[0]).items():
+            for index, piece in enumerate(self._pieces):
+                if name not in self._held[index]:
+                    self._hold(index, (name,))
+                    piece.view(self._state[name]).fill_(value)
+        self._begun = True
+
+    def _hold(self, index: int, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._state:
+                self._state[name] = torch.zeros_like(self._values)
+        self._held[index] = tuple(name for name in self._kernel.known if name in names or name in self._held[index])
+
+    def _planned(self, contributions: Sequence[Contribution]) -> list[Chunk]:
+        """Return the chunks of an update, and count it as a step of its pieces."""
+        names = [self._kernel.names(numbers) for numbers in self._numbers]
+        in_lanes = self._values.dtype in _HALF or any(bool(numbers.get("fused")) for numbers in self._numbers)
+        absent = tuple(contribution.absent for contribution in contributions)
+        key = (absent, names, in_lanes)
+        plan = self._plan
+        if plan is None or plan.key != key:
+            plan = _Plan(key, *self._make_plan(absent, names, in_lanes=in_lanes))
+        fresh = any(call.age.fresh for chunk in plan.chunks for call in chunk.calls)
+        self._plan = None if fresh else plan  # nothing is fresh the next time
+        self._steps += plan.taken
+        return plan.chunks
+
+    def _make_plan(
+        self, absent: Sequence[frozenset[int]], names: list[tuple[str, ...]], *, in_lanes: bool
+    ) -> tuple[list[Chunk], Tensor]:
+        having = [
+            tuple(number for number, gone in enumerate(absent) if piece.segment not in gone) for piece in self._pieces
+        ]
+        taken = [index for index, contributors in enumerate(having) if contributors]
+        steps: list[float] = self._steps.tolist()
+        ages = [
+            Age(piece.group, steps[index], not set(names[piece.group]) <= set(self._held[index]))
+            for index, piece in enumerate(self._pieces)
+        ]
+        for index in taken:
+            self._hold(index, names[self._pieces[index].group])
+        chunks = [
+            make_chunk(slices, having, ages, (self._values, self._state), names, in_lanes=in_lanes)
+            for slices in cut_into_chunks(self._pieces, taken, CHUNK, in_lanes=in_lanes)
+        ]
+        return chunks, torch.tensor([float(bool(contributors)) for contributors in having])
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the hyperparameters of a class of torch.optim where none are given; of "add" there are none."""
+    cls = getattr(torch.optim, name.rpartition(".")[2], None)
+    if cls is None:
+        return {}
+    return {key: found.default for key, found in inspect.signature(cls).parameters.items() if key != "params"}

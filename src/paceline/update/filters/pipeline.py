@@ -1,0 +1,363 @@
+"""What a worker sends of its pushes to one table, and what it keeps back for later ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.update.filters.check import named, number
+from paceline.update.filters.encoding import Plain, codec_of
+from paceline.update.filters.error_feedback import NEVER, ErrorFeedback, Kept, KeptChange
+from paceline.update.rows.ops import RowOps
+from paceline.update.rows.spec import FilterSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stationary:
+    """The optimality condition of an L1 penalty: a zero with a gradient below the penalty stays zero."""
+
+    l1: float
+    margin: float
+    reset_every: int
+
+    def resets(self, clock: int) -> bool:
+        """Whether everything is sent at this clock."""
+        return clock % self.reset_every == 0
+
+    def holds(self, values: Tensor, gradient: Tensor) -> Tensor:
+        """Return which rows would stay zero, bool [n]; values of NaN are unknown and never do."""
+        zero = (values == 0).all(dim=1)
+        return zero & (gradient.abs() < self.l1 - self.margin).all(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which rows are worth sending now.
+
+    Args:
+        threshold: a number of the row must be greater in magnitude; None lets all through.
+        share: how many of these go, those of greatest Euclidean norm; 1 is all of them.
+        max_age: clocks after which a row goes whatever it is; 0 is never.
+    """
+
+    threshold: float | None = None
+    share: float = 1.0
+    max_age: int = 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether no row is ever kept back."""
+        return self.threshold is None and self.share == 1.0
+
+    def mask(self, rows: Tensor) -> Tensor:
+        """Return which of the rows [n, width] go, bool [n]."""
+        chosen = torch.ones(len(rows), dtype=torch.bool)
+        if self.threshold is not None:
+            chosen = rows.abs().amax(dim=1) > self.threshold
+        if self.share < 1.0:
+            chosen = _largest(rows, chosen, self.share)
+        return chosen
+
+
+@final
+class Skip:
+    """Draws rows with probability `keep`; the draws go on where a checkpoint left them."""
+
+    def __init__(self, keep: float, seed: int, worker: int) -> None:
+        self.keep = keep
+        # Torch looks at 32 bits of a seed: they must depend on all of both numbers.
+        mixed = random.Random(f"{seed}:{worker}").getrandbits(32)
+        self._random = torch.Generator().manual_seed(mixed)
+
+    def draw(self, num_rows: int) -> Tensor:
+        """Return which rows are sent, bool [num_rows]."""
+        return torch.rand(num_rows, generator=self._random, dtype=torch.float64) < self.keep
+
+    def state(self) -> Tensor:
+        """Return where the draws are, uint8."""
+        return self._random.get_state()
+
+    def load_state(self, state: Tensor) -> None:
+        """Go on with the draws where `state` was called."""
+        self._random.set_state(state)
+
+
+def stationary_of(filters: Sequence[FilterSpec]) -> Stationary | None:
+    """Return the KKT condition that a table declares, if it does."""
+    spec = named(filters, "kkt")
+    if spec is None:
+        return None
+    return Stationary(number(spec, "l1"), number(spec, "margin"), int(number(spec, "reset_every")))
+
+
+def selection_of(filters: Sequence[FilterSpec]) -> Selection:
+    """Return what a table declares about significant and largest rows; the stricter age of the two counts."""
+    significant, largest = named(filters, "significant"), named(filters, "top_k")
+    ages = [int(number(spec, "max_age")) for spec in (significant, largest) if spec is not None]
+    return Selection(
+        threshold=number(significant, "threshold") if significant else None,
+        share=number(largest, "share") if largest else 1.0,
+        max_age=min((age for age in ages if age), default=0),
+    )
+
+
+def skip_of(filters: Sequence[FilterSpec], worker: int) -> Skip | None:
+    """Return the draws of one worker, if the table declares that rows are skipped."""
+    spec = named(filters, "random_skip")
+    return None if spec is None else Skip(number(spec, "keep"), int(number(spec, "seed")), worker)
+
+
+def _largest(rows: Tensor, among: Tensor, share: float) -> Tensor:
+    """Return which rows are the largest share of those `among` the candidates, bool [n]."""
+    places = among.nonzero().squeeze(1)
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    norms = torch.linalg.vector_norm(rows[places], dim=1, dtype=wide)
+    # A share of 0.07 of 100 rows is 7 of them, though the product of the floats is a little more.
+    wanted = max(1, math.ceil(share * len(places) - 1e-6))
+    best = norms.topk(min(wanted, len(places))).indices
+    chosen = torch.zeros(len(rows), dtype=torch.bool)
+    chosen[places[best]] = True
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredPush:
+    """What is sent of one push.
+
+    Args:
+        ids: int64 [m], distinct: those of the push that go, in its order, then rows that wait for too long.
+        encoded: uint8 [m, row_bytes], as they travel; may share memory with what was pushed.
+        decoded: [m, width], as the server will see them; may share memory with `encoded`.
+        change: of what is kept back, for `FilterPipeline.undo`; None where nothing was kept back, before or after.
+    """
+
+    ids: Tensor
+    encoded: Tensor
+    decoded: Tensor
+    change: KeptChange | None = None
+
+
+@dataclass(slots=True)
+class FilterCounts:
+    """What became of all rows so far: `given` and `late` are `sent`, `dropped`, `kept_back` and `skipped` together.
+
+    Args:
+        given: rows that were pushed.
+        late: rows that were not pushed then, but were kept back before and went on.
+        sent: rows that went out.
+        dropped: rows that were zero and would have stayed so.
+        kept_back: rows that were not worth sending yet, once for each time.
+        skipped: rows that lost a draw.
+    """
+
+    given: int = 0
+    late: int = 0
+    sent: int = 0
+    dropped: int = 0
+    kept_back: int = 0
+    skipped: int = 0
+
+
+@final
+class FilterPipeline:
+    """The filters of one table on one worker, as they act on pushes.
+
+    What was sent, as the server sees it, and what is kept back add up to what was given; but for rows that would stay
+    zero, which are dropped, and for random skips, which are right on average.
+
+    Args:
+        filters: as `check_filters` has seen them.
+        width: numbers a row.
+        dtype: of the rows.
+        ops: what does the work.
+        worker: its rank, so that workers draw differently.
+
+    Attributes:
+        counts: what became of all rows so far.
+    """
+
+    def __init__(
+        self, filters: Sequence[FilterSpec], width: int, dtype: torch.dtype, ops: RowOps, worker: int = 0
+    ) -> None:
+        self._width = width
+        self._dtype = dtype
+        self._codec = codec_of(filters, "push")
+        self._stationary = stationary_of(filters)
+        self._selection = selection_of(filters)
+        self._skip = skip_of(filters, worker)
+        self._error_feedback = ErrorFeedback(width, dtype, ops)
+        self.counts = FilterCounts()
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `sift` must be able to look at current values."""
+        return self._stationary is not None
+
+    @property
+    def num_kept(self) -> int:
+        """How many rows are kept back."""
+        return len(self._error_feedback)
+
+    def must_send(self, clock: int) -> Tensor:
+        """Return the ids of rows that have waited for as long as they may, ascending; the next push has them."""
+        if not self._selection.max_age:
+            return torch.empty(0, dtype=torch.int64)
+        return self._error_feedback.overdue(clock - self._selection.max_age)
+
+    def sift(
+        self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None = None
+    ) -> FilteredPush:
+        """Return what is sent of a push, and keep back or forget the rest of it.
+
+        Args:
+            ids: int64 [n], distinct.
+            rows: [n, width] of the table's dtype; only read.
+            clock: of the push; never lower than that of the push before.
+            values: what returns the current values [k, width] of some rows, with NaN for what is not known; called for
+                tables with `KKT` alone.
+        """
+        self.counts.given += len(ids)
+        ids, rows = self._drop(ids, rows, clock, values)
+        if self._lets_all_pass():
+            return self._pack(ids, rows)
+        finite = rows.isfinite().all(dim=1)
+        if finite.all():
+            return self._sift_finite(ids, rows, clock)
+        filtered = self._sift_finite(ids[finite], rows[finite], clock)
+        return _joined(filtered, self._pack(ids[~finite], rows[~finite]))
+
+    def flush(self) -> FilteredPush:
+        """Return everything that is kept back, to be sent now; what the codec rounds off of it stays."""
+        kept = self._error_feedback.take_all()
+        self.counts.late += len(kept.ids)
+        return self._with_change(self._send(kept.ids, kept.rows), kept)
+
+    def rest(self) -> tuple[Tensor, Tensor]:
+        """Take out everything that is kept back, as it is: ids ascending, rows [n, width]."""
+        kept = self._error_feedback.take_all()
+        return kept.ids, kept.rows
+
+    def undo(self, change: KeptChange) -> None:
+        """Keep back what would be if a push that was refused had never been made: earlier ones keep their parts.
+
+        Exact for rows that no later push has changed. If one has, and may have sent what the refused push kept back,
+        the difference is kept back, so that what is sent in all comes to what was pushed and not refused.
+        """
+        now = self._error_feedback.take(change.ids)
+        untouched = (now.rows == change.after).all(dim=1)
+        corrected = self._saturate(now.rows + (change.before - change.after))
+        rows = torch.where(untouched.unsqueeze(1), change.before, corrected)
+        since = torch.where(untouched, change.since, _earliest(now.since, change.since))
+        self._error_feedback.keep(change.ids, rows, since)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is kept back, and where the draws are, for a checkpoint."""
+        state = self._error_feedback.state()
+        return state if self._skip is None else state | {"draws": self._skip.state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was called, with the same filters.
+
+        Raises:
+            UsageError: the state is that of other filters or of another table.
+        """
+        expected = (*Kept._fields, *(() if self._skip is None else ("draws",)))
+        if set(state) != set(expected):
+            raise UsageError(
+                f"What filters kept back has the parts {', '.join(state)}, expected {', '.join(expected)}. "
+                "Declare the filters that the checkpoint was made with."
+            )
+        self._error_feedback.load_state(state)
+        if self._skip is not None:
+            self._skip.load_state(state["draws"])
+
+    def _lets_all_pass(self) -> bool:
+        lossless = isinstance(self._codec, Plain) and self._selection.takes_all
+        return lossless and self._skip is None and not len(self._error_feedback)
+
+    def _drop(
+        self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Leave out the rows that are zero and would stay so."""
+        if self._stationary is None or self._stationary.resets(clock):
+            return ids, rows
+        if values is None:
+            raise ProtocolBug("A table with the filter KKT was pushed to without a way to look at its values.")
+        wanted = ~self._stationary.holds(values(ids), rows)
+        left = ids[wanted]
+        self.counts.dropped += len(ids) - len(left)
+        return left, rows[wanted]
+
+    def _sift_finite(self, ids: Tensor, rows: Tensor, clock: int) -> FilteredPush:
+        late = self.must_send(clock)
+        kept = self._error_feedback.take(torch.cat((ids, late[~torch.isin(late, ids)])))
+        before = kept._replace(rows=kept.rows.clone())
+        self.counts.late += len(kept.ids) - len(ids)
+        kept.rows[: len(ids)] += rows
+        self._saturate(kept.rows)
+        forced = torch.isin(kept.ids, late)
+        chosen = self._selection.mask(kept.rows)
+        self._keep_back(kept, ~(chosen | forced), clock)
+        if self._skip is None:
+            chosen |= forced
+        else:
+            chosen = self._draw(self._skip, kept.rows, chosen & ~forced) | forced
+        return self._with_change(self._send(kept.ids[chosen], kept.rows[chosen]), before)
+
+    def _with_change(self, filtered: FilteredPush, before: Kept) -> FilteredPush:
+        """Return what is sent with what it took from these rows, which were all that it could change."""
+        after = self._error_feedback.look(before.ids).rows
+        return replace(filtered, change=KeptChange(before.ids, before.rows, before.since, after))
+
+    def _keep_back(self, kept: Kept, waits: Tensor, clock: int) -> None:
+        since = kept.since[waits]
+        self._error_feedback.keep(kept.ids[waits], kept.rows[waits], since.masked_fill(since == NEVER, clock))
+        self.counts.kept_back += len(since)
+
+    def _draw(self, skip: Skip, rows: Tensor, candidates: Tensor) -> Tensor:
+        """Return which candidates won, and scale their rows in place."""
+        places = candidates.nonzero().squeeze(1)
+        won = places[skip.draw(len(places))]
+        rows[won] = self._saturate(rows[won] / skip.keep)
+        self.counts.skipped += len(places) - len(won)
+        winners = torch.zeros_like(candidates)
+        winners[won] = True
+        return winners
+
+    def _send(self, ids: Tensor, rows: Tensor) -> FilteredPush:
+        filtered = self._pack(ids, rows)
+        if not isinstance(self._codec, Plain):
+            self._error_feedback.keep(ids, rows - filtered.decoded, torch.full_like(ids, NEVER))
+        return filtered
+
+    def _saturate(self, rows: Tensor) -> Tensor:
+        """Let no sum or quotient of finite numbers become infinite, in place: it would be refused for good."""
+        most = torch.finfo(self._dtype).max
+        return rows.clamp_(-most, most)
+
+    def _pack(self, ids: Tensor, rows: Tensor) -> FilteredPush:
+        encoded = self._codec.encode(rows)
+        self.counts.sent += len(ids)
+        return FilteredPush(ids, encoded, self._codec.decode(encoded, self._width, self._dtype))
+
+
+def _joined(first: FilteredPush, second: FilteredPush) -> FilteredPush:
+    return FilteredPush(
+        torch.cat((first.ids, second.ids)),
+        torch.cat((first.encoded, second.encoded)),
+        torch.cat((first.decoded, second.decoded)),
+        first.change,  # rows that are not finite change nothing
+    )
+
+
+def _earliest(first: Tensor, second: Tensor) -> Tensor:
+    """Return the earlier of two clocks, of which each may be `NEVER`, int64 [n]."""
+    earlier = torch.minimum(first, second)
+    return torch.where(earlier == NEVER, torch.maximum(first, second), earlier)

@@ -1,0 +1,90 @@
+"""What the rows of a table took on the way, in bytes, and what they would have taken without filters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class WireBytes:
+    """What went one way; all are exact counts, without the headers of frames.
+
+    Args:
+        frames: messages.
+        key_bytes: ids, 8 bytes each.
+        digest_bytes: what was sent in place of ids.
+        value_bytes: the numbers of rows, as they were encoded.
+        plain_key_bytes: what ids would have taken without filters.
+        plain_value_bytes: what the numbers of rows would have taken without filters.
+
+    Example:
+        >>> Bytes(frames=1, digest_bytes=16, value_bytes=800, plain_key_bytes=800, plain_value_bytes=800).saved
+        0.49
+    """
+
+    frames: int = 0
+    key_bytes: int = 0
+    digest_bytes: int = 0
+    value_bytes: int = 0
+    plain_key_bytes: int = 0
+    plain_value_bytes: int = 0
+
+    def __add__(self, other: WireBytes) -> WireBytes:
+        return WireBytes(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(WireBytes)))
+
+    @property
+    def total_bytes(self) -> int:
+        """What was sent: ids, digests and numbers."""
+        return self.key_bytes + self.digest_bytes + self.value_bytes
+
+    @property
+    def plain_total_bytes(self) -> int:
+        """What would have been sent without filters."""
+        return self.plain_key_bytes + self.plain_value_bytes
+
+    @property
+    def saved(self) -> float:
+        """The share of bytes that filters saved, 0 where nothing would have been sent."""
+        return _saved(self.total_bytes, self.plain_total_bytes)
+
+    @property
+    def saved_on_keys(self) -> float:
+        """The share of the bytes of ids that filters saved; digests count as ids."""
+        return _saved(self.key_bytes + self.digest_bytes, self.plain_key_bytes)
+
+    @property
+    def saved_on_values(self) -> float:
+        """The share of the bytes of numbers that filters saved."""
+        return _saved(self.value_bytes, self.plain_value_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTraffic:
+    """What went to and fro for one table.
+
+    Args:
+        pushed: gradients, from workers to servers.
+        pulled: what pulls asked for and got: ids one way, values the other.
+        delivered: values that servers sent unasked, to workers that read these rows.
+
+    Example:
+        >>> both = Traffic(pushed=Bytes(frames=1)) + Traffic(pushed=Bytes(frames=2), pulled=Bytes(frames=3))
+        >>> both.pushed.frames, both.total.frames
+        (3, 6)
+    """
+
+    pushed: WireBytes = WireBytes()
+    pulled: WireBytes = WireBytes()
+    delivered: WireBytes = WireBytes()
+
+    def __add__(self, other: RowTraffic) -> RowTraffic:
+        return RowTraffic(self.pushed + other.pushed, self.pulled + other.pulled, self.delivered + other.delivered)
+
+    @property
+    def total(self) -> WireBytes:
+        """All of it."""
+        return self.pushed + self.pulled + self.delivered
+
+
+def _saved(sent: int, plain: int) -> float:
+    return 1.0 - sent / plain if plain else 0.0

@@ -1,0 +1,277 @@
+"""The rules that look at each element alone, as steps on flat memory: bit for bit those of torch.optim on a CPU.
+
+Their operations are torch's own, in its order; only where results are put differs, so that a chunk stays in the cache.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, final
+
+import torch
+
+from paceline.update.rules import Granularity, RuleSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Numbers: TypeAlias = Mapping[str, Any]  # the hyperparameters of one group
+
+# Torch has no public names for these.
+_FUSED_SGD: Callable[..., object] = torch._fused_sgd_
+_FUSED_ADAM: Callable[..., object] = torch._fused_adam_
+_FUSED_ADAMW: Callable[..., object] = torch._fused_adamw_
+_FUSED_ADAGRAD: Callable[..., object] = torch._fused_adagrad_
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one step works on: flat tensors that lie together in a chunk, of one group and one age.
+
+    Args:
+        values: changed in place.
+        gradients: one each value; only read.
+        state: by name, one each value; changed in place.
+        step: which step of theirs this is, counted from 1.
+        fresh: whether their state has never been written.
+        spare: (2, elements of the longest tensor), to scribble on.
+        divisor: what gradients have yet to be divided by, on the way; not 1 only if the kernel `divides`, and then they
+            may be written to.
+    """
+
+    values: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    state: Mapping[str, Sequence[Tensor]]
+    step: float
+    fresh: bool
+    spare: Tensor
+    divisor: float = 1.0
+
+    def one_by_one(self) -> list[tuple[Tensor, Tensor, Mapping[str, Tensor]]]:
+        """Return value, gradient and state of each tensor."""
+        return [
+            (value, gradient, {name: tensors[index] for name, tensors in self.state.items()})
+            for index, (value, gradient) in enumerate(zip(self.values, self.gradients, strict=True))
+        ]
+
+    def steps(self) -> list[Tensor]:
+        """Return the step as torch's fused operations want it."""
+        return [torch.tensor(self.step)] * len(self.values)
+
+    def scaling(self) -> dict[str, Tensor]:
+        """Return the divisor as torch's fused operations want it."""
+        return {} if self.divisor == 1.0 else {"grad_scale": torch.tensor(self.divisor)}
+
+    def gradient_of(self, value: Tensor, gradient: Tensor, numbers: Numbers, decay: float) -> Tensor:
+        """Return the gradient in the right direction and with weight decay; in the first spare row if it changes."""
+        out = self.spare[0, : value.numel()]
+        if numbers["maximize"]:
+            gradient = torch.neg(gradient, out=out)
+        if decay:
+            gradient = torch.add(gradient, value, alpha=decay, out=out)
+        return gradient
+
+
+class Kernel(ABC):
+    """One rule, without memory of its own: the state of the elements is handed to it."""
+
+    granularity: ClassVar[Granularity] = "element"
+    known: ClassVar[tuple[str, ...]] = ()  # every state that an element may have
+    counts_steps: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def names(self, numbers: Numbers) -> tuple[str, ...]:
+        """Return the states of an element after a step."""
+        del numbers
+        return self.known
+
+    def initial(self, numbers: Numbers) -> Mapping[str, float]:
+        """Return the states that every element has before its first step, with their value; others start at 0."""
+        del numbers
+        return {}
+
+    def divides(self, numbers: Numbers) -> bool:
+        """Return whether a step divides gradients itself: torch's fused operations do, at no cost."""
+        return bool(numbers.get("fused"))
+
+    @abstractmethod
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+
+
+@final
+class AddKernel(Kernel):
+    """Adds what is pushed."""
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Add each gradient to its value."""
+        for value, gradient in zip(at.values, at.gradients, strict=True):
+            value.add_(gradient)
+
+
+@final
+class SGDKernel(Kernel):
+    """`torch.optim.SGD`."""
+
+    known = ("momentum_buffer",)
+
+    def names(self, numbers: Numbers) -> tuple[str, ...]:
+        """Return the momentum buffer, where there is momentum."""
+        return self.known if numbers["momentum"] else ()
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+        if not numbers.get("fused"):
+            for value, gradient, state in at.one_by_one():
+                self._step(at, value, at.gradient_of(value, gradient, numbers, numbers["weight_decay"]), state, numbers)
+            return
+        _FUSED_SGD(
+            at.values,
+            at.gradients,
+            at.state.get("momentum_buffer", []),
+            **{key: numbers[key] for key in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")},
+            is_first_step=at.fresh and bool(numbers["momentum"]),
+            **at.scaling(),
+        )
+
+    def _step(
+        self, at: Operands, value: Tensor, gradient: Tensor, state: Mapping[str, Tensor], numbers: Numbers
+    ) -> None:
+        if numbers["momentum"]:
+            buffer = state["momentum_buffer"]
+            if at.fresh:
+                buffer.copy_(gradient)
+            else:
+                buffer.mul_(numbers["momentum"]).add_(gradient, alpha=1 - numbers["dampening"])
+            if numbers["nesterov"]:
+                out = at.spare[0, : value.numel()]
+                gradient = torch.add(gradient, buffer, alpha=numbers["momentum"], out=out)
+            else:
+                gradient = buffer
+        value.add_(gradient, alpha=-numbers["lr"])
+
+
+@final
+class AdamKernel(Kernel):
+    """`torch.optim.Adam` and `torch.optim.AdamW`."""
+
+    known = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    counts_steps = True
+
+    def names(self, numbers: Numbers) -> tuple[str, ...]:
+        """Return the two averages, and the greatest second one where it is wanted."""
+        return self.known if numbers["amsgrad"] else self.known[:2]
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+        decoupled = self.name.endswith("AdamW") or bool(numbers.get("decoupled_weight_decay"))
+        if not numbers.get("fused"):
+            for value, gradient, state in at.one_by_one():
+                self._step(at, value, gradient, state, numbers, decoupled=decoupled)
+            return
+        fused = _FUSED_ADAMW if decoupled else _FUSED_ADAM
+        fused(
+            at.values,
+            at.gradients,
+            *(at.state.get(name, []) for name in self.known),
+            at.steps(),
+            beta1=numbers["betas"][0],
+            beta2=numbers["betas"][1],
+            **{key: numbers[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")},
+            **at.scaling(),
+        )
+
+    def _step(
+        self,
+        at: Operands,
+        value: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, Tensor],
+        numbers: Numbers,
+        *,
+        decoupled: bool,
+    ) -> None:
+        decay, (beta1, beta2) = numbers["weight_decay"], numbers["betas"]
+        if decay and decoupled:
+            value.mul_(1 - numbers["lr"] * decay)
+        gradient = at.gradient_of(value, gradient, numbers, 0.0 if decoupled else decay)
+        average, square = state["exp_avg"], state["exp_avg_sq"]
+        average.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if numbers["amsgrad"]:
+            square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+        divisor = torch.sqrt(square, out=at.spare[1, : value.numel()])
+        divisor.div_((1 - beta2**at.step) ** 0.5).add_(numbers["eps"])
+        value.addcdiv_(average, divisor, value=-(numbers["lr"] / (1 - beta1**at.step)))
+
+
+@final
+class AdagradKernel(Kernel):
+    """`torch.optim.Adagrad`."""
+
+    known = ("sum",)
+    counts_steps = True
+
+    def initial(self, numbers: Numbers) -> Mapping[str, float]:
+        """Return what the sums of squares start with."""
+        return {"sum": numbers["initial_accumulator_value"]}
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+        if numbers.get("fused"):
+            plain = {key: numbers[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+            _FUSED_ADAGRAD(at.values, at.gradients, at.state["sum"], at.steps(), **plain, **at.scaling())
+            return
+        for value, pushed, state in at.one_by_one():
+            gradient = at.gradient_of(value, pushed, numbers, numbers["weight_decay"])
+            state["sum"].addcmul_(gradient, gradient, value=1)
+            divisor = torch.sqrt(state["sum"], out=at.spare[1, : value.numel()]).add_(numbers["eps"])
+            value.addcdiv_(gradient, divisor, value=-(numbers["lr"] / (1 + (at.step - 1) * numbers["lr_decay"])))
+
+
+@final
+class DelayedNesterovKernel(Kernel):
+    """Nesterov momentum once in so many updates, of their mean; between, plain steps of that part of each.
+
+    As many updates as it waits for make together exactly one step of `torch.optim.SGD` with their mean.
+    """
+
+    known = ("momentum_buffer", "sum")
+    counts_steps = True
+
+    def step(self, at: Operands, numbers: Numbers) -> None:
+        """Take one step."""
+        every, lr, momentum = numbers["every"], numbers["lr"], numbers["momentum"]
+        for value, gradient, state in at.one_by_one():
+            buffer, total = state["momentum_buffer"], state["sum"]
+            total.add_(gradient)
+            value.add_(gradient, alpha=-lr / every)
+            if at.step % every == 0:
+                buffer.mul_(momentum).add_(total, alpha=1 / every)
+                value.add_(buffer, alpha=-lr * momentum)
+                total.zero_()
+
+
+_KERNELS: dict[str, type[Kernel]] = {
+    "add": AddKernel,
+    "delayed_nesterov": DelayedNesterovKernel,
+    "torch.optim.SGD": SGDKernel,
+    "torch.optim.Adam": AdamKernel,
+    "torch.optim.AdamW": AdamKernel,
+    "torch.optim.Adagrad": AdagradKernel,
+}
+
+# The hyperparameters of the rules here that are none of torch.optim.
+OWN_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"add": (), "delayed_nesterov": ("lr", "momentum", "every")}
+
+
+def kernel_of(spec: RuleSpec) -> Kernel | None:
+    """Return the kernel of a rule, or None when it has to run as a whole, as torch's multi-tensor loops do."""
+    found = _KERNELS.get(spec.name)
+    return None if found is None or any(group.get("foreach") for group in spec.groups) else found(spec.name)

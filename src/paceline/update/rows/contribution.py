@@ -1,0 +1,116 @@
+"""What pushes bring to the rows of one server, and how those of one update become one gradient a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.update.rules import Hyper
+from paceline.update.summing import divisor_of, num_missing, zeroed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.update.rows.ops import RowOps
+    from paceline.update.table import Scale
+
+
+@dataclass(frozen=True, slots=True)
+class RowContribution:
+    """What one push brings to the rows of one server.
+
+    Args:
+        ids: (n,), int64, any; those that repeat are summed.
+        gradient: (n, width), dtype of the table. The worker's memory: only ever read.
+        count: samples behind the gradient, 0 or more.
+        hyper: hyperparameters of the only group as of this push; empty to leave them as they are.
+        echo: (n, width of the rule's echo), what was read beside the values; NaN for rows that were not read. None is
+            NaN everywhere.
+        clock: of the worker, which may be ahead of the table.
+        expected: samples behind all contributions to the update if none is missing; 0 where that is not known.
+    """
+
+    ids: Tensor
+    gradient: Tensor
+    count: float = 1.0
+    hyper: tuple[Hyper, ...] = ()
+    echo: Tensor | None = None
+    clock: int = 0
+    expected: float = 0.0
+
+    def finite(self) -> tuple[RowContribution, int]:
+        """Return it with zeros in the place of NaN and infinity, and how many of those there were."""
+        num_bad = self.gradient.numel() - int(self.gradient.isfinite().sum())
+        return (replace(self, gradient=zeroed(self.gradient)) if num_bad else self), num_bad
+
+    def only(self, kept: Tensor) -> RowContribution:
+        """Return it with those rows alone where `kept`, (n,) bool, is true."""
+        echo = None if self.echo is None else self.echo[kept]
+        return replace(self, ids=self.ids[kept], gradient=self.gradient[kept], echo=echo)
+
+    def echo_rows(self, width: int) -> Tensor:
+        """Return the echo, (n, width), of the gradient's dtype."""
+        return self.gradient.new_full((len(self.ids), width), math.nan) if self.echo is None else self.echo
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """One update: distinct ids in the order in which they came, a gradient and maybe an echo for each.
+
+    Args:
+        ids: (n,), distinct.
+        gradient: (n, width), summed and scaled; may be a worker's memory, so only ever read.
+        echo: (n, width of the echo), of the push that brought the row first; None for rules without.
+    """
+
+    ids: Tensor
+    gradient: Tensor
+    echo: Tensor | None
+
+    def part(self, piece: slice) -> Combined:
+        """Return some of the rows."""
+        return Combined(self.ids[piece], self.gradient[piece], None if self.echo is None else self.echo[piece])
+
+
+def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps, echo_width: int) -> Combined:
+    """Add the gradients of each row in the order given, then scale as dense tables do.
+
+    A contribution without a row counts as zeros there: "mean" divides by the number of all contributions, and
+    "samples" by the samples of all, or those that were expected.
+
+    Args:
+        contributions: at least one.
+        scale: see `RowTableSpec`.
+        ops: finds what repeats, and adds.
+        echo_width: 0 for a rule without echo.
+    """
+    counts = [contribution.count for contribution in contributions]
+    missing = num_missing(counts, [contribution.expected for contribution in contributions], scale)
+    everyone = [*counts, missing] if missing else counts
+    gradients = [contribution.gradient for contribution in contributions]
+    if scale == "samples" and len(set(everyone)) > 1:
+        gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
+    ids, inverse = ops.unique(_joined([contribution.ids for contribution in contributions]))
+    gradient = _joined(gradients)
+    echo = _joined([contribution.echo_rows(echo_width) for contribution in contributions]) if echo_width else None
+    if len(ids) < len(inverse):
+        gradient = ops.sum_rows(gradient, inverse, len(ids))
+        echo = None if echo is None else echo[_first_positions(inverse)]
+    divisor = divisor_of(everyone, scale)
+    return Combined(ids, gradient if divisor == 1.0 else gradient / divisor, echo)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _first_positions(inverse: Tensor) -> Tensor:
+    """Return where each number first stands in `inverse`, whose numbers first appear in ascending order."""
+    highest = inverse.cummax(0).values
+    is_first = torch.ones(len(inverse), dtype=torch.bool)
+    is_first[1:] = highest[1:] > highest[:-1]
+    return is_first.nonzero().view(-1)

@@ -1,0 +1,189 @@
+"""Rows of a table in one file: all that is kept for them, in the safetensors format that many programs read.
+
+The file has a tensor "ids" and one for each column, and says in its metadata of which table it is. Each tensor has a
+checksum, so that a file which was damaged is refused before any of it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.update.rows.layout import IDS, RowLayout, layouts
+from paceline.update.rows.lifecycle import use_columns
+from paceline.update.rows.piece import RowPiece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.update.rows.rule import RowRule
+    from paceline.update.rows.spec import RowTableSpec
+
+FORMAT: Final = "paceline rows 1"
+_CHUNK_ROWS: Final = 1 << 16
+_CHUNK_BYTES: Final = 1 << 26  # servers take pieces of that size, and of fewer rows than these whatever their width
+_LEAST_ROWS: Final = 64
+_DTYPES: Final = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+class _Tensor(Protocol):
+    """One tensor of a file that is open, which is read in parts."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, rows: slice) -> Tensor: ...
+
+
+class _File(Protocol):
+    """A safetensors file that is open."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Tensor: ...
+
+
+def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[RowPiece], num_rows: int) -> None:
+    """Write all pieces to one file, which appears when it is complete; in memory there is a piece at a time.
+
+    Args:
+        path: of the file; one that exists is replaced.
+        spec: of the table.
+        rule: of the table.
+        pieces: with all columns of the table, from one server or several.
+        num_rows: in all pieces together.
+
+    Raises:
+        UsageError: the file cannot be written.
+        ProtocolBug: there are more rows or fewer, or other columns.
+    """
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        with unfinished.open("wb") as file:
+            _write(file, spec, layouts(spec, rule), pieces, num_rows)
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise UsageError(f"Rows of '{spec.name}' cannot be written to {path}: {error.strerror}.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load_rows(path: Path, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
+    """Return the rows of a file piece by piece, after all of it was checked.
+
+    Columns that say how rows were used are left out where this table does not keep them, and may be missing.
+
+    Raises:
+        UsageError: it is not such a file, it is damaged, or it is of a table with other rows or another rule.
+    """
+    wanted, optional = layouts(spec, rule), use_columns(spec.life)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = _checked(path, file, spec, wanted, optional)
+            num_rows: int = file.get_slice(IDS).get_shape()[0]
+            row_bytes = sum(layout.row_bytes for layout in wanted.values())
+            step = min(_CHUNK_ROWS, max(_LEAST_ROWS, _CHUNK_BYTES // row_bytes))
+            for start in range(0, num_rows, step):
+                columns = {name: file.get_slice(name)[start : start + step] for name in names}
+                yield RowPiece(columns.pop(IDS), columns)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is not a whole file of rows: {error}. Take the one that was saved.") from error
+
+
+def _write(
+    file: BinaryIO, spec: RowTableSpec, columns: Mapping[str, RowLayout], pieces: Iterable[RowPiece], num_rows: int
+) -> None:
+    checks = dict.fromkeys(columns, 0)
+    header = _header(spec, columns, num_rows, checks)
+    starts, end = dict[str, int](), len(header)
+    for name, layout in columns.items():
+        starts[name], end = end, end + num_rows * layout.row_bytes
+    num_written = 0
+    for piece in pieces:
+        piece.require(columns, optional=())
+        for name, layout in columns.items():
+            data = _bytes(piece.ids if name == IDS else piece.columns[name])
+            checks[name] = zlib.crc32(data, checks[name])
+            file.seek(starts[name] + num_written * layout.row_bytes)
+            file.write(data)
+        num_written += len(piece.ids)
+        if num_written > num_rows:
+            break
+    if num_written != num_rows:
+        raise ProtocolBug(f"row table '{spec.name}': {num_written} rows came to be saved, expected {num_rows}")
+    file.truncate(end)
+    file.seek(0)
+    file.write(_header(spec, columns, num_rows, checks))
+
+
+def _header(spec: RowTableSpec, columns: Mapping[str, RowLayout], num_rows: int, checks: Mapping[str, int]) -> bytes:
+    """Return the beginning of a safetensors file; as long for all checksums."""
+    metadata = {
+        "format": FORMAT,
+        "table": spec.name,
+        "width": str(spec.width),
+        "dtype": spec.dtype,
+        "rule": spec.rule.name,
+        **{f"crc32.{name}": f"{check:08x}" for name, check in checks.items()},
+    }
+    entries: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, layout in columns.items():
+        start, end = end, end + num_rows * layout.row_bytes
+        shape = [num_rows] if name == IDS else [num_rows, layout.width]
+        entries[name] = {"dtype": _DTYPES[layout.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _checked(
+    path: Path, file: _File, spec: RowTableSpec, wanted: Mapping[str, RowLayout], optional: tuple[str, ...]
+) -> list[str]:
+    """Return the tensors that are to be loaded; raise UsageError if anything is wrong."""
+    metadata = file.metadata() or {}
+    ours = {"format": FORMAT, "table": spec.name, "width": str(spec.width), "dtype": spec.dtype, "rule": spec.rule.name}
+    for key, expected in ours.items():
+        if metadata.get(key) != expected:
+            raise UsageError(
+                f"{path} has {key} '{metadata.get(key, '')}', but this is the row table '{spec.name}' and needs "
+                f"'{expected}'. Load the file that was saved from it."
+            )
+    there = set(file.keys())
+    num_rows = file.get_slice(IDS).get_shape()[0] if IDS in there else 0
+    for name, layout in wanted.items():
+        if name not in there and name in optional:
+            continue
+        shape = [num_rows] if name == IDS else [num_rows, layout.width]
+        got = file.get_slice(name) if name in there else None
+        if got is None or got.get_shape() != shape or got.get_dtype() != _DTYPES[layout.dtype]:
+            raise UsageError(f"{path} has no {name} of shape {shape}: it was saved from a table with other columns.")
+        if _checksum(got, num_rows) != metadata.get(f"crc32.{name}"):
+            raise UsageError(f"{path} is damaged: the checksum of {name} is wrong. Take another copy of it.")
+    return [name for name in wanted if name in there]
+
+
+def _checksum(tensor: _Tensor, num_rows: int) -> str:
+    check = 0
+    for start in range(0, num_rows, _CHUNK_ROWS):
+        check = zlib.crc32(_bytes(tensor[start : start + _CHUNK_ROWS]), check)
+    return f"{check:08x}"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

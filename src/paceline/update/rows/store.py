@@ -1,0 +1,440 @@
+"""The rows of one table on one server: their values, their rule, their coming and going, and nothing that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.update.rows.candidates import Candidates, most_candidate_bytes
+from paceline.update.rows.columns import RowColumns
+from paceline.update.rows.contribution import Combined, RowContribution, combine
+from paceline.update.rows.index import RowIndex
+from paceline.update.rows.initializers import first_rows
+from paceline.update.rows.layout import IDS, VALUES, index_bytes, layouts, least_bytes, row_bytes, state_name
+from paceline.update.rows.lifecycle import RowUsage, use_columns
+from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.statistics import RowStatistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.update.rows.ops import RowOps
+    from paceline.update.rows.rule import RowRule
+    from paceline.update.rows.spec import RowTableSpec
+    from paceline.update.rules import Hyper
+
+_ERASE_TIMES = 16  # the ids that closing one gap in the index looks at, at most but for bad luck
+
+
+@final
+class RowMemory:
+    """Finds, makes and removes rows; used by one thread at a time.
+
+    With a budget, the index and the candidates lie in main memory in full, and columns are mapped to what they leave.
+
+    Args:
+        spec: of the table.
+        rule: whose state is kept.
+        ops: does the work.
+
+    Raises:
+        UsageError: the budget is too small for any table like this, or there can be no files.
+    """
+
+    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
+        self._table = spec.name
+        self._ops = ops
+        self._row_bytes = row_bytes(spec, rule)
+        self._spilled = bool(spec.life.spill)
+        self._budget_bytes = spec.life.memory_bytes - most_candidate_bytes(spec.life)  # of index and columns
+        self._least_bytes = least_bytes(spec, rule)
+        self._given_bytes = spec.life.memory_bytes
+        self._require(self._least_bytes, "any rows at all")
+        self.columns = RowColumns(spec, rule)
+        self._index = RowIndex(ops, self.columns.ids)
+        self._entry_bytes = index_bytes(0)
+        self._share_out()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that were ever used: all rows are in slots below."""
+        return self._index.num_slots
+
+    @property
+    def index_bytes(self) -> int:
+        """Main memory of the index, without ids."""
+        return self._index.memory_bytes - 8 * self._index.num_slots
+
+    @property
+    def column_bytes(self) -> int:
+        """Main memory of all columns; in files, what is mapped of them at most."""
+        return self.columns.mapped_bytes if self._spilled else self._row_bytes * self.num_slots
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What lies in files."""
+        return self._row_bytes * self.num_slots if self._spilled else 0
+
+    def pieces(self, num_rows: int) -> Iterator[slice]:
+        """Return slices to work on rows; see `RowColumns.pieces`."""
+        return self.columns.pieces(num_rows)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Return the slots of ids, (n,), -1 for those without a row."""
+        slots = torch.empty_like(ids)
+        for piece in self.pieces(len(ids)):
+            slots[piece] = self._index.find(ids[piece])
+            self.columns.visit(slots[piece])
+        return slots
+
+    def ids_of(self, slots: Tensor) -> Tensor:
+        """Return the ids of rows; for a piece."""
+        self.columns.visit(slots)
+        return self._index.ids_of(slots)
+
+    def take(self, name: str, slots: Tensor, out: Tensor) -> None:
+        """Copy rows of a column to `out`, (n, its width), but for slot -1; for a piece that was found before."""
+        self._ops.gather(self.columns[name], slots, out)
+
+    def put(self, name: str, slots: Tensor, rows: Tensor) -> None:
+        """Copy `rows` to distinct slots of a column; for a piece that was found before."""
+        self._ops.scatter(self.columns[name], slots, rows)
+
+    def slots_in(self, start: int, stop: int) -> Tensor:
+        """Return those slots between two that have a row, ascending; for a piece."""
+        slots = torch.arange(start, min(stop, self.num_slots))
+        self.columns.visit(slots)
+        return slots[self._index.find(self.columns[IDS].view(-1)[slots]) == slots]
+
+    def has_room(self, num_new: int) -> bool:
+        """Return whether so many rows would need no more memory than there is."""
+        same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
+        return same_index and self._slots_with(num_new) <= self.columns.num_rows
+
+    def reserve(self, ids: Tensor) -> None:
+        """Make room for those of distinct ids that have no row; raises UsageError, and changes nothing, without."""
+        if not self.has_room(len(ids)):
+            num_new = int((self.find(ids) < 0).sum())
+            self._require_index(num_new)
+            self.columns.grow(self._slots_with(num_new))
+
+    def add(self, ids: Tensor) -> Tensor:
+        """Return the slots of new, distinct rows that room was made for; for a piece."""
+        entry_bytes = max(self._entry_bytes, index_bytes(len(self) + len(ids)))
+        grows = entry_bytes > self._entry_bytes
+        if grows:  # all ids are read
+            self.columns.trim()
+        slots, _ = self._index.add(ids)
+        if grows:
+            self.columns.trim()
+            self._entry_bytes = entry_bytes
+            self._share_out()
+        self.columns.visit(slots)
+        return slots
+
+    def remove(self, slots: Tensor) -> None:
+        """Let rows go; their slots are for others."""
+        for piece in self.columns.pieces(len(slots), _ERASE_TIMES):
+            self._index.remove(slots[piece])
+            self.columns.trim()  # whatever other ids were looked at
+        self._share_out()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._index.close()
+        self.columns.close()
+
+    def _slots_with(self, num_new: int) -> int:
+        return max(self.num_slots, len(self) + num_new)
+
+    def _require_index(self, num_new: int) -> None:
+        num_rows = len(self) + num_new
+        if index_bytes(num_rows) > self._entry_bytes:
+            # While the index is built anew, all ids are mapped and nothing else; afterwards pieces of all columns.
+            mapped_bytes = max(8 * self.num_slots, self._least_bytes - index_bytes(0))
+            self._require(index_bytes(num_rows) + mapped_bytes, f"{num_rows} rows")
+
+    def _require(self, needed_bytes: int, what: str) -> None:
+        if self._spilled and needed_bytes > self._budget_bytes:
+            needed_bytes += self._given_bytes - self._budget_bytes
+            raise UsageError(
+                f"Row table '{self._table}': memory_bytes={self._given_bytes} does not suffice for {what}, expected at "
+                f"least {needed_bytes}: an index does not spill. Give it more, use more servers, or let rows go: "
+                "expire_after, max_rows."
+            )
+
+    def _share_out(self) -> None:
+        """Leave to the columns what the index does not take."""
+        self.columns.room_bytes = self._budget_bytes - self.index_bytes
+
+
+__all__ = ["RowContribution", "RowPiece", "RowStatistics", "RowStore"]
+
+
+@final
+class RowStore:
+    """The rows of one table on one server; used by one thread at a time.
+
+    Rows come into being as they are pushed; whatever has no row reads as the first values. Between two calls of
+    `advance` nothing goes, so there may be more rows than `max_rows` by those that came in since.
+
+    Args:
+        spec: of the table, the same on every server.
+        rule: of `spec.rule`.
+        ops: does the work; the results are the same whichever it is.
+
+    Raises:
+        UsageError: the memory budget is too small, or its directory is of no use.
+
+    Example:
+        >>> from paceline.update.rows.ops import row_ops
+        >>> from paceline.update.rows.rules import row_rule
+        >>> from paceline.update.rows.spec import RowTableSpec
+        >>> from paceline.update.named_rules import Add
+        >>> spec = RowTableSpec("users", 2, "float32", Add(), "bsp", "sum", "reject")
+        >>> store = RowStore(spec, row_rule(spec.rule, allowed=None), row_ops())
+        >>> store.apply([RowContribution(torch.tensor([7, -1, 7]), torch.ones(3, 2))], clock=0)
+        tensor([ 7, -1])
+        >>> store.read(torch.tensor([7, 8]), clock=0)
+        tensor([[2., 2.],
+                [0., 0.]])
+        >>> store.close()
+    """
+
+    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
+        self.spec = spec
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # as the last push that said so
+        self._rule = rule
+        self._ops = ops
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._layouts = layouts(spec, rule)
+        self._memory = RowMemory(spec, rule, ops)
+        self._usage = RowUsage(spec.life, self._memory.columns)
+        self._candidates = Candidates(ops, spec.life) if spec.life.admit_after > 1 else None
+        self._echo = next((column for column in rule.columns if column.name == rule.echo), None)
+        self._echo_width = self._echo.elements(spec.width) if self._echo else 0
+        self._done = RowStatistics()  # what was counted so far
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def read_width(self) -> int:
+        """How many numbers a row is read as: its values, and after them its echo if the rule has one."""
+        return self.spec.width + self._echo_width
+
+    @property
+    def row_bytes(self) -> int:
+        """How much memory one row takes, its state included."""
+        return sum(layout.row_bytes for layout in self._layouts.values())
+
+    def read(self, ids: Tensor, clock: int | None = None) -> Tensor:
+        """Return (n, read_width) for ids (n,), int64, which may repeat; with a clock, this is a use of those rows.
+
+        Ids without a row, candidates among them, read as the first values; reading makes no row.
+        """
+        self._require_ids(ids)
+        out = torch.empty((len(ids), self.read_width), dtype=self._dtype)
+        for piece in self._memory.pieces(len(ids)):
+            self._read(ids[piece].contiguous(), out[piece], clock)
+        return out
+
+    def use(self, ids: Tensor, clock: int) -> None:
+        """Note a use, at a clock, of the rows of these ids (n,), int64; ids without a row are left out."""
+        self._require_ids(ids)
+        for piece in self._memory.pieces(len(ids)):
+            slots = self._memory.find(ids[piece].contiguous())
+            self._usage.touch(slots[slots >= 0], clock)
+
+    def reserve(self, ids: Sequence[Tensor]) -> None:
+        """Have room for the rows of all these ids, so that no update of them can fail for want of it.
+
+        Raises:
+            UsageError: the memory budget or the disk does not suffice; nothing has changed.
+        """
+        if not self._memory.has_room(sum(len(each) for each in ids)):
+            self._memory.reserve(self._ops.unique(torch.cat(list(ids)))[0])
+
+    @torch.no_grad()
+    def apply(self, contributions: Sequence[RowContribution], clock: int) -> Tensor:
+        """Update the rows of all contributions once; return their ids, distinct, in the order they first came.
+
+        Gradients are added in the order given, scaled, then given to the rule, whose hyperparameters are those of the
+        last contribution that has some, from now on. A row that does not exist yet begins with the first values.
+
+        Raises:
+            UsageError: the memory budget or the disk does not suffice, or the rule refuses; nothing has changed.
+            ProtocolBug: there is no contribution, or one does not fit this table.
+        """
+        self._require_contributions(contributions)
+        num_zeroed = 0
+        if self.spec.nonfinite == "zero":
+            finite = [contribution.finite() for contribution in contributions]
+            contributions, num_zeroed = [each for each, _ in finite], sum(num for _, num in finite)
+        admitted = None if self._candidates is None else self._candidates.admit(contributions, self._memory.find)
+        applied = contributions if admitted is None else admitted.contributions
+        update = combine(applied, self.spec.scale, self._ops, self._echo_width)
+        self._memory.reserve(update.ids)
+        hyper = next((each.hyper for each in reversed(contributions) if each.hyper), self.hyper)
+        num_rows = len(self)
+        used_at = max(clock, *(each.clock for each in contributions))
+        for piece in self._memory.pieces(len(update.ids)):
+            self._update(update.part(piece), hyper[0], used_at)
+        self.hyper = hyper
+        if self._candidates is not None and admitted is not None:
+            self._candidates.settle(admitted)
+        self._done += RowStatistics(
+            num_admitted=len(self) - num_rows,
+            num_dropped=0 if admitted is None else admitted.num_dropped,
+            num_zeroed=num_zeroed,
+        )
+        return update.ids
+
+    def advance(self, clock: int) -> Tensor:
+        """Let rows go that are due as the table comes to a clock; return their ids, (n,).
+
+        First those that were last used more than `expire_after` clocks ago, as long as `floor` rows are left; then the
+        least used of those above `max_rows`.
+        """
+        num_slots = self._memory.num_slots
+        self._usage.fade(len(self), num_slots)
+        expired = self._remove(self._usage.expired(clock, len(self), num_slots))
+        evicted = self._remove(self._usage.surplus(len(self), num_slots))
+        self._done += RowStatistics(num_expired=len(expired), num_evicted=len(evicted))
+        return torch.cat((expired, evicted))
+
+    def statistics(self) -> RowStatistics:
+        """Return what there is now, and what happened so far."""
+        candidates, memory = self._candidates, self._memory
+        return self._done + RowStatistics(
+            num_rows=len(self),
+            num_candidates=0 if candidates is None else len(candidates),
+            index_bytes=memory.index_bytes + (0 if candidates is None else candidates.memory_bytes),
+            column_bytes=memory.column_bytes,
+            spilled_bytes=memory.spilled_bytes,
+        )
+
+    def rows(self, start_slot: int, limit: int) -> RowPiece:
+        """Return copies of the rows in `limit` slots from `start_slot` on, which is no use of them.
+
+        The first piece starts at 0, each other where the one before says. Together they are the table, if it does not
+        change meanwhile.
+        """
+        stop = min(start_slot + limit, self._memory.num_slots)
+        parts = [self._copies(torch.empty(0, dtype=torch.int64))]
+        for piece in self._memory.pieces(stop - start_slot):
+            parts.append(self._copies(self._memory.slots_in(start_slot + piece.start, start_slot + piece.stop)))
+        columns = {name: torch.cat([part[name] for part in parts]) for name in self._layouts}
+        ids = columns.pop(IDS).view(-1)
+        return RowPiece(ids, columns, stop if stop < self._memory.num_slots else None)
+
+    @torch.no_grad()
+    def load(self, piece: RowPiece, clock: int) -> None:
+        """Write rows that `rows` of such a table returned, over those that are here under the same ids.
+
+        Use that was not saved begins with one use at `clock`. Candidates are never saved: they are counted anew.
+
+        Raises:
+            UsageError: the memory budget or the disk does not suffice; nothing has changed.
+            ProtocolBug: the piece does not fit this table.
+        """
+        piece.require(self._layouts, optional=use_columns(self.spec.life))
+        self._memory.reserve(piece.ids)
+        for part in self._memory.pieces(len(piece.ids)):
+            ids = piece.ids[part].contiguous()
+            slots = self._memory.find(ids)
+            absent = (slots < 0).nonzero().view(-1)
+            slots[absent] = self._memory.add(ids[absent])
+            self._usage.begin(slots, clock)
+            self._usage.touch(slots, clock)
+            for name in self._layouts.keys() & piece.columns.keys():
+                self._memory.put(name, slots, piece.columns[name][part])
+        self._usage.forget_bounds()
+
+    def close(self) -> None:
+        """Give all memory back; there is no call afterwards."""
+        self._memory.close()
+        if self._candidates is not None:
+            self._candidates.close()
+
+    def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
+        slots = self._memory.find(ids)
+        self._memory.take(VALUES, slots, out[:, : self.spec.width])
+        if self._echo:
+            self._memory.take(state_name(self._echo.name), slots, out[:, self.spec.width :])
+        absent = (slots < 0).nonzero().view(-1)
+        if len(absent):
+            first = first_rows(self.spec.first, ids[absent], self.spec.width, self._dtype)
+            echo = first.new_full((len(absent), self._echo_width), self._echo.fill if self._echo else 0.0)
+            out[absent] = torch.cat((first, echo), 1)
+            slots = slots[slots >= 0]
+        if clock is not None:
+            self._usage.touch(slots, clock)
+
+    def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
+        """Update distinct rows; a rule that refuses leaves them as they were."""
+        slots = self._memory.find(update.ids)
+        absent = (slots < 0).nonzero().view(-1)
+        values = torch.empty_like(update.gradient)
+        self._memory.take(VALUES, slots, values)
+        if len(absent):
+            values[absent] = first_rows(self.spec.first, update.ids[absent], self.spec.width, self._dtype)
+        state: dict[str, Tensor] = {}
+        for column in self._rule.columns:
+            state[column.name] = values.new_full((len(slots), column.elements(self.spec.width)), column.fill)
+            self._memory.take(state_name(column.name), slots, state[column.name])
+        self._rule.update(values, update.gradient, state, hyper, update.echo)
+        if len(absent):
+            slots[absent] = self._memory.add(update.ids[absent])
+            self._usage.begin(slots[absent], clock)
+        self._memory.put(VALUES, slots, values)
+        for name, rows in state.items():
+            self._memory.put(state_name(name), slots, rows)
+        self._usage.touch(slots, clock)
+
+    def _remove(self, slots: Tensor) -> Tensor:
+        """Let rows go, and return their ids."""
+        ids = torch.empty_like(slots)
+        for piece in self._memory.pieces(len(slots)):
+            ids[piece] = self._memory.ids_of(slots[piece])
+            self._usage.end(slots[piece])
+        self._memory.remove(slots)
+        return ids
+
+    def _copies(self, slots: Tensor) -> dict[str, Tensor]:
+        copies: dict[str, Tensor] = {}
+        for name, layout in self._layouts.items():
+            copies[name] = torch.empty((len(slots), layout.width), dtype=layout.dtype)
+            self._memory.take(name, slots, copies[name])
+        return copies
+
+    def _require_contributions(self, contributions: Sequence[RowContribution]) -> None:
+        self._require(bool(contributions), "got an update without contributions, expected at least one")
+        for contribution in contributions:
+            self._require_ids(contribution.ids)
+            num = len(contribution.ids)
+            self._require_rows("a gradient", contribution.gradient, num, self.spec.width)
+            if contribution.echo is not None:
+                self._require_rows("an echo", contribution.echo, num, self._echo_width)
+            num_groups = len(contribution.hyper)
+            self._require(num_groups < 2, f"a push carries hyperparameters of {num_groups} groups, expected 1")
+
+    def _require_ids(self, ids: Tensor) -> None:
+        fits = ids.dtype == torch.int64 and ids.dim() == 1
+        self._require(fits, f"got ids of shape {tuple(ids.shape)} and {ids.dtype}, expected (n,) and torch.int64")
+
+    def _require_rows(self, what: str, rows: Tensor, num: int, width: int) -> None:
+        self._require(
+            rows.shape == (num, width) and rows.dtype == self._dtype,
+            f"got {what} of shape {tuple(rows.shape)} and {rows.dtype}, expected {(num, width)} and {self._dtype}",
+        )
+
+    def _require(self, fits: bool, problem: str) -> None:
+        if not fits:
+            raise ProtocolBug(f"Row table '{self.spec.name}': {problem}.")

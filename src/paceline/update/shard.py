@@ -1,0 +1,259 @@
+"""One range of one table on one server: its values, its update rule, and nothing that decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from paceline.errors import ProtocolBug
+from paceline.update.chunked import Chunked
+from paceline.update.kernels import Kernel
+from paceline.update.pieces import cut
+from paceline.update.rules import Hyper, Quorum, UpdateRule
+from paceline.update.summing import Contribution, num_missing, num_nonfinite
+from paceline.update.thread_pool import ThreadPool
+from paceline.update.whole_tensors import WholeTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.core.partition import Range
+    from paceline.update.table import TableSpec
+
+
+@final
+@dataclass(slots=True)
+class Merger:
+    """Keeps contributions until they are due; each is given out once. Used by one thread at a time.
+
+    Args:
+        quorum: what makes them due.
+        now: the time in seconds, from any start.
+
+    Example:
+        >>> import torch
+        >>> kept = Merger(Quorum(num_pushes=2, grace_s=0.0, num_workers=4), now=lambda: 0.0)
+        >>> kept.keep([Contribution(torch.ones(1), worker=0)])
+        >>> len(kept.take_due())
+        0
+        >>> kept.keep([Contribution(torch.ones(1), worker=3)])
+        >>> len(kept.take_due())
+        2
+    """
+
+    quorum: Quorum
+    now: Callable[[], float]
+    _kept: list[Contribution] = field(default_factory=list[Contribution])
+    _reached_at: float | None = None  # when the last of the quorum came, of those that are kept
+
+    def keep(self, contributions: Sequence[Contribution]) -> None:
+        """Keep copies of contributions: their memory is used for others soon."""
+        self._kept += [replace(each, gradient=each.gradient.clone()) for each in contributions]
+        if self._reached_at is None and len(self._kept) >= self.quorum.num_pushes:
+            self._reached_at = self.now()
+
+    def take_due(self) -> list[Contribution]:
+        """Give out what is due, in the order in which it came; nothing if that is to wait for more."""
+        if self._reached_at is None:
+            return []
+        is_complete = len({each.worker for each in self._kept}) >= self.quorum.num_workers
+        is_over = self.now() >= self._reached_at + self.quorum.grace_s
+        return self.take_all() if is_complete or is_over else []
+
+    def take_all(self) -> list[Contribution]:
+        """Give out all that is kept, due or not."""
+        kept, self._kept, self._reached_at = self._kept, [], None
+        return kept
+
+
+VALUES = "values"
+
+
+@final
+class Shard:
+    """The values of one range of a table and the rule that updates them; used by one thread at a time.
+
+    Args:
+        spec: the whole table.
+        span: the range of it that lies here; may be empty.
+        rule: fresh, for this shard alone.
+        values: (elements of the range,), memory to keep the values in, its own when left out; zeroed here.
+        num_threads: how many threads may work on an update; more than 1 are the shard's own, and `close` ends them.
+        now: the time in seconds, for a rule that waits for a quorum.
+
+    Raises:
+        ProtocolBug: the range cuts a tensor that the rule needs whole, or `values` does not fit.
+
+    Example:
+        >>> from paceline.core.partition import Range
+        >>> from paceline.update.table import Segment, TableSpec
+        >>> from paceline.update.named_rules import SGD, resolve
+        >>> spec = TableSpec("w", (Segment("w", (2,)),), "float32", SGD(lr=0.5), "bsp", "mean", "reject")
+        >>> shard = Shard(spec, Range(0, 0, 2), rule=resolve(spec.rule, allowed=None))
+        >>> shard.store(torch.tensor([1.0, 2.0]))
+        >>> shard.apply([Contribution(torch.tensor([2.0, 4.0]))])
+        >>> shard.values
+        tensor([0., 0.])
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        span: Range,
+        *,
+        rule: UpdateRule | Kernel,
+        values: Tensor | None = None,
+        num_threads: int = 1,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.span = span
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.values: Tensor = torch.empty(span.length, dtype=self._dtype) if values is None else values
+        self._require_fit(self.values, "memory for the values")
+        self.values.zero_()
+        self.initialised = False
+        self.version = 0  # number of updates so far
+        self.num_zeroed = 0  # non-finite gradient elements that were taken as 0, over all updates
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, as the last push that said so
+        self._pieces = cut(spec, span)
+        self._require_whole_tensors(rule)
+        self._threads = ThreadPool(num_threads)
+        self._merger = Merger(spec.rule.quorum, now) if spec.rule.quorum else None
+        policy = (spec.scale, spec.nonfinite)
+        self._updates = (
+            Chunked(rule, self._pieces, self.values, policy, self._threads)
+            if isinstance(rule, Kernel)
+            else WholeTensors(rule, self._pieces, self.values, policy, self._threads)
+        )
+
+    def store(self, values: Tensor) -> None:
+        """Overwrite the values with a copy of `values`: (elements of the range,), dtype of the table."""
+        self._require_fit(values, "values")
+        self.values.copy_(values)
+        self.initialised = True
+
+    def copy_values(self, out: Tensor) -> None:
+        """Copy the values to `out`: (elements of the range,)."""
+        out.copy_(self.values)
+
+    def screen(self, gradient: Tensor, absent: frozenset[int] = frozenset()) -> int:
+        """Return how many elements of a pushed gradient are NaN or infinite, absent segments aside."""
+        self._require_fit(gradient, "gradient")
+        if not absent:
+            return num_nonfinite(gradient, self._threads)
+        views = (piece.view(gradient).view(-1) for piece in self._pieces if piece.segment not in absent)
+        return sum(num_nonfinite(view, self._threads) for view in views)
+
+    def apply(self, contributions: Sequence[Contribution]) -> None:
+        """Update the values once with all contributions: added in the order given, scaled, then given to the rule.
+
+        Samples that were expected and are missing count as zeros.
+        The hyperparameters of the first contribution win and stay until others arrive. A segment that is absent from
+        all contributions stays untouched; one that is absent from some counts as zeros there. Where the rule waits for
+        a quorum the contributions are kept for the update that they are due in.
+
+        Raises:
+            ProtocolBug: there is no contribution, or one does not fit this shard.
+        """
+        self._require_contributions(contributions)
+        if self._merger is None:
+            self._update([*contributions, *self._missing(contributions)])
+            return
+        self.settle()  # what was due before these came is without them
+        self._merger.keep(contributions)
+        self.settle()
+
+    def settle(self, *, all_kept: bool = False) -> None:
+        """Make the update that has become due as time went by, if any; or of all that is kept, due or not.
+
+        Called before values are looked at, so nobody can tell that it was not made at the very moment.
+        """
+        if self._merger is not None:
+            due = self._merger.take_all() if all_kept else self._merger.take_due()
+            if due:
+                self._update(due)
+
+    def _missing(self, contributions: Sequence[Contribution]) -> list[Contribution]:
+        """Return what stands for samples that were expected, and has no gradients."""
+        counts, expected = [each.count for each in contributions], [each.expected for each in contributions]
+        missing = num_missing(counts, expected, self.spec.scale)
+        everything = frozenset(range(len(self.spec.segments)))
+        return [Contribution(contributions[0].gradient, missing, absent=everything)] if missing else []
+
+    @torch.no_grad()
+    def _update(self, contributions: Sequence[Contribution]) -> None:
+        self.hyper = contributions[0].hyper or self.hyper
+        self.num_zeroed += self._updates.apply(contributions, self.hyper)
+        self.version += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Return "values" and the rule's "<segment>.<state>" tensors: live, so copy them before the next update."""
+        named = {VALUES: self.values}
+        for key, value in self._updates.state().items():
+            index, _, name = key.partition(".")
+            if not (index.isdecimal() and int(index) < len(self._pieces) and name):
+                raise ProtocolBug(
+                    f"Table '{self.spec.name}': the rule {self.spec.rule.name} names a state '{key}', expected "
+                    f"'<piece>.<name>' with a piece below {len(self._pieces)}. Name the states of the rule so."
+                )
+            named[f"{self._pieces[int(index)].segment}.{name}"] = value
+        return named
+
+    def load_state(self, state: Mapping[str, Tensor], *, version: int = 0) -> None:
+        """Continue from a copy of what `state` of a shard with the same range returned after `version` updates."""
+        index_of = {piece.segment: index for index, piece in enumerate(self._pieces)}
+        named: dict[str, Tensor] = {}
+        for key, value in state.items():
+            if key == VALUES:
+                continue
+            segment, _, name = key.partition(".")
+            if not (segment.isdecimal() and int(segment) in index_of):
+                raise ProtocolBug(
+                    f"Table '{self.spec.name}': state '{key}' belongs to no segment in elements "
+                    f"{self.span.start} to {self.span.stop}. Load the state of this very range."
+                )
+            named[f"{index_of[int(segment)]}.{name}"] = value
+        if VALUES not in state:
+            raise ProtocolBug(f"Table '{self.spec.name}': a state without values. Load the state of this very range.")
+        self._require_fit(state[VALUES], "values")
+        self._updates.load_state(named)
+        if self._merger is not None:
+            self._merger.take_all()  # they belong to the values of before
+        self.store(state[VALUES])
+        self.version = version
+
+    def close(self) -> None:
+        """End the threads; there is no update afterwards."""
+        self._threads.close()
+
+    def _require_whole_tensors(self, rule: UpdateRule | Kernel) -> None:
+        for piece in self._pieces:
+            if rule.granularity == "tensor" and not piece.whole:
+                name = self.spec.segments[piece.segment].name
+                raise ProtocolBug(
+                    f"Table '{self.spec.name}': {self.spec.rule.name} needs whole tensors, but the range of server "
+                    f"{self.span.server} cuts '{name}' to its elements {piece.start} to {piece.stop}."
+                )
+
+    def _require_contributions(self, contributions: Sequence[Contribution]) -> None:
+        if not contributions:
+            raise ProtocolBug(f"Table '{self.spec.name}': an update without contributions, expected at least one.")
+        for contribution in contributions:
+            self._require_fit(contribution.gradient, "gradient")
+            if contribution.hyper and len(contribution.hyper) != len(self.spec.rule.groups):
+                raise ProtocolBug(
+                    f"Table '{self.spec.name}': a push carries hyperparameters of {len(contribution.hyper)} groups, "
+                    f"expected {len(self.spec.rule.groups)}."
+                )
+
+    def _require_fit(self, tensor: Tensor, what: str) -> None:
+        if tensor.shape != (self.span.length,) or tensor.dtype != self._dtype:
+            raise ProtocolBug(
+                f"Table '{self.spec.name}', server {self.span.server}: got {what} of shape {tuple(tensor.shape)} and "
+                f"{tensor.dtype}, expected {(self.span.length,)} and {self._dtype}."
+            )

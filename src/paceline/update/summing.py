@@ -1,0 +1,154 @@
+"""The gradients of one update become one gradient: added in the order given, then scaled. Bit-exact by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from paceline.update.rules import Hyper
+from paceline.update.table import NonFinite, Scale
+from paceline.update.thread_pool import ThreadPool, stretches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one push brings to a shard.
+
+    Args:
+        gradient: (elements of the range,), dtype of the table. The worker's memory: only ever read. What it holds for
+            absent segments is not looked at.
+        count: samples behind the gradient, 0 or more.
+        absent: indices of the segments that have no gradient (frozen, or unused in this step).
+        hyper: hyperparameters of each group as of this push; empty to leave them as they are.
+        worker: who pushed it.
+        expected: samples behind all contributions to the update if none is missing; 0 where that is not known. See
+            `num_missing`.
+    """
+
+    gradient: Tensor
+    count: float = 1.0
+    absent: frozenset[int] = frozenset()
+    hyper: tuple[Hyper, ...] = ()
+    worker: int = 0
+    expected: float = 0.0
+
+
+def num_missing(counts: Sequence[float], expected: Sequence[float], scale: Scale) -> float:
+    """Return how many samples an update lacks of those that it was expected to stand for, below 0 for too many.
+
+    A mean over samples divides by those that were expected. So a sample weighs as much in a clock that lacks those of a
+    worker that has died, and in the one in which they are made up for, as in any other.
+
+    >>> num_missing([6.0, 6.0], [18.0, 18.0], "samples"), num_missing([6.0, 12.0, 6.0], [18.0] * 3, "samples")
+    (6.0, -6.0)
+    >>> num_missing([6.0, 6.0], [0.0, 0.0], "samples"), num_missing([6.0, 6.0], [18.0, 18.0], "mean")
+    (0.0, 0.0)
+    """
+    total = max(expected)
+    return total - sum(counts) if total and scale == "samples" else 0.0
+
+
+# Elements that are worked on together: 2 MiB of float32, which stay in the cache between one operation and the next,
+# and keep torch busy for so long that the interpreter between them does not show.
+CHUNK: Final = 512 * 1024
+
+
+def divisor_of(everyone: Sequence[float], scale: Scale) -> float:
+    """Return what the sum of an update's contributions is divided by, given the samples behind each of them."""
+    if _is_weighted(everyone, scale):
+        return float(sum(everyone))
+    return 1.0 if scale == "sum" else float(len(everyone))
+
+
+def _is_weighted(everyone: Sequence[float], scale: Scale) -> bool:
+    return scale == "samples" and len(set(everyone)) > 1
+
+
+def combine(
+    out: Tensor,
+    gradients: Sequence[Tensor],
+    counts: Sequence[float],
+    everyone: Sequence[float],
+    scale: Scale,
+    *,
+    divide: bool = True,
+) -> None:
+    """Write the combined gradient to `out`; the gradients are only read.
+
+    Args:
+        out: (n,), overwritten; at most a chunk of elements for speed.
+        gradients: (n,) each, at least one; added as ((g1 + g2) + g3) + ...
+        counts: samples behind each of the gradients.
+        everyone: samples of every contribution to the update, those without these elements too: they count as zeros.
+        scale: see `TableSpec`.
+        divide: whether to divide by `divisor_of` these, or leave that to whoever goes through the sum next.
+    """
+    if _is_weighted(everyone, scale):
+        gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]
+    if len(gradients) == 1:
+        out.copy_(gradients[0])
+    else:
+        torch.add(gradients[0], gradients[1], out=out)
+    for gradient in gradients[2:]:
+        out.add_(gradient)
+    divisor = divisor_of(everyone, scale)
+    if divide and divisor != 1.0:
+        out.div_(divisor)
+
+
+def combine_stretch(
+    out: Tensor,
+    span: tuple[int, int],
+    having: Sequence[int],
+    contributions: Sequence[Contribution],
+    policy: tuple[Scale, NonFinite],
+    *,
+    divide: bool,
+) -> int:
+    """Write the combined gradient of elements `span` of the range to `out`; return how many elements were zeroed.
+
+    Args:
+        out: (stop - start,), overwritten.
+        span: (start, stop).
+        having: indices of the contributions that have a gradient there, at least one.
+        contributions: all of the update.
+        policy: scale and treatment of non-finite elements, see `TableSpec`.
+        divide: see `combine`.
+    """
+    scale, nonfinite = policy
+    parts = [contributions[index].gradient[slice(*span)] for index in having]
+    num_zeroed = 0
+    if nonfinite == "zero":
+        found = [num_nonfinite(part) for part in parts]
+        num_zeroed = sum(found)
+        parts = [zeroed(part) if bad else part for part, bad in zip(parts, found, strict=True)]
+    counts = [contributions[index].count for index in having]
+    combine(out, parts, counts, [contribution.count for contribution in contributions], scale, divide=divide)
+    return num_zeroed
+
+
+def zeroed(tensor: Tensor) -> Tensor:
+    """Return a copy with zeros in the place of NaN and infinity."""
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def num_nonfinite(tensor: Tensor, threads: ThreadPool | None = None) -> int:
+    """Return how many elements, of (n,) with a crew, are NaN or infinite; one read of memory when there are none."""
+    if threads is None or threads.num_threads == 1:
+        return _num_nonfinite(tensor)
+    size = max(CHUNK, tensor.numel() // (4 * threads.num_threads))  # not so long that one thread ends far behind
+    spans = list(stretches(tensor.numel(), size))
+    return threads.total(spans, lambda span, _: _num_nonfinite(tensor[slice(*span)]))
+
+
+def _num_nonfinite(tensor: Tensor) -> int:
+    # NaN and infinity survive every sum, so a finite sum proves all elements finite; the converse may overflow.
+    if tensor.sum().isfinite():
+        return 0
+    return tensor.numel() - int(tensor.isfinite().sum())

@@ -1,0 +1,362 @@
+"""The update rules of torch.optim: to and from plain numbers, and running on the flat values of a shard."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ProtocolBug, UsageError
+from paceline.update.rules import Granularity, Hyper, Number, RuleSpec
+
+PREFIX = "torch.optim."
+
+# Their update of an element looks at that element alone, so a tensor may be cut anywhere. Every other class (Adafactor,
+# Muon, what comes next) is taken to need whole tensors.
+_ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+_REFUSED = {
+    "LBFGS": "it evaluates the model several times a step (a closure), which a server cannot do",
+    "SparseAdam": "it takes sparse gradients only, and gradients travel dense",
+    "Optimizer": "it is the abstract base of the others",
+}
+_NOT_HYPER = frozenset({"params", "param_names"})
+# Ways of running a step that make sense only where the autograd graph or a CUDA graph is.
+_LOCAL_ONLY = ("differentiable", "capturable")
+# What says how a step is computed, not what it computes: settled when a table is declared, and never changed by a push.
+SWITCHES: Final = ("fused", "foreach", *_LOCAL_ONLY)
+# Each lets the optimizers that know it keep one state more.
+_MORE_STATE: Final[Hyper] = {"momentum": 0.9, "amsgrad": True, "centered": True}
+
+
+def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> RuleSpec:
+    """Return the rule of any class of torch.optim, by its name, with its own arguments.
+
+    Raises:
+        UsageError: there is no such class, it cannot run on a server, or it refuses an argument.
+
+    Example:
+        >>> torch_optim("NAdam", lr=0.002).name
+        'torch.optim.NAdam'
+    """
+    cls = optimizer_class(PREFIX + class_name)
+    stand_in = nn.Parameter(torch.zeros(1, 1))
+    try:
+        optimizer = _construct(cls, [{"params": [stand_in]}], numbers)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{PREFIX}{class_name} refuses its arguments {numbers}: {error}") from error
+    return from_optimizer(optimizer)
+
+
+def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
+    """Return the rule of a torch optimizer: its class by name and the hyperparameters of each of its groups.
+
+    Raises:
+        UsageError: the class is not one of torch.optim or cannot run on a server, or a hyperparameter is no plain
+            number (or tuple of them).
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(3))
+        >>> from_optimizer(torch.optim.SGD([weight], lr=0.1)).groups[0]["lr"]
+        0.1
+    """
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is not cls:
+        raise UsageError(
+            f"{cls.__module__}.{cls.__qualname__} is not a class of torch.optim, so servers do not know it. "
+            "Write it as an update rule and name it by its import path: paceline.update.rule('package.module:Rule')."
+        )
+    name = PREFIX + cls.__name__
+    optimizer_class(name)
+    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    return RuleSpec(name, tuple(hyper_of(group, name) for group in groups))
+
+
+def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper:
+    """Return the hyperparameters of one param group as plain numbers, ready to travel.
+
+    Raises:
+        UsageError: one of them is not a plain number, or asks for a step that a server cannot do.
+    """
+    for key in _LOCAL_ONLY:
+        if group.get(key):
+            raise UsageError(f"{owner} has {key}=True, but its steps run on the servers. Leave {key} out.")
+    return {key: _plain(key, value, owner) for key, value in group.items() if key not in _NOT_HYPER}
+
+
+def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tuple[Hyper, ...]:
+    """Return what a push says of the param groups of an optimizer: its numbers now, and the switches as declared.
+
+    What schedulers and users keep in the groups beside what was declared stays here.
+    """
+    return tuple(
+        {
+            **hyper_of({key: group[key] for key in declared}, rule.name),
+            **{key: declared[key] for key in SWITCHES if key in declared},
+        }
+        for group, declared in zip(groups, rule.groups, strict=True)
+    )
+
+
+def check_groups(rule: RuleSpec) -> None:
+    """Raise UsageError for a hyperparameter that the class of torch.optim does not have, or a switch that is none.
+
+    Other switches than `fused` and `foreach` stay off. `fused` and `foreach` choose which of our own ways of computing
+    an update a table has, so all groups of a table have to go the same way.
+    """
+    known = {*inspect.signature(optimizer_class(rule.name)).parameters, "decoupled_weight_decay"} - _NOT_HYPER
+    for number, group in enumerate(rule.groups):
+        unknown = sorted(group.keys() - known)[:3]
+        if unknown:
+            raise UsageError(f"{rule.name} has no hyperparameter {unknown} (group {number}); it has {sorted(known)}.")
+        odd = [key for key in SWITCHES if group.get(key) not in (None, False, True)]
+        if odd or any(group.get(key) for key in _LOCAL_ONLY):
+            raise UsageError(
+                f"{rule.name} (group {number}): {', '.join(odd or _LOCAL_ONLY)} cannot be switched on a server."
+            )
+    if any(group.get("fused") for group in rule.groups) and any(group.get("foreach") for group in rule.groups):
+        raise UsageError(f"{rule.name} is to be fused and foreach at once: give all groups one of the two, or neither.")
+
+
+def _plain(key: str, value: object, owner: str) -> Number | tuple[Number, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(_number(key, item, owner) for item in cast("Sequence[object]", value))
+    return _number(key, value, owner)
+
+
+def _number(key: str, value: object, owner: str) -> Number:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    advice = "Pass its value: float(...)." if isinstance(value, Tensor) else "Use a number, or None."
+    raise UsageError(
+        f"{key} of {owner} is a {type(value).__name__} ({value}), "
+        f"but only plain numbers travel to the servers. {advice}"
+    )
+
+
+def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
+    """Return "element" when the step of an element looks at that element alone, else "tensor".
+
+    The classes of torch are known; another is tried out on a small tensor, once whole and once cut in two. One that
+    cannot be tried out, as its constructor takes more than parameters and its defaults, counts as "tensor".
+
+    Example:
+        >>> granularity_of(torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))]))
+        'tensor'
+    """
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is cls:
+        return "element" if cls.__name__ in _ELEMENTWISE else "tensor"
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, 4, 6, generator=generator, dtype=torch.float64)
+    try:
+        for group in optimizer.param_groups:
+            for dim in (0, 1):
+                cut = [_stepped(optimizer, group, *part) for part in _halves(values, gradients, dim)]
+                if not torch.allclose(torch.cat(cut, dim), _stepped(optimizer, group, values, gradients), rtol=1e-9):
+                    return "tensor"
+    except Exception:  # noqa: BLE001 - whatever a class of somebody else raises
+        return "tensor"
+    return "element"
+
+
+def _halves(values: Tensor, gradients: Sequence[Tensor], dim: int) -> list[tuple[Tensor, list[Tensor]]]:
+    return [
+        (half, [gradient.chunk(2, dim)[index] for gradient in gradients])
+        for index, half in enumerate(values.chunk(2, dim))
+    ]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], values: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    """Return what an optimizer of the same class, with the numbers of this group, makes of values."""
+    parameter = nn.Parameter(values.clone())
+    numbers = {key: value for key, value in group.items() if key not in _NOT_HYPER}
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    made = _construct(type(optimizer), [{**numbers, "params": [parameter]}], cast("Hyper", defaults))
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        made.step()
+    return parameter.detach()
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class named "torch.optim.<class>".
+
+    Raises:
+        UsageError: there is no such class, or it cannot run on a server.
+    """
+    short = name.removeprefix(PREFIX)
+    found = getattr(torch.optim, short, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise UsageError(f"There is no optimizer class '{name}' in torch {torch.__version__}. Check its spelling.")
+    if short in _REFUSED:
+        raise UsageError(f"{name} cannot run on a server: {_REFUSED[short]}. Choose another, Adam for example.")
+    return found
+
+
+@final
+class TorchRule:
+    """Runs one class of torch.optim over the pieces of a shard: its parameters are views of the shard's values.
+
+    Args:
+        name: "torch.optim.<class>".
+
+    Raises:
+        UsageError: there is no such class, or it cannot run on a server.
+    """
+
+    def __init__(self, name: str) -> None:
+        # Building any torch optimizer imports this, for a second or so: here nobody is in the middle of a step.
+        importlib.import_module("torch._dynamo")
+        self._class = optimizer_class(name)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._loaded: dict[str, Tensor] = {}  # waits for the next update; empty while there is an optimizer
+
+    @property
+    def granularity(self) -> Granularity:
+        """Return whether tensors may be cut."""
+        return "element" if self._class.__name__ in _ELEMENTWISE else "tensor"
+
+    def update(
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        hyper: Sequence[Hyper],
+        groups: Sequence[int],
+    ) -> None:
+        """Take one step of the optimizer; see `UpdateRule.update`."""
+        optimizer = self._optimizer or self._build(values, hyper, groups)
+        for group, numbers in zip(optimizer.param_groups, hyper, strict=True):
+            group.update({**_allowed(numbers), "params": group["params"]})
+        for parameter, gradient, group in zip(self._parameters, gradients, groups, strict=True):
+            scribbles = gradient is not None and _writes_to_gradients(hyper[group], parameter)
+            parameter.grad = gradient.clone() if scribbles and gradient is not None else gradient
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad(set_to_none=True)  # the gradients are the worker's memory; do not keep it alive
+
+    def _build(self, values: Sequence[Tensor], hyper: Sequence[Hyper], groups: Sequence[int]) -> torch.optim.Optimizer:
+        self._parameters = [nn.Parameter(value) for value in values]
+        param_groups: list[dict[str, object]] = [{**_allowed(numbers), "params": []} for numbers in hyper]
+        for parameter, group in zip(self._parameters, groups, strict=True):
+            cast("list[nn.Parameter]", param_groups[group]["params"]).append(parameter)
+        # Some classes (Adagrad) read arguments of the constructor that they do not look up in the groups.
+        accepted = inspect.signature(self._class).parameters
+        known = _allowed(hyper[0])
+        arguments = {key: value for key, value in known.items() if key in accepted and key not in _NOT_HYPER}
+        self._optimizer = _construct(self._class, param_groups, arguments)
+        for key, value in self._loaded.items():
+            index, _, name = key.partition(".")
+            self._optimizer.state[self._parameters[int(index)]][name] = value
+        self._loaded = {}
+        return self._optimizer
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live state of every piece; see `UpdateRule.state`."""
+        if self._optimizer is None:
+            return dict(self._loaded)
+        named: dict[str, Tensor] = {}
+        for index, parameter in enumerate(self._parameters):
+            for name, value in self._optimizer.state[parameter].items():
+                if isinstance(value, Tensor):
+                    named[f"{index}.{name}"] = value
+                elif value is not None:
+                    raise ProtocolBug(f"State '{name}' of {self._class.__name__} is {value!r}, expected a tensor.")
+        return named
+
+    def check_state(self, state: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
+        """Raise UsageError unless every state has the name, shape and dtype that torch gives it itself.
+
+        Torch does not look at shapes before it computes, some of its operations not even while they do.
+        """
+        by_piece: dict[int, dict[str, Tensor]] = {}
+        for key, found in state.items():
+            index, _, name = key.partition(".")
+            by_piece.setdefault(int(index), {})[name] = found
+        for index, given in by_piece.items():
+            self._check_piece(index, given, values[index])
+
+    def _check_piece(self, index: int, given: Mapping[str, Tensor], value: Tensor) -> None:
+        elementwise = self.granularity == "element"
+        shape = (2,) if elementwise else tuple(value.shape)
+        least = _layouts(self._class, shape, value.dtype, more=False)
+        lacking = sorted(least.keys() - given.keys())
+        if lacking:
+            raise UsageError(f"The state of piece {index} lacks {lacking}, which {self._class.__name__} needs.")
+        expected = _layouts(self._class, shape, value.dtype, more=True)
+        for name, found in given.items():
+            if name not in expected:
+                raise UsageError(f"{self._class.__name__} has no state '{name[:200]}', expected {sorted(expected)}.")
+            wanted, dtype = expected[name]
+            if elementwise and wanted == shape:
+                wanted = tuple(value.shape)
+            # Torch has its numbers in its default dtype, and casts all but `step` to that of the parameter on a load.
+            numbers = {torch.float32, torch.float64, value.dtype} if not wanted and dtype.is_floating_point else set()
+            if tuple(found.shape) != wanted or found.dtype not in {dtype, *numbers}:
+                raise UsageError(
+                    f"State '{index}.{name}' has shape {tuple(found.shape)} and {found.dtype}, expected {wanted} and "
+                    f"{dtype}."
+                )
+            require_count(name, found)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state by a copy of `state`; see `UpdateRule.load_state`."""
+        self._loaded = {key: value.clone() for key, value in state.items()}
+        self._optimizer = None
+
+
+def require_count(name: str, found: Tensor) -> None:
+    """Raise UsageError for a number of steps that is none."""
+    if name == "step" and not 0 <= found.item() < math.inf:
+        raise UsageError(f"State 'step' is {found.item()}, expected a number of steps.")
+
+
+@lru_cache(maxsize=256)
+def _layouts(
+    cls: type[torch.optim.Optimizer], shape: tuple[int, ...], dtype: torch.dtype, *, more: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every state that a parameter has after a step, with `more` of those it may have too."""
+    accepted = inspect.signature(cls).parameters
+    stand_in = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    numbers = {key: value for key, value in _MORE_STATE.items() if more and key in accepted}
+    optimizer = _construct(cls, [{"params": [stand_in]}], numbers)
+    stand_in.grad = torch.ones_like(stand_in)
+    optimizer.step()
+    found = cast("Mapping[str, object]", optimizer.state[stand_in])
+    return {name: (tuple(s.shape), s.dtype) for name, s in found.items() if isinstance(s, Tensor)}
+
+
+def _allowed(numbers: Hyper) -> Hyper:
+    """Return hyperparameters for torch, whose switches are a choice made here: never code that trusts in shapes.
+
+    Of those that were declared only `foreach` counts, and for no more than which of torch's two loops runs.
+    """
+    chosen: Hyper = {key: key == "foreach" and bool(numbers.get(key)) for key in SWITCHES}
+    return {key: chosen.get(key, value) for key, value in numbers.items()}
+
+
+def _construct(
+    cls: Callable[..., torch.optim.Optimizer], param_groups: list[dict[str, object]], arguments: Hyper
+) -> torch.optim.Optimizer:
+    return cls(param_groups, **arguments)
+
+
+def _writes_to_gradients(hyper: Hyper, parameter: Tensor) -> bool:
+    """Return whether the step may run as torch's multi-tensor loop, which uses the gradients as scratch space."""
+    return bool(hyper.get("foreach")) or parameter.device.type != "cpu"

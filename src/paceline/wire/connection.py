@@ -1,0 +1,140 @@
+"""A worker's connection to one server, made again whenever it breaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError
+from paceline.stopwatch import Stopwatch
+from paceline.transport.base import EMPTY, Frame, Place, Transport
+from paceline.transport.deadline import seconds
+from paceline.wire.messages import Hello, encode, is_joined
+from paceline.wire.permissions import check_server
+from paceline.wire.progress import Progress
+from paceline.wire.send_queue import SendQueue
+
+_POLL_S = 0.5
+_ATTEMPT_S = 2.0  # a handshake under TLS takes four round trips, and a host may have several addresses
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class ReconnectingConnection:
+    """Sends to a server, and hands over what comes from it on a thread of its own.
+
+    Args:
+        server: its rank, which its certificate has to name where there is one.
+        hello: who connects; the count of its connections is filled in here.
+        on_frame: called with each frame, on the reader thread.
+        place: asked where bodies go that the carrier copies, on the reader thread.
+        on_reconnected: called when the connection was made again, on the reader thread, with what lets `send` use it.
+            It has to call that, and to repeat what is unanswered before others may send: else they overtake it.
+        on_lost: called with the reason when nothing will come from the server any more.
+        how_ended: returns how the server has ended where that is known; then it is not tried again.
+    """
+
+    server: int
+    address: str
+    hello: Hello
+    transport: Transport
+    patience_s: float
+    on_frame: Callable[[Frame], None]
+    place: Place
+    on_reconnected: Callable[[Callable[[], None]], None]
+    on_lost: Callable[[str], None]
+    how_ended: Callable[[], str]
+    _post: SendQueue = field(init=False)
+    _progress: Progress = field(init=False)
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _reader: threading.Thread = field(init=False)
+
+    def open(self, timeout_s: float) -> None:
+        """Connect, and start to read. Blocks until connected; raises as `Transport.connect` does."""
+        self._progress = Progress(self.patience_s)
+        self._post = self._connect(timeout_s)
+        self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
+        self._reader.start()
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
+        """Send one frame, also while others are on their way to other servers; see `SendQueue`.
+
+        If the connection is broken it is lost, and repeated when there is a new connection. Until it is answered, the
+        body must stay as it is.
+        """
+        self._progress.note_sent(len(header) + body.nbytes)
+        self._post.send(header, body, urgent=urgent)
+
+    def close(self) -> None:
+        """End the connection and its thread."""
+        self._closing.set()
+        self._post.close()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=_JOIN_TIMEOUT_S)
+
+    def _connect(self, timeout_s: float) -> SendQueue:
+        connection = self.transport.connect(self.address, encode(self.hello), timeout_s=timeout_s)
+        check_server(connection, self.server)
+        self._progress.note_connected()
+        self.hello = replace(self.hello, connection=self.hello.connection + 1)
+        return SendQueue(connection, connection.close)
+
+    def _read(self) -> None:
+        """Hand over frames until closed or lost, and say so whatever the reason."""
+        problem = "is over: its reader thread failed; the traceback is on stderr"
+        try:
+            problem = self._read_on()
+        finally:
+            self._post.close()
+            if not self._closing.is_set():
+                self.on_lost(f"server {self.server} is lost: the connection to {self.address} {problem}")
+
+    def _read_on(self) -> str:
+        """Hand over frames until closed or lost; return why it is over."""
+        problem = ""
+        while not self._closing.is_set():
+            try:
+                frame = self._post.connection.receive(timeout_s=_POLL_S, place=self.place)
+                if not is_joined(frame.header):
+                    self._progress.note_answered()
+                self.on_frame(frame)
+            except DeadlineExceeded:
+                continue
+            except PeerError as error:
+                self._progress.note_broken()
+                made = self._reconnect(str(error))
+                if isinstance(made, str):
+                    problem = made
+                    break
+                self.on_reconnected(partial(self._use, made))
+        return problem
+
+    def _use(self, post: SendQueue) -> None:
+        self._post = post
+        if self._closing.is_set():  # `close` has closed the one before
+            post.close()
+
+    def _reconnect(self, problem: str) -> SendQueue | str:
+        """Try until connected or out of patience; return the new connection, or what became of it."""
+        self._post.close()
+        objection = self._progress.objection()
+        if objection:
+            advice = "check the MTU of the path, and look at what the server wrote"
+            return f"{objection}; {advice} (it broke as follows: {problem})"
+        watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
+        while watch.look() < self.patience_s and not self._closing.wait(pause_s):
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            how = self.how_ended()
+            if how:
+                return f"is over: the server {how}"
+            try:
+                return self._connect(max(_POLL_S, min(_ATTEMPT_S, self.patience_s - watch.look())))
+            except AuthenticationFailed as error:
+                return f"was refused when it was made again: {error}"
+            except PeerError as error:
+                problem = str(error)
+        return f"did not come back within {seconds(self.patience_s)} ({problem})"

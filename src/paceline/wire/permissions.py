@@ -1,0 +1,111 @@
+"""Who may say what to a server: a table of all messages, and the check that nobody speaks in another's name."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from paceline.core import messages
+from paceline.core.messages import PushId, Sender
+from paceline.errors import AuthenticationFailed, PeerError
+from paceline.transport.base import Connection
+from paceline.wire import messages as wire
+from paceline.wire import requests
+from paceline.wire.messages import Hello
+
+Role = Literal["worker", "server"]
+
+# By message, who may say it to a server; None for what servers say to workers, or what is said in handshakes alone.
+SPEAKERS: Final[dict[type, Role | None]] = {
+    Hello: None,
+    wire.PushFrame: "worker",
+    wire.PullFrame: "worker",
+    wire.RowPushFrame: "worker",
+    wire.RowPullFrame: "worker",
+    wire.Unsubscribe: "worker",
+    wire.RowsUsed: "worker",
+    wire.KeysWanted: None,
+    messages.Join: "worker",
+    messages.Leave: "worker",
+    messages.Clock: "worker",
+    messages.PieceTaken: "worker",
+    messages.Joined: None,
+    messages.Left: None,
+    messages.Held: None,
+    messages.Applied: None,
+    messages.PushRefused: None,
+    messages.Ticked: None,
+    messages.Fetched: None,
+    messages.Delivered: None,
+    messages.PullRefused: None,
+    messages.WorkerRefused: None,
+    messages.Follow: "server",
+    messages.Closed: "server",
+    requests.Declare: "worker",
+    requests.DeclareRows: "worker",
+    requests.Describe: "worker",
+    requests.Initialise: "worker",
+    requests.AwaitValues: "worker",
+    requests.SaveState: "worker",
+    requests.LoadState: "worker",
+    requests.Barrier: "worker",
+    requests.ClaimWork: "worker",
+    requests.ReportWait: "worker",
+    requests.CallFunction: "worker",
+    requests.CountRows: "worker",
+    requests.ReadRows: "worker",
+    requests.WriteRows: "worker",
+    requests.RequestDone: None,
+    requests.RequestFailed: None,
+}
+
+
+def check_said(hello: Hello, message: object, num_servers: int) -> None:
+    """Raise PeerError unless a peer of this role may say this, and says it in its own name."""
+    if SPEAKERS[type(message)] != hello.role:
+        raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
+    if isinstance(message, wire.PushFrame | wire.RowPushFrame):
+        _check_worker(hello, message.push.id)
+    elif isinstance(message, wire.PullFrame | wire.RowPullFrame):
+        _check_worker(hello, message.pull.sender)
+    elif isinstance(
+        message,
+        messages.Join | messages.Leave | messages.Clock | messages.PieceTaken | wire.Unsubscribe | wire.RowsUsed,
+    ):
+        _check_worker(hello, message.sender)
+    elif isinstance(message, messages.Follow | messages.Closed):
+        _check_server(hello, message, num_servers)
+
+
+def check_caller(hello: object, connection: Connection) -> Hello:
+    """Return who calls; raises PeerError when it does not say, or its certificate is for somebody else."""
+    if not isinstance(hello, Hello):
+        raise PeerError("the peer did not introduce itself")
+    if not connection.peer_identity.permit(hello.role, hello.rank):
+        holder = connection.peer_identity.holder
+        raise PeerError(f"it calls itself {hello.role} {hello.rank}, but its certificate is for {holder}")
+    return hello
+
+
+def check_server(connection: Connection, rank: int) -> None:
+    """Close a connection that was to lead to this server and does not; raises AuthenticationFailed then."""
+    if not connection.peer_identity.permit("server", rank):
+        connection.close()
+        raise AuthenticationFailed(
+            f"{connection.peer} was to be server {rank}, but its certificate is for {connection.peer_identity.holder}; "
+            "do not trust it"
+        )
+
+
+def _check_worker(hello: Hello, said: PushId | Sender) -> None:
+    """Refuse a worker that speaks in the name of another one."""
+    if (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
+        raise PeerError(
+            f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "
+            f"(incarnation {said.incarnation})"
+        )
+
+
+def _check_server(hello: Hello, message: messages.Follow | messages.Closed, num_servers: int) -> None:
+    follows = isinstance(message, messages.Follow)
+    if not 0 <= hello.rank < num_servers or (follows and message.server != hello.rank):
+        raise PeerError(f"{message} came from server {hello.rank} of {num_servers}")

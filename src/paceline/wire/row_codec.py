@@ -1,0 +1,134 @@
+"""How ids and rows lie in the body of a frame: ids first if they are sent, then encoded rows, then echoes.
+
+An echo is a column of the rule's state that readers are sent with the values and send back with their gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import PeerError
+from paceline.update.filters.encoding import RowEncoding, codec_of
+from paceline.update.placement import torch_dtype
+from paceline.update.rows.rule import RowRule
+from paceline.update.rows.spec import RowTableSpec
+
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowBody:
+    """What was in a body: ids if they were sent, rows (n, width) and echoes (n, echo width)."""
+
+    ids: Tensor | None
+    rows: Tensor
+    echo: Tensor | None
+
+    @property
+    def together(self) -> Tensor:
+        """Rows and echoes side by side: (n, width + echo width)."""
+        return self.rows if self.echo is None else torch.cat([self.rows, self.echo], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowBodyLayout:
+    """The form of one table's rows on the way in one direction."""
+
+    codec: RowEncoding
+    width: int
+    dtype: torch.dtype
+    echo_width: int = 0
+
+    @property
+    def full_width(self) -> int:
+        """Numbers of a row and its echo."""
+        return self.width + self.echo_width
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of a row without its echo."""
+        return self.codec.row_bytes(self.width, self.dtype)
+
+    @property
+    def echo_bytes(self) -> int:
+        """Bytes of a row's echo."""
+        return self.echo_width * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, without its id."""
+        return self.encoded_bytes + self.echo_bytes
+
+    def num_rows(self, size_bytes: int) -> int:
+        """Return how many rows with their ids a body of this size has."""
+        return size_bytes // (ID_BYTES + self.row_bytes)
+
+    def pack(self, ids: Tensor | None, encoded: Tensor, echo: Tensor | None = None) -> memoryview:
+        """Return a body; `encoded` is what the codec made of the rows."""
+        parts = [_as_bytes(part) for part in (ids, encoded, echo) if part is not None]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts).data
+
+    def pack_rows(self, ids: Tensor | None, rows: Tensor) -> memoryview:
+        """Return a body of rows that have their echoes beside them, as a store reads them: (n, width + echo width)."""
+        values = rows[:, : self.width]
+        echo = rows[:, self.width :].contiguous() if self.echo_width else None
+        return self.pack(ids, self.codec.encode(values.contiguous()), echo)
+
+    def unpack(self, body: memoryview, num: int, *, with_ids: bool) -> RowBody:
+        """Read a body of `num` rows; the tensors may be views of it.
+
+        Raises:
+            PeerError: the body has another size.
+        """
+        expected = num * (self.row_bytes + ID_BYTES * with_ids)
+        if num < 0 or len(body) != expected:
+            raise PeerError(f"{num} rows came in {len(body)} bytes, expected {expected}")
+        start = num * ID_BYTES * with_ids
+        middle = start + num * self.encoded_bytes
+        ids = ids_of(body[:start]) if with_ids else None
+        data = _from_bytes(body[start:middle], torch.uint8).view(num, self.encoded_bytes)
+        rows = self.codec.decode(data, self.width, self.dtype)
+        echo = _from_bytes(body[middle:], self.dtype).view(num, self.echo_width) if self.echo_width else None
+        return RowBody(ids, rows, echo)
+
+
+def ids_of(body: memoryview) -> Tensor:
+    """Return the ids that a body consists of.
+
+    Raises:
+        PeerError: its size is not that of whole ids.
+    """
+    if len(body) % ID_BYTES:
+        raise PeerError(f"ids came in {len(body)} bytes, expected a multiple of {ID_BYTES}")
+    return _from_bytes(body, torch.int64)
+
+
+def ids_body(ids: Tensor) -> memoryview:
+    """Return ids as a body."""
+    return _as_bytes(ids)
+
+
+def _as_bytes(part: Tensor) -> memoryview:
+    return part.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _from_bytes(body: memoryview, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor over memory that may not be aligned for its type."""
+    if not len(body):
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(body, dtype=torch.uint8)
+    return raw.view(dtype) if raw.data_ptr() % dtype.itemsize == 0 else raw.clone().view(dtype)
+
+
+def body_layouts(spec: RowTableSpec, rule: RowRule) -> tuple[RowBodyLayout, RowBodyLayout]:
+    """Return the form of a table's rows in pushes and in what servers send."""
+    dtype = torch_dtype(spec)
+    widths = {column.name: column.width or spec.width for column in rule.columns}
+    echo_width = widths[rule.echo] if rule.echo else 0
+    up = RowBodyLayout(codec_of(spec.filters, "push"), spec.width, dtype, echo_width)
+    down = RowBodyLayout(codec_of(spec.filters, "pull"), spec.width, dtype, echo_width)
+    return up, down

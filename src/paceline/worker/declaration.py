@@ -1,0 +1,108 @@
+"""What a user says of a table, as the plain data that all members of a job compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+import msgspec
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.update.filters.check import check_filters
+from paceline.update.rows.spec import FilterSpec, First, Lifecycle, RowTableSpec
+from paceline.update.rules import RuleSpec
+from paceline.update.table import DType, NonFinite, Scale, Segment, TableSpec
+from paceline.worker.given import brief
+
+_NAMED: Final = {"segments": "shape", "width": "rows", "rule": "update", "first": "init"}  # in `Session.table`
+_AT: Final = re.compile(r" - at `.*`")
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What is said of dense tables and of tables of rows alike; see `TableSpec`."""
+
+    name: str
+    dtype: DType
+    rule: RuleSpec
+    consistency: str
+    scale: Scale
+    nonfinite: NonFinite
+
+    def __post_init__(self) -> None:
+        """Refuse what is no name, or no rule."""
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(f"a table is named {brief(self.name)}, expected a text that is unique in the job.")
+        if not isinstance(self.rule, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"table '{self.name}': update is {brief(self.rule)}, expected one of paceline.update, SGD(lr=0.1) for "
+                "example."
+            )
+
+    def dense(self, shape: Sequence[int]) -> TableSpec:
+        """Return the table of one parameter of a shape."""
+        if isinstance(shape, str) or not isinstance(shape, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"table '{self.name}': shape is {brief(shape)}, expected sizes such as (3, 2) or (5,).")
+        segments = (Segment(self.name, tuple(shape)),)
+        spec = TableSpec(self.name, segments, self.dtype, self.rule, self.consistency, self.scale, self.nonfinite)
+        _require_types(spec)
+        spec.validate()
+        return spec
+
+    def rows(
+        self, width: int, init: float | Tensor | First, life: Lifecycle, filters: tuple[FilterSpec, ...]
+    ) -> RowTableSpec:
+        """Return the table of rows of `width` numbers."""
+        if isinstance(init, Tensor):
+            raise UsageError(
+                f"table '{self.name}': init is a tensor, but nobody knows the ids of rows in advance: give a number, "
+                "or what makes the first values of any row, paceline.first.normal(0.01) for example."
+            )
+        if not isinstance(init, First | int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"table '{self.name}': init is {brief(init)}, expected a number or one of paceline.first, "
+                "paceline.first.normal(0.01) for example."
+            )
+        first = init if isinstance(init, First) else First("constant", float(init))
+        spec = RowTableSpec(
+            self.name,
+            width,
+            self.dtype,
+            self.rule,
+            self.consistency,
+            self.scale,
+            self.nonfinite,
+            first,
+            life,
+            filters,
+        )
+        _require_types(spec)
+        check_filters(filters)
+        spec.validate()
+        return spec
+
+
+def _require_types(spec: TableSpec | RowTableSpec) -> None:
+    """Refuse settings that servers could not even read, which they would take for a broken connection."""
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=type(spec))
+    except (TypeError, OverflowError, UnicodeError) as error:  # what cannot be written at all
+        wrong = next((field.name for field in fields(spec) if not _is_plain(getattr(spec, field.name))), "")
+        told = f"{_NAMED.get(wrong, wrong)} is {brief(getattr(spec, wrong))}" if wrong else "its settings are too much"
+        advice = ", such as 'float32'" if wrong == "dtype" else ""
+        raise UsageError(f"table '{spec.name}': {told}, expected plain text and numbers{advice} ({error}).") from None
+    except msgspec.ValidationError as error:
+        field = re.search(r"`\$\.(\w+)", str(error))
+        where = f"{_NAMED.get(field[1], field[1])}: " if field else ""
+        raise UsageError(f"table '{spec.name}': {where}{_AT.sub('', str(error))}.") from None
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, OverflowError, UnicodeError):
+        return False
+    return True

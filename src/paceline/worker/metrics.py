@@ -1,0 +1,205 @@
+"""What one clock of a worker cost: samples, loss, time, and how much of it went to communication and waiting."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from torch import Tensor
+
+from paceline.core.commit import is_late
+from paceline.core.consistency import Consistency
+from paceline.observe import trace as records
+from paceline.observe.notices import OpenClocks, Refusals, tell
+from paceline.observe.resources import ResourceUsage
+from paceline.observe.trace import Trace
+from paceline.worker.periodic import PeriodicThread
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.reads import ReadOutcome
+
+MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
+STATE_INTERVAL_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class StepMetrics:
+    """Collects what happens during a clock and records it when the clock is finished.
+
+    Attributes:
+        odometer: of the process; to be looked at while nobody can have left yet.
+    """
+
+    trace: Trace
+    worker: int
+    now: Callable[[], float] = time.monotonic
+    samples: int = 0
+    loss: float | None = None
+    odometer: ResourceUsage = field(default_factory=ResourceUsage)
+    tell: Callable[[str], None] = tell
+    refusals: Refusals = field(init=False)
+    open_clocks: OpenClocks = field(init=False)
+    # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
+    wait_s: float = 0.0
+    comm_s: float = 0.0
+    _since: float = field(init=False)
+    _communicating_since: float | None = None  # up to where communication is counted; None outside of it
+    _has_finished: bool = False
+    _clock: int = 0  # that is under way
+    _computing_since: float = field(init=False)
+    _states: PeriodicThread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Let the first clock begin now."""
+        self._since = self._computing_since = self.now()
+        self.refusals = Refusals(self.worker, self.tell)
+        self.open_clocks = OpenClocks(self.worker, self.tell)
+        self._states = PeriodicThread(STATE_INTERVAL_S, self.record_state)
+
+    def begin(self) -> None:
+        """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
+        if not self._has_finished:
+            self._begin_clock(self.now())
+
+    @contextmanager
+    def communicating(self) -> Generator[None]:
+        """Count the time inside as communication, waiting included; uses within another count once.
+
+        For one thread at a time: the one that trains, or one of autograd while that waits for it.
+        """
+        if self._communicating_since is not None:
+            yield
+            return
+        self._communicating_since = self.now()
+        try:
+            yield
+        finally:
+            self._computing_since = self.now()
+            self._count_communication(self._computing_since)
+            self._communicating_since = None
+
+    def note_read(self, table: str, outcome: ReadOutcome) -> None:
+        """Record a read, and count what it waited."""
+        self.wait_s += outcome.waited_s
+        source = outcome.source
+        if source != "cache" and source != "delivery":
+            source = "fetch"
+        read = records.ReadRecord(
+            self.now(), self.worker, table, outcome.clock, outcome.value_clock, outcome.waited_s, source
+        )
+        self.trace.record(read)
+
+    def note_row_read(self, table: str, clock: int, value_clocks: Tensor, waited_s: float) -> None:
+        """Record a read of rows, each with the clock below which it contains every update; count what it waited."""
+        self.wait_s += waited_s
+        first = int(value_clocks.min()) if len(value_clocks) else 0
+        counts = (value_clocks - first).bincount().tolist()
+        num_rows = {first + more: count for more, count in enumerate(counts) if count}
+        self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
+
+    def finish_clock(self, clock: int) -> None:
+        """Record the clock that ends now, before anybody is told of it, and start the next.
+
+        A step pushes, calls this, and then pulls for the clock that follows. So communication under way is divided
+        here: what came before counts for the clock that ends, the rest, and what it waits, for the next.
+        """
+        now = self.now()
+        self._count_communication(now)
+        step = records.Step(
+            now, self.worker, clock, self.samples, self.loss, self.wait_s, now - self._since, self.comm_s
+        )
+        self.trace.record(step)
+        self.samples, self.loss, self._has_finished, self._clock = 0, None, True, clock + 1
+        self._begin_clock(now)
+
+    def note_loss(self, clock: int, loss: float | None) -> None:
+        """Take the loss of the clock under way; one that was told before for the same clock is recorded by itself."""
+        self._record_loss(clock)
+        self.loss = _finite(loss)
+        if loss is not None and self.loss is None:
+            text = "nan" if math.isnan(loss) else "inf" if loss > 0 else "-inf"
+            self.trace.record(records.Reported(self.now(), self.worker, clock, None, text))
+
+    def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        """Record and tell of this push if it is refused; return it. One that a quorum went on without is usual.
+
+        Also tell of a clock that has very many, which wait for its end.
+        """
+
+        def look(done: Future[PushOutcome]) -> None:
+            if done.exception() is None and not done.result().applied:  # else the worker has failed, and is told
+                reason = done.result().reason
+                if not (is_late(reason) and Consistency.parse(consistency).backups):
+                    self.note_refused("push", table, clock, reason)
+
+        self.refusals.note_made("push", table)
+        num = self.open_clocks.note_push(table, clock)
+        if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
+            self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
+        pushed.add_done_callback(look)
+        return pushed
+
+    def note_refused(
+        self, kind: Literal["push", "step"], table: str, clock: int, reason: str, *, is_told: bool = True
+    ) -> None:
+        """Record a push or a step of this worker that was not applied, and tell of it unless others do."""
+        self.trace.record(records.Refusal(self.now(), records.NO_SERVER, self.worker, table, reason))
+        if is_told:
+            self.refusals.note_refused(kind, table, clock, reason)
+
+    def note_evaluation(self, clock: int, loss: float, accuracy: float) -> None:
+        """Record a measurement on held-out data."""
+        self.trace.record(records.Evaluated(self.now(), self.worker, clock, _finite(loss), _finite(accuracy)))
+        self.trace.flush()
+
+    def note_end(self, clock: int) -> None:
+        """Record a loss that no clock will take, and what this process has used; tell what was refused in all."""
+        self._record_loss(clock)
+        self.refusals.tell_all()
+        used = self.odometer.usage()
+        if used is not None:
+            self.trace.record(
+                records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)
+            )
+
+    def start_states(self) -> None:
+        """Record from now on what this worker does, whenever it has done one thing for a while."""
+        self._states.start()
+
+    def stop_states(self) -> None:
+        """Record that no more: before the trace is closed."""
+        self._states.stop()
+        self._states.join()
+
+    def record_state(self) -> bool:
+        """Record what this worker does, if it has for a while, and write out what was recorded; True."""
+        now, communicating_since = self.now(), self._communicating_since
+        since = self._computing_since if communicating_since is None else communicating_since
+        if now - max(since, self._since) >= STATE_INTERVAL_S:
+            doing = "computing" if communicating_since is None else "communicating"
+            self.trace.record(records.State(now, self.worker, self._clock, doing, now - max(since, self._since)))
+        self.trace.flush()
+        return True
+
+    def _record_loss(self, clock: int) -> None:
+        if self.loss is not None:
+            self.trace.record(records.Reported(self.now(), self.worker, clock, self.loss))
+            self.loss = None
+
+    def _begin_clock(self, now: float) -> None:
+        self.wait_s, self.comm_s, self._since = 0.0, 0.0, now
+        if self._communicating_since is not None:
+            self._communicating_since = now
+
+    def _count_communication(self, now: float) -> None:
+        if self._communicating_since is not None:
+            self.comm_s += now - self._communicating_since
+            self._communicating_since = now
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,105 @@
+"""Tensors on the servers that nobody declares: the first who adds to a name makes it."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.update.named_rules import Add
+from paceline.update.table import DType, Segment, TableSpec, decode_table
+from paceline.wire.answers import read_answer_of
+from paceline.wire.requests import Describe
+from paceline.worker.opening import TableOpener
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.table import Table
+
+_PREFIX = "named tensor "  # apart from the names of tables
+_DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a shape, laid flat into a table that may have more elements."""
+
+    table: Table
+    shape: tuple[int, ...]
+
+    def push(self, tensor: Tensor) -> Future[PushOutcome]:
+        flat = tensor.detach().reshape(-1)
+        return self.table.push(torch.nn.functional.pad(flat, (0, self.table.spec.numel - flat.numel())))
+
+    def cut(self, values: Tensor) -> Tensor:
+        return values[: math.prod(self.shape)].view(self.shape)
+
+
+@dataclass(slots=True)
+class NamedTensors:
+    """The named tensors of one worker. A read contains every push that was acknowledged before it was asked for."""
+
+    opening: TableOpener
+    _tensors: dict[str, _Tensor] = field(default_factory=dict[str, _Tensor])
+
+    def push(self, name: str, tensor: Tensor) -> Future[PushOutcome]:
+        """Add a tensor to the one of this name; blocks to make it if need be, and while two pushes are under way.
+
+        Raises:
+            UsageError: the tensor is of another shape or dtype than the first, sparse, of whole numbers, or not finite.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES or tensor.is_sparse:
+            kind = "a sparse tensor" if tensor.is_sparse else f"a tensor of {dtype}"
+            raise UsageError(
+                f"push to '{name}' got {kind}, expected a dense one of {', '.join(_DTYPES)}: use .double() for counts, "
+                "and a table with rows=... for what is sparse."
+            )
+        shape = tuple(tensor.shape)
+        found = self._tensors.get(name) or self._open(name, self._spec(name, shape, dtype))
+        if (found.shape, found.table.spec.dtype) != (shape, dtype):
+            raise UsageError(
+                f"push to '{name}' got {dtype} {shape}, expected {found.table.spec.dtype} {found.shape} as it was "
+                f"made; worker {self.opening.rank}"
+            )
+        return found.push(tensor)
+
+    def pull(self, name: str) -> Tensor:
+        """Return the tensor of this name; blocks until somebody has pushed to it for the first time, and it is here."""
+        found = self._opened(name)
+        return found.cut(found.table.pull())
+
+    def pull_later(self, name: str) -> Future[Tensor]:
+        """Ask for the tensor of this name; blocks until somebody has pushed to it for the first time."""
+        found = self._opened(name)
+        result: Future[Tensor] = Future()
+
+        def finish(done: Future[Tensor]) -> None:
+            error = done.exception()
+            if error is None:
+                result.set_result(found.cut(done.result()))
+            else:
+                result.set_exception(error)
+
+        found.table.pull_later().add_done_callback(finish)
+        return result
+
+    def _opened(self, name: str) -> _Tensor:
+        return self._tensors.get(name) or self._open(name, self._described(name))
+
+    def _open(self, name: str, spec: TableSpec) -> _Tensor:
+        self._tensors[name] = _Tensor(self.opening.shared(spec, (spec.numel,)), spec.segments[0].shape)
+        return self._tensors[name]
+
+    def _described(self, name: str) -> TableSpec:
+        calls = self.opening.node.calls
+        told = calls.ask(0, lambda number: Describe(number, _PREFIX + name), f"somebody to push to '{name}'")
+        return read_answer_of(0, f"the settings of '{name}'", decode_table, told)
+
+    def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TableSpec:
+        tensor = Segment(_PREFIX + name, shape)
+        lacking = self.opening.node.num_servers - tensor.numel  # each server holds one element at least
+        segments = (tensor, Segment("padding", (lacking,))) if lacking > 0 else (tensor,)
+        return TableSpec(_PREFIX + name, segments, dtype, Add(), "asynchronous", "sum", "halt")

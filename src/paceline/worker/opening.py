@@ -1,0 +1,206 @@
+"""How a worker opens tables: all workers declare the same, and one of them gives the first values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from paceline.errors import Refused, UsageError
+from paceline.update.placement import torch_dtype
+from paceline.update.rows.spec import First, RowTableSpec, row_differences
+from paceline.update.table import TableSpec, differences
+from paceline.wire.requests import AwaitValues, Initialise
+from paceline.worker.given import as_values
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.node import WorkerNode
+from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.table import RowTable
+from paceline.worker.table import Table
+from paceline.worker.waits import About
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A table that a worker has opened, with what it was asked for."""
+
+    spec: TableSpec | RowTableSpec
+    options: str  # of this worker alone, as they are said in messages
+    table: Table | RowTable
+
+
+@dataclass(slots=True)
+class TableOpener:
+    """Opens the tables of one worker, each once."""
+
+    rank: int
+    node: WorkerNode
+    meter: StepMetrics
+    _opened: dict[str, _Opened] = field(default_factory=dict[str, _Opened])
+    _claimed: set[str] = field(default_factory=set[str])  # by what has tables whose names begin so
+
+    def default_name(self, base: str) -> str:
+        """Return a name that is still free: `base`, else `base`-2, and so on.
+
+        All workers that make the same calls in the same order get the same names.
+        """
+        names = (base if number == 1 else f"{base}-{number}" for number in count(1))
+        return next(name for name in names if name not in self._claimed and name not in self._opened)
+
+    @contextmanager
+    def claiming(self, name: str) -> Generator[None]:
+        """Keep a name for what opens tables inside; it is free again if that is refused before it has opened one.
+
+        Raises:
+            UsageError: the name is taken.
+        """
+        if name in self._claimed:
+            raise self._taken(name)
+        num_opened = len(self._opened)
+        self._claimed.add(name)
+        try:
+            yield
+        except UsageError:
+            if len(self._opened) == num_opened:
+                self._claimed.discard(name)
+            raise
+
+    def known(self, spec: TableSpec | RowTableSpec, options: str) -> Table | RowTable | None:
+        """Return the table that this worker has opened with the same settings; None if it has none of this name.
+
+        Raises:
+            UsageError: it has one of this name with other settings.
+        """
+        known = self._opened.get(spec.name)
+        if known is None:
+            return None
+        if problems := _changed(spec, options, known):
+            raise UsageError(
+                f"worker {self.rank} has already opened table '{spec.name}', and this call (here) differs from that "
+                f"one (there): {' '.join(problems)} Use the settings of the first call to get that table again, or "
+                "another name; in a notebook, restart the kernel to begin anew."
+            )
+        return known.table
+
+    def dense(
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool,
+        first: int = 0,
+    ) -> Table:
+        """Declare a table and wait for its first values, which one worker sends, or the first that still takes part.
+
+        That worker has `write_first` write them to a flat tensor.
+        """
+        self._require_new(spec.name)
+        spec.validate()
+        self.node.open_table(spec, reads_own_writes=read_my_writes, live=live)
+        if self.rank == first:
+            self._give_values(spec.name, write_first)
+        try:
+            self._await_values(spec.name, first)
+        except Refused:  # that one is gone, and this worker is the first of those that are left
+            self._give_values(spec.name, write_first)
+            self._await_values(spec.name, first)
+        self.meter.begin()
+        table = Table(spec, shape, self.node, self.meter)
+        self._opened[spec.name] = _Opened(spec, dense_options(read_my_writes=read_my_writes, live=live), table)
+        return table
+
+    def shared(self, spec: TableSpec, shape: tuple[int, ...]) -> Table:
+        """Declare a table that begins with zeros, whoever comes first: no other worker is waited for.
+
+        May be repeated after it was refused.
+        """
+        spec.validate()
+        self.node.open_table(spec)
+        self._give_values(spec.name, Tensor.zero_)  # those of others are the same, and count only once
+        return Table(spec, shape, self.node, self.meter)
+
+    def rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
+        """Declare a table of rows. Nobody gives first values: they follow from the declaration."""
+        self._require_new(spec.name)
+        spec.validate()
+        opened = self.node.open_rows(spec, options)
+        self.meter.begin()
+        table = RowTable(spec, opened, self.node, self.meter)
+        self._opened[spec.name] = _Opened(spec, row_options(options), table)
+        return table
+
+    def _require_new(self, name: str) -> None:
+        if name in self._opened:
+            raise self._taken(name)
+
+    def _taken(self, name: str) -> UsageError:
+        return UsageError(
+            f"worker {self.rank} has already opened table '{name}': use what that call returned, or give this one a "
+            "name of its own (name=...). Without name=... each call gets a table of its own, also where a notebook "
+            "runs a cell again."
+        )
+
+    def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
+        buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
+        write(buffer.gradient)
+        self.node.calls.ask_all(
+            lambda number: Initialise(number, table),
+            f"servers to take the first values of table '{table}'",
+            self.node.parts(table, buffer),
+        )
+        self.node.give_back(table, buffer)
+
+    def _await_values(self, table: str, first: int) -> None:
+        self.node.calls.ask_all(
+            lambda number: AwaitValues(number, table),
+            f"the first values of table '{table}'",
+            about=About(workers=(first,)),
+        )
+
+
+def _changed(spec: TableSpec | RowTableSpec, options: str, known: _Opened) -> Sequence[str]:
+    """Say in what a table is asked for differently than it was opened, a sentence each."""
+    match spec, known.spec:
+        case TableSpec() as ours, TableSpec() as theirs:
+            problems = differences(ours, theirs)
+        case RowTableSpec() as ours, RowTableSpec() as theirs:
+            problems = row_differences(ours, theirs)
+        case _:
+            problems = ["One has a shape, the other rows."]
+    if not problems and options != known.options:
+        problems = [f"{options} here and {known.options} there."]
+    return problems
+
+
+def dense_options(*, read_my_writes: bool, live: bool) -> str:
+    """Return what one worker alone chooses of a table of a shape."""
+    return f"read_my_writes={read_my_writes}, view={live}"
+
+
+def row_options(options: CacheOptions) -> str:
+    """Return what one worker alone chooses of a table of rows."""
+    return (
+        f"cache={options.keep}, cache_rows={options.max_rows}, read_my_writes={options.reads_own_writes}, "
+        f"communication={options.communication}"
+    )
+
+
+def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
+    """Return the first values of a dense table as a flat tensor.
+
+    Raises:
+        UsageError: `init` has another shape, or is for rows.
+    """
+    if isinstance(init, First):
+        raise UsageError(f"table '{spec.name}': init is {init}, which is for rows; give a number or a tensor.")
+    given = as_values(init, torch_dtype(spec), f"table '{spec.name}'", "init")
+    try:
+        return torch.empty(shape, dtype=torch_dtype(spec)).copy_(given).view(-1)
+    except RuntimeError as error:
+        raise UsageError(f"table '{spec.name}': init has shape {tuple(given.shape)}, expected {shape}.") from error

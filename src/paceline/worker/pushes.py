@@ -1,0 +1,310 @@
+"""Pushes on their way: the memory that carries them, and who has yet to answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from paceline.core.dedup import WINDOW
+from paceline.core.effects import Release
+from paceline.core.messages import Push, PushId
+from paceline.core.worker import WorkerCore
+from paceline.errors import PacelineError, ProtocolBug, UsageError
+from paceline.transport.base import Transport
+from paceline.transport.buffer_pool import poison
+from paceline.update.placement import as_tensor, torch_dtype
+from paceline.update.summing import num_nonfinite
+from paceline.update.table import TableSpec
+from paceline.wire.messages import PushFrame
+
+T = TypeVar("T")
+
+NONFINITE_ADVICE = (
+    "See whether the loss is finite, lower the learning rate, clip gradients, or declare nonfinite='zero'."
+)
+
+
+def promise(kind: type[T]) -> Future[T]:
+    """Return a future that ends when a server has answered; it cannot be cancelled, what is sent is sent."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(frozen=True, slots=True)
+class PushOutcome:
+    """How a push ended: applied everywhere, or refused with a reason.
+
+    `applied_on`: the ranks of servers that have applied their part of a push that others refused. It is not empty only
+    where updates are visible on arrival, after a refusal that a worker cannot foresee: each part is then applied as it
+    comes, and stays.
+    """
+
+    applied: bool
+    reason: str = ""
+    applied_on: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Answers:
+    """What servers have answered to the parts of one push."""
+
+    _refusals: dict[int, str] = field(default_factory=dict[int, str])  # by server
+    applied_on: list[int] = field(default_factory=list[int])  # servers
+
+    def note(self, effect: Release) -> None:
+        """Note that a server has answered its part for good."""
+        if effect.refused:
+            self._refusals[effect.server] = effect.refused
+        else:
+            self.applied_on.append(effect.server)
+
+    @property
+    def refused(self) -> bool:
+        """Whether some server refused its part."""
+        return bool(self._refusals)
+
+    def outcome(self) -> PushOutcome:
+        """Return how the push ended, once all have answered."""
+        if not self._refusals:
+            return PushOutcome(applied=True)
+        server, reason = next(iter(self._refusals.items()))  # others may only follow the first
+        ranks = tuple(sorted(self.applied_on))
+        if ranks:
+            where = ", ".join(map(str, ranks))
+            reason = f"server {server} refused its part: {reason}; it is applied on server {where}, and stays there"
+        return PushOutcome(applied=False, reason=reason, applied_on=ranks)
+
+
+def settled(outcome: PushOutcome) -> Future[PushOutcome]:
+    """Return a future that has ended already."""
+    future = promise(PushOutcome)
+    future.set_result(outcome)
+    return future
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class PushBuffer:
+    """Memory in which one push of a table travels, to all servers at once; `gradient` is (elements of the table,)."""
+
+    memory: memoryview
+    gradient: Tensor
+
+
+def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
+    """Return new memory for pushes of a table."""
+    dtype = torch_dtype(spec)
+    memory = transport.allocate(spec.numel * dtype.itemsize)
+    return PushBuffer(memory, as_tensor(memory, dtype))
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """One push between the user's call and the last server's answer."""
+
+    frame: PushFrame
+    buffer: PushBuffer
+    bodies: dict[int, memoryview]  # by server, parts of the buffer. Invariant: exactly those that have not answered
+    future: Future[PushOutcome]
+    answers: Answers = field(default_factory=Answers)
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """How many pushes of each table are under way, by the clock they were made in: known without a look at each."""
+
+    _counts: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
+
+    def add(self, push: Push) -> None:
+        """Count a push that is sent."""
+        self._counts.setdefault(push.table, Counter())[push.clock] += 1
+
+    def remove(self, push: Push) -> None:
+        """Count a push that is answered no longer."""
+        counts = self._counts[push.table]
+        counts[push.clock] -= 1
+        if not counts[push.clock]:
+            del counts[push.clock]
+
+    def num(self, table: str, clock: int | None = None) -> int:
+        """Return how many pushes of a table are under way, of one clock or of all."""
+        counts = self._counts.get(table, Counter[int]())
+        return counts.total() if clock is None else counts[clock]
+
+    def is_older(self, table: str, clock: int) -> bool:
+        """Return whether a push of a table is under way that was made before a clock."""
+        return any(made < clock for made in self._counts.get(table, ()))
+
+    def clear(self) -> None:
+        """Count none."""
+        self._counts.clear()
+
+
+@dataclass(slots=True)
+class Slots:
+    """Memory for the pushes of one table: at most `limit` pushes are under way at a time.
+
+    Where pushes are applied clock by clock (`held`), those of the current clock do not count: they are under way until
+    the worker itself finishes the clock.
+    """
+
+    limit: int
+    held: bool
+    make: Callable[[], PushBuffer]
+    poisons: bool = False
+    _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
+    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # and whether it is shown
+
+    @property
+    def available(self) -> bool:
+        """Say whether there is memory for one more push within the limit."""
+        return bool(self._free) or self.num_made < self.limit
+
+    @property
+    def num_made(self) -> int:
+        """Number of pieces that there are, free or not."""
+        return len(self._free) + len(self._lent)
+
+    def take(self, *, shown: bool) -> PushBuffer:
+        """Return memory, the piece given back last if there is one; make it if need be, also beyond the limit.
+
+        What is `shown` may be looked at until it is written to again, as a gradient that lies in it is.
+        """
+        buffer = self._free.pop() if self._free else self.make()
+        self._lent[buffer] = shown
+        return buffer
+
+    def give(self, buffer: PushBuffer) -> None:
+        """Take memory back: nothing that is under way needs its content any more.
+
+        Raises:
+            ProtocolBug: it is not lent.
+        """
+        shown = self._lent.pop(buffer, None)
+        if shown is None:
+            raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes for pushes was given back twice")
+        if self.poisons and not shown:
+            poison(buffer.memory)
+        if self.num_made < self.limit:
+            self._free.append(buffer)
+
+
+def refuse_endless_clock(core: WorkerCore, table: str) -> None:
+    """Raise UsageError if no more pushes of a table can be made before this worker finishes its clock."""
+    if core.waits_for_own_clock(table):
+        raise UsageError(
+            f"worker {core.settings.sender.worker} has made {WINDOW} pushes of table '{table}' in clock {core.clock}, "
+            "which servers keep until it is complete: push more at a time, or finish clocks more often."
+        )
+
+
+def objection(spec: TableSpec, gradient: Tensor) -> str:
+    """Say why a gradient may not be pushed: its shape, its type, or values that are not finite."""
+    if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
+        raise UsageError(
+            f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
+            f"expected ({spec.numel},) {torch_dtype(spec)}"
+        )
+    if spec.nonfinite in ("zero", "ignore"):
+        return ""
+    num_bad = num_nonfinite(gradient)
+    if not num_bad:
+        return ""
+    return (
+        f"{num_bad} of {gradient.numel()} elements of the gradient for table '{spec.name}' are NaN or infinite"
+        f"{_where(spec, gradient)}; it was not sent. {NONFINITE_ADVICE}"
+    )
+
+
+def _where(spec: TableSpec, gradient: Tensor) -> str:
+    """Name the parameters with values that are not finite, where a table has several."""
+    parts = zip(spec.segments, gradient.split([segment.numel for segment in spec.segments]), strict=True)
+    bad = [segment.name for segment, part in parts if not part.isfinite().all()]
+    return "" if bad == [spec.name] else f", in {some_parameters(bad, len(spec.segments))}"
+
+
+def some_parameters(bad: Sequence[str], num: int) -> str:
+    """Name the first of some parameters, and how many of all there are.
+
+    >>> some_parameters(["0.weight", "0.bias"], 4)
+    "parameter '0.weight' and 1 more of 4"
+    """
+    return f"parameter '{bad[0]}'" + (f" and {len(bad) - 1} more of {num}" if len(bad) > 1 else "")
+
+
+# In the place of an identity that is not known yet.
+NO_PUSH = Push(PushId(0, 0, 0, 0), "", 0, 0)
+
+
+@dataclass(slots=True)
+class Pushes:
+    """All that is between a push and its last answer. Used under the lock of the worker node."""
+
+    _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
+    _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
+    _counts: UnderWay = field(default_factory=UnderWay)
+    _next: Outgoing | None = None
+
+    def __len__(self) -> int:
+        """Count the pushes under way."""
+        return len(self._under_way)
+
+    def open(self, table: str, slots: Slots) -> None:
+        """Have memory for pushes of a table."""
+        self._slots[table] = slots
+
+    def take(self, table: str, *, shown: bool) -> PushBuffer:
+        """Return memory for one more push of a table; see `Slots.take`."""
+        return self._slots[table].take(shown=shown)
+
+    def give(self, table: str, buffer: PushBuffer) -> None:
+        """Take back memory for pushes of a table that was not used."""
+        self._slots[table].give(buffer)
+
+    def has_slot(self, table: str, clock: int) -> bool:
+        """Say whether there is memory for one more push during this clock, without waiting for earlier ones."""
+        slots = self._slots[table]
+        return slots.available or (slots.held and not self._counts.is_older(table, clock))
+
+    def held_at(self, clock: int) -> dict[str, int]:
+        """Return how many pushes each table has that are applied when this clock is finished, of tables with any."""
+        nums = {table: self._counts.num(table, clock) for table, slots in self._slots.items() if slots.held}
+        return {table: num for table, num in nums.items() if num}
+
+    def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
+        """Have a push ready that is given its identity by the next call of `outgoing`."""
+        self._next = Outgoing(frame, buffer, bodies, promise(PushOutcome))
+        return self._next.future
+
+    def outgoing(self, push: Push) -> Outgoing | None:
+        """Return what a push consists of; None when it is answered or was given up."""
+        if self._next is not None:
+            self._next.frame = replace(self._next.frame, push=push)
+            self._under_way[push.id], self._next = self._next, None
+            self._counts.add(push)
+        return self._under_way.get(push.id)
+
+    def release(self, effect: Release) -> Outgoing | None:
+        """Note that a server has answered; when all have, reuse the memory and return the push."""
+        outgoing = self._under_way.get(effect.id)
+        if outgoing is None:
+            return None
+        outgoing.bodies.pop(effect.server)
+        outgoing.answers.note(effect)
+        if outgoing.bodies:
+            return None
+        self._slots[outgoing.frame.push.table].give(outgoing.buffer)
+        self._counts.remove(outgoing.frame.push)
+        return self._under_way.pop(effect.id)
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all pushes with an error: whether they were applied will not be known."""
+        while self._under_way:
+            _, outgoing = self._under_way.popitem()
+            outgoing.future.set_exception(error)
+        self._counts.clear()

@@ -1,0 +1,55 @@
+"""A row table to a file and back, piece by piece: no process holds more of it than a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import Refused, UsageError
+from paceline.update.rows.export import load_rows, save_rows
+from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.rules import row_rule
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rows.statistics import RowStatistics
+from paceline.worker.whole_calls import WholeCalls
+
+
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """The file of a table, and the servers that hold its rows."""
+
+    path: Path
+    spec: RowTableSpec
+    whole: WholeCalls
+
+    def save(self) -> None:
+        """Write all rows with their state to the file; raises as `RowTable.export` does."""
+        num_rows = sum(self.whole.statistics(exact=True), RowStatistics()).num_rows
+        save_rows(self.path, self.spec, row_rule(self.spec.rule, None), self._pieces(num_rows), num_rows)
+
+    def load(self) -> None:
+        """Write the rows of the file to the servers that they belong to; raises as `RowTable.load` does."""
+        num_loaded = 0
+        for piece in load_rows(self.path, self.spec, row_rule(self.spec.rule, None)):
+            try:
+                self.whole.write(piece)
+            except Refused as error:
+                raise Refused(f"{error} Of {self.path}, {num_loaded} rows are loaded for certain.") from error
+            num_loaded += len(piece.ids)
+
+    def _pieces(self, num_rows: int) -> Iterator[RowPiece]:
+        """Return all rows; raise UsageError if they are not as many as were there to begin with."""
+        num_found = 0
+        for piece in self.whole.pieces(values_only=False, exact=True):
+            num_found += len(piece.ids)
+            self._require(num_found <= num_rows, num_rows)
+            yield piece
+        self._require(num_found == num_rows, num_rows)
+
+    def _require(self, is_whole: bool, num_rows: int) -> None:
+        if not is_whole:
+            raise UsageError(
+                f"table '{self.spec.name}' had {num_rows} rows when its export to {self.path} began, and other rows "
+                "came or went meanwhile. Have all workers meet at a barrier before it and after it."
+            )

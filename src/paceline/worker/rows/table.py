@@ -1,0 +1,414 @@
+"""A row table as its user sees it: pull and push rows by their ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.errors import UsageError
+from paceline.update.filters.pipeline import FilterCounts
+from paceline.update.filters.traffic import RowTraffic
+from paceline.update.placement import torch_dtype
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rows.statistics import RowStatistics
+from paceline.update.rules import Number
+from paceline.update.summing import num_nonfinite
+from paceline.update.table import Hyper
+from paceline.wire.bounds import MAX_PUSH_BYTES, most_rows
+from paceline.wire.row_codec import ID_BYTES
+from paceline.worker.given import as_count, as_values, shortened
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.node import WorkerNode
+from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, settled
+from paceline.worker.rows.files import RowFile
+from paceline.worker.rows.ids import Ids, row_ids
+from paceline.worker.rows.opened import OpenedRows
+from paceline.worker.rows.reads import RowReadInFlight
+from paceline.worker.whole_calls import WholeCalls
+
+Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
+
+_MOST_READS = 64  # that one pull is cut into
+
+
+@dataclass(slots=True)
+class RowFuture:
+    """Rows under way; made by `RowTable.pull_later`."""
+
+    table: RowTable
+    shape: tuple[int, ...]
+    inverse: Tensor | None  # of each id, its place among the distinct ones; None where no id repeats
+    reading: RowReadInFlight
+    clock: int  # of the training step that uses them
+    further: tuple[RowReadInFlight, ...] = ()  # of the ids that are more than one read may ask for
+
+    def __repr__(self) -> str:
+        return f"RowFuture(ids {shortened(str(self.shape))} of {self.table!r}, clock {self.clock})"
+
+    def result(self) -> Tensor:
+        """Return the rows, `(*shape of the ids, width)`, in memory of their own each time.
+
+        Blocks until they are there, and raises as `pull` does. Where a push shows at the end of its clock (bsp), the
+        rows are those of the clock for which they were asked, whenever this is called; elsewhere, where rows are kept,
+        they are those that are kept now, own pushes made since then included.
+        """
+        rows = self.table.finish(self)
+        return rows.clone() if self.reading.holds(rows) else rows
+
+
+@dataclass(slots=True)
+class RowTable:
+    """One row table of the parameter server: rows of `width` numbers under 64-bit ids, which nobody has to list.
+
+    A row that was never pushed has the first values of the table, and reading it creates nothing.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     users = ps.table("users", rows=2, update=paceline.update.SGD(lr=0.5), consistency="ssp:2")
+        ...     _ = users.push([7, -3, 7], [[1.0, 0.0], [0.0, 1.0], [1.0, 2.0]])
+        ...     _ = ps.clock()
+        ...     users.pull([7, -3, 12345678901])
+        tensor([[-1.0000, -1.0000],
+                [ 0.0000, -0.5000],
+                [ 0.0000,  0.0000]])
+    """
+
+    spec: RowTableSpec
+    opened: OpenedRows
+    node: WorkerNode
+    meter: StepMetrics
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"RowTable({shortened(repr(self.name))}, rows of {spec.width} {spec.dtype}, {spec.consistency})"
+
+    @property
+    def name(self) -> str:
+        """Name of the table, unique in the job."""
+        return self.spec.name
+
+    @property
+    def width(self) -> int:
+        """Numbers a row."""
+        return self.spec.width
+
+    @property
+    def consistency(self) -> Consistency:
+        """When reads of this table wait, and what they see."""
+        return self.opened.consistency
+
+    @property
+    def traffic(self) -> RowTraffic:
+        """What this worker has sent and received for this table so far, in bytes; repeats count."""
+        return self.opened.traffic
+
+    @property
+    def filtered(self) -> FilterCounts:
+        """What filters have done with the rows pushed so far."""
+        return self.opened.pipeline.counts
+
+    def pull(self, ids: Ids, *, refresh: bool | None = None, exact: bool = False) -> Tensor:
+        """Return the rows of these ids; blocks until they are as fresh as the table's consistency demands.
+
+        Args:
+            ids: integers, any shape; they may repeat, be negative, or never have been pushed.
+            refresh: ask the servers even for rows that are kept here and fresh enough. By default so, unless the table
+                keeps rows (cache=True, or essp, where servers send what changes).
+            exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
+                is not counted among the reads of training. Of a table under `paceline.managed` call `barrier` before:
+                it lets every worker send what it holds back.
+
+        Returns:
+            `(*shape of ids, width)`, the table's dtype; memory of its own.
+
+        Raises:
+            UsageError: ids that are no 64-bit integers.
+            DeadlineExceeded: the rows did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        with torch.inference_mode(mode=False):
+            keys, most = self.keys(ids), self._most_together
+        asked = (self._begin(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
+        parts = [self.finish(each) for each in asked]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
+
+    def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
+        """Ask for rows without blocking.
+
+        Args:
+            ids: as for `pull`.
+            refresh: as for `pull`.
+            ahead: for use so many clocks from now: the rows will be as fresh as a read at that clock demands. With 1,
+                ask for the rows of the next batch before this one is pushed; own pushes of clocks in between are in
+                them where servers wait for those (bsp), and else where this worker adds them itself (cache=True with a
+                rule that adds, or plain SGD).
+        """
+        return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
+
+    def push(
+        self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
+    ) -> Future[PushOutcome]:
+        """Send an update of some rows, made during the current clock.
+
+        Blocks only while many earlier pushes of this table are under way. Under bsp the future ends after all workers
+        have finished the clock: do not wait for it before `clock()`.
+
+        Args:
+            ids: integers, any shape; the rows of an id that repeats are summed, in the order given.
+            rows: `(*shape of ids, width)`; converted to the table's dtype.
+            samples: how many samples they stand for, the weight under scale="samples".
+            hyper: one dict of hyperparameters to use from now on, when they changed.
+            expected: how many samples all pushes of the clock together are to stand for, where that is known: those
+                that are missing count as zeros under scale="samples".
+
+        Returns:
+            A future of whether the update was applied, or why it was refused.
+
+        Raises:
+            UsageError: wrong ids or shape, or values that are not finite in a table with nonfinite="halt".
+            PeerError: a server is gone.
+        """
+        with self.meter.communicating():
+            keys = self.keys(ids)
+            values = self._values(rows, keys)
+            if self.spec.nonfinite == "zero":
+                values = values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            if len(distinct) < len(inverse):
+                values = self.node.rows.ops.sum_rows(values, inverse, len(distinct))
+            # Of sums: there are fewer, and none of NaN or infinity is finite.
+            problem = self._objection(distinct, values)
+            if problem:
+                return self._watched(settled(PushOutcome(applied=False, reason=problem)))
+            self._require_bounded(len(distinct))
+            if len(distinct) == len(inverse):
+                values = values.clone()  # the caller's memory may have other numbers when it is sent again
+            count = as_count(samples, self._here())
+            return self._watched(
+                self.node.rows.push(self.name, distinct, values, count=count, hyper=hyper, expected=expected)
+            )
+
+    def flush(self) -> Future[PushOutcome]:
+        """Send all that filters have kept back, as an update of the current clock."""
+        with self.meter.communicating():
+            return self.node.rows.flush(self.name)
+
+    # -- the table as a whole ----------------------------------------------------------------------------------------
+
+    def call(
+        self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
+    ) -> list[dict[str, Tensor]]:
+        """Run a function on every server over its rows; return what each returned, by rank of server.
+
+        When it runs, and who sees what it changes: as for `Table.call`. Servers that deliver (essp) send the rows that
+        it changed when this worker's clock has come. A function that fails half way has changed the rows that it had
+        put back until then; the message says how many.
+
+        Args:
+            function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
+                "package.module:function"; see `paceline.functions` for how it is called.
+            exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
+            numbers: given to the function by name.
+
+        Raises:
+            Refused: it failed on a server, which goes on; another may have carried it out.
+            UsageError: what is given are no numbers.
+            DeadlineExceeded: not all servers have answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> with paceline.connect() as ps:
+            ...     users = ps.table("users", rows=2, update=paceline.update.Add())
+            ...     _ = users.push([7, -3], [[3.0, 4.0], [0.0, 1.0]])
+            ...     _ = ps.clock()
+            ...     paceline.functions.merge(users.call("top", k=1), k=1)["ids"]
+            tensor([7])
+        """
+        num_changed = 1  # as far as is known, if it fails
+        try:
+            with self.meter.communicating():
+                called = self._whole.call(function, numbers, exact=exact)
+            num_changed = called.num_changed
+        finally:
+            if num_changed:
+                self._forget()
+        return called.results
+
+    def statistics(self, *, exact: bool = True) -> RowStatistics:
+        """Return what there is on all servers, and what happened there so far; blocks for updates as `call` does."""
+        return sum(self.server_statistics(exact=exact), RowStatistics())
+
+    def server_statistics(self, *, exact: bool = True) -> list[RowStatistics]:
+        """Return the statistics of each server, by rank."""
+        with self.meter.communicating():
+            return self._whole.statistics(exact=exact)
+
+    def items(self, *, exact: bool = True) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return all rows as (ids (n,), values (n, width)), some thousands at a time, in no particular order.
+
+        No more than one piece is held at a time. Under bsp the rows are those of this worker's clock, if it does not
+        finish it meanwhile. Elsewhere others go on pushing: each row is of some moment between, and one that goes and
+        comes back may be there twice or not at all. Meet at a `barrier` before and after to keep them from it.
+
+        Args:
+            exact: have the updates of all clocks before this worker's in all of them.
+        """
+        for piece in self._whole.pieces(values_only=True, exact=exact):
+            yield piece.ids, piece.values
+
+    def export(self, path: str | Path) -> None:
+        """Write all rows, with the state of the update rule and how they were used, to one file; blocks until it is.
+
+        Called by one worker, whose updates of earlier clocks, and those of all others, are in it. Under bsp the file is
+        the table at that clock; elsewhere meet at a `barrier` before and after, so that nobody pushes meanwhile. The
+        file appears when it is complete. No process holds more than a few megabytes of it.
+
+        Raises:
+            UsageError: it cannot be written, or rows came or went meanwhile.
+            DeadlineExceeded: a server has not answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline, pathlib, tempfile
+            >>> with paceline.connect() as ps, tempfile.TemporaryDirectory() as folder:
+            ...     users = ps.table("users", rows=2, update=paceline.update.Add())
+            ...     _ = users.push([7], [[1.0, 2.0]])
+            ...     _ = ps.clock()
+            ...     users.export(pathlib.Path(folder, "users.safetensors"))
+            ...     _ = users.call("scale", factor=0.0)
+            ...     users.load(pathlib.Path(folder, "users.safetensors"))
+            ...     users.pull([7])
+            tensor([[1., 2.]])
+        """
+        with self.meter.communicating():
+            RowFile(Path(path), self.spec, self._whole).save()
+
+    def load(self, path: str | Path) -> None:
+        """Write the rows of a file that `export` made over those that are there; blocks until all servers have them.
+
+        Called by one worker, of a table of the same name, width, dtype and rule, on any number of servers. The whole
+        file is checked before anything changes. Rows that are not in it stay. It counts as an update of the current
+        clock, as what `call` changes does.
+
+        Raises:
+            UsageError: there is no such file, it is damaged, or of another table.
+            Refused: a server has no room for its rows; those before are loaded.
+            DeadlineExceeded: a server has not answered in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        try:
+            with self.meter.communicating():
+                RowFile(Path(path), self.spec, self._whole).load()
+        finally:
+            self._forget()
+
+    @property
+    def _whole(self) -> WholeCalls:
+        return WholeCalls(self.node, self.name)
+
+    def _forget(self) -> None:
+        """Keep no row that was changed otherwise than by a push."""
+        with self.node.rows.waiting.changed:
+            if self.opened.cache is not None:
+                self.opened.cache.clear()
+
+    def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
+
+    # -- reads and pushes --------------------------------------------------------------------------------------------
+
+    def finish(self, asked: RowFuture) -> Tensor:
+        """Return the rows of a read that was begun; they may lie in the memory of the read itself."""
+        began = time.monotonic()
+        with self.meter.communicating():
+            taken = [self.node.rows.take(reading) for reading in (asked.reading, *asked.further)]
+        rows, clocks = taken[0] if len(taken) == 1 else tuple(torch.cat(parts) for parts in zip(*taken, strict=True))
+        waited_s = time.monotonic() - began
+        if asked.clock >= 0:
+            contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # what `Deferral.contained` says, of each
+            self.meter.note_row_read(self.name, asked.clock, contained, waited_s)
+        values = rows[:, : self.width].contiguous()
+        if asked.inverse is not None:
+            distinct, values = values, values.new_empty((len(asked.inverse), self.width))
+            self.node.rows.ops.gather(distinct, asked.inverse, values)
+        return values.view(*asked.shape, self.width)
+
+    def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
+        # What is made here other threads write to, which torch forbids where it was made for inference alone.
+        with self.meter.communicating(), torch.inference_mode(mode=False):
+            keys = self.keys(ids)
+            distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
+            clock = self.node.clock + ahead
+            needs = clock if exact else self.opened.deferral.needs(clock)
+            # What others held back and sent at a barrier is of a clock that rows kept here need not contain.
+            late = exact and self.opened.budgeted is not None
+            asks = (late or not self.opened.is_lazy) if refresh is None else refresh
+            if len(distinct) > self._most_together:
+                raise UsageError(
+                    f"{self._here()}: {len(distinct)} rows are asked for at once, expected at most "
+                    f"{self._most_together}: ask for some at a time."
+                )
+            parts = distinct.split(self._most_a_read)
+            reading, *further = [self.node.rows.begin(self.name, part, needs, refresh=asks) for part in parts]
+        repeats = inverse if len(distinct) < len(inverse) else None
+        return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
+
+    @property
+    def _most_a_read(self) -> int:
+        return most_rows(self.opened.down.full_width)
+
+    @property
+    def _most_together(self) -> int:
+        """Rows that may be asked for before the first have come."""
+        return _MOST_READS * self._most_a_read
+
+    def keys(self, ids: Ids) -> Tensor:
+        """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for what are no ids."""
+        return row_ids(ids, self._here())
+
+    def _values(self, rows: Rows, keys: Tensor) -> Tensor:
+        """Return rows as a flat tensor of the table's dtype, one row an id."""
+        values = as_values(rows, torch_dtype(self.spec), self._here(), "a push of rows")
+        expected = (*keys.shape, self.width)
+        if tuple(values.shape) != expected and (keys.numel() or values.numel()):
+            raise UsageError(
+                f"{self._here()}: rows have shape {tuple(values.shape)}, expected {expected}, which is that of the ids "
+                f"and {self.width} numbers a row."
+            )
+        return values.reshape(-1, self.width).contiguous()
+
+    def _require_bounded(self, num_rows: int) -> None:
+        most = MAX_PUSH_BYTES // (self.opened.up.row_bytes + ID_BYTES)
+        if num_rows > most:
+            raise UsageError(
+                f"{self._here()}: a push has {num_rows} rows, expected at most {most}: push some at a time."
+            )
+
+    def _here(self) -> str:
+        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
+
+    def _objection(self, ids: Tensor, rows: Tensor) -> str:
+        """Say why rows are not sent, or nothing; raises UsageError where the table is to halt then."""
+        if self.spec.nonfinite in ("zero", "ignore"):
+            return ""
+        num_bad = num_nonfinite(rows.view(-1))
+        if not num_bad:
+            return ""
+        problem = (
+            f"{num_bad} of {rows.numel()} elements of a push to table '{self.name}' are NaN or infinite, first in the "
+            f"row of id {int(ids[int((~rows.isfinite()).any(1).nonzero()[0])])}; it was not sent. {NONFINITE_ADVICE}"
+        )
+        if self.spec.nonfinite == "halt":
+            raise UsageError(f"worker {self.meter.worker}, clock {self.node.clock}: {problem}")
+        return problem

@@ -1,0 +1,395 @@
+"""Pushes of rows that wait on their worker for a budget: those of one table, and of all."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Deferral
+from paceline.errors import PacelineError
+from paceline.update.filters.traffic import RowTraffic, WireBytes
+from paceline.update.rows.pending import PendingRows, TakenRows, relative_magnitude
+from paceline.worker.lock import WorkerLock
+from paceline.worker.pushes import PushOutcome, promise, settled
+from paceline.worker.rows.cache import RowCache
+from paceline.worker.rows.managed import Managed
+
+
+@dataclass(slots=True)
+class _Promise:
+    push: int
+    future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
+    last_chunk: int = -1  # the one that had the last of it, once that is sent
+    refused: str = ""
+
+    def was_sent_before(self, chunk: int) -> bool:
+        return 0 <= self.last_chunk < chunk
+
+
+@dataclass(slots=True)
+class PushPromises:
+    """Futures of pushes, each of which goes out in chunks that may have parts of others too.
+
+    Pushes and chunks are numbered from 0. A push is answered when all of it was sent and every chunk up to then is
+    answered; if one of these was refused that may have had some of it, so was the push.
+    """
+
+    # Both in the order of the pushes: those of which something waits, and those that are sent and not answered.
+    _waiting: deque[_Promise] = field(default_factory=deque[_Promise])
+    _sent: deque[_Promise] = field(default_factory=deque[_Promise])
+    _under_way: set[int] = field(default_factory=set[int])
+    _num_chunks: int = 0
+
+    def make(self, push: int) -> Future[PushOutcome]:
+        """Return the future of a push, the newest."""
+        made = _Promise(push)
+        self._waiting.append(made)
+        return made.future
+
+    def sent(self, answer: Future[PushOutcome], oldest_waiting: int, num_pushes: int) -> None:
+        """Note that a chunk of the pushes below `num_pushes` was sent, and nothing waits of those before the oldest."""
+        chunk, self._num_chunks = self._num_chunks, self._num_chunks + 1
+        self._under_way.add(chunk)
+        while self._waiting and self._waiting[0].push < oldest_waiting:
+            moved = self._waiting.popleft()
+            moved.last_chunk = chunk
+            self._sent.append(moved)
+        answer.add_done_callback(lambda answered: self._answered(chunk, answered, num_pushes))
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all futures with an error."""
+        self._under_way.clear()
+        for queue in (self._sent, self._waiting):
+            while queue:
+                queue.popleft().future.set_exception(error)
+
+    def _answered(self, chunk: int, answer: Future[PushOutcome], num_pushes: int) -> None:
+        if answer.exception() is not None:
+            return  # everything is over, and `abandon` says so
+        self._under_way.discard(chunk)
+        refused = answer.result().reason
+        for made in (*self._sent, *self._waiting) if refused else ():
+            if made.push < num_pushes and not made.was_sent_before(chunk):
+                made.refused = refused
+        oldest = min(self._under_way, default=math.inf)
+        while self._sent and self._sent[0].last_chunk < oldest:
+            ended = self._sent.popleft()
+            ended.future.set_result(PushOutcome(applied=not ended.refused, reason=ended.refused))
+
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class SendingThread:
+    """Calls `act` under the worker's lock when woken, and again as it asks for; ends with `stop`, or if it fails.
+
+    Args:
+        waiting: the lock.
+        act: does what may be done at this time; returns after how many seconds to call it again, None for when woken.
+        fail: told why nothing will be sent any more.
+    """
+
+    waiting: WorkerLock
+    act: Callable[[float], float | None]
+    fail: Callable[[str], None]
+    _awake: threading.Event = field(default_factory=threading.Event)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, if it has not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="paceline-sending", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        """Have `act` called soon."""
+        self._awake.set()
+
+    def stop(self) -> None:
+        """Call no more; does not wait for a call under way."""
+        self._stopping.set()
+        self._awake.set()
+
+    def join(self) -> None:
+        """Wait for the thread to end, if it was started."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        pause_s: float | None = None
+        while not self._stopping.is_set():
+            self._awake.wait(pause_s)
+            self._awake.clear()
+            with self.waiting.changed:
+                pause_s = self._act()
+
+    def _act(self) -> float | None:
+        """Act unless stopped. An error ends the thread, and whoever waits is told before the lock is free."""
+        if self._stopping.is_set():
+            return None
+        has_failed = True
+        try:
+            pause_s = self.act(time.monotonic())
+            has_failed = False
+        finally:
+            if has_failed:
+                self.fail("the thread that sends rows has failed; the traceback is on stderr")
+        return pause_s
+
+
+# Of one frame, beside its body: the prefix and the longest header seen (the names of tables count), and what the other
+# side's answer costs here, an acknowledgement by TCP.
+_FRAME_BYTES: Final = 64 + 150 + 66
+# Of one segment: Ethernet 14, IP 20, TCP with time stamps 32; with frames of 1500 bytes it carries 1448 of ours.
+SEGMENT_BYTES: Final = 66
+SEGMENT_BODY_BYTES: Final = 1448
+
+
+@dataclass(slots=True)
+class SendRate:
+    """Says when the next bytes may go, so that what is sent stays within a budget.
+
+    What was sent is paid for afterwards, and unused time earns `credit_s` at most: enough to make up for a thread that
+    wakes late. So a window of W seconds carries what the budget allows in W + `credit_s`, and one burst.
+
+    Args:
+        bytes_per_s: the budget.
+        credit_s: for how much time that went unused more may be sent later.
+
+    Example:
+        >>> pace = Pace(bytes_per_s=1000.0, credit_s=0.0)
+        >>> pace.pay(500, now=7.0)
+        >>> pace.wait_s(now=7.0), pace.wait_s(now=8.0)
+        (0.5, 0.0)
+    """
+
+    bytes_per_s: float
+    credit_s: float
+    _free_at: float = -inf
+
+    def pay(self, size_bytes: int, now: float) -> None:
+        """Note what was sent just now."""
+        if size_bytes:
+            self._free_at = max(self._free_at, now - self.credit_s) + size_bytes / self.bytes_per_s
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until something may be sent."""
+        return max(0.0, self._free_at - now)
+
+
+def sent_bytes(traffic: RowTraffic) -> int:
+    """Return what a worker has sent for this traffic, headers included; an estimate, and rather too high.
+
+    Pushes with their ids, the ids of pulls, and acknowledgements of what came, one for two segments. Frames that are
+    under way together share segments, which is not counted.
+
+    Example:
+        >>> sent_bytes(Traffic(pushed=Bytes(frames=1, key_bytes=8000, value_bytes=64000)))
+        75580
+    """
+    came = traffic.pulled.value_bytes + traffic.delivered.key_bytes + traffic.delivered.value_bytes
+    ids = WireBytes(traffic.pulled.frames, traffic.pulled.key_bytes, traffic.pulled.digest_bytes)
+    frames = _wire_bytes(traffic.pushed) + _wire_bytes(ids) + traffic.delivered.frames * _FRAME_BYTES
+    return frames + SEGMENT_BYTES * ceil(came / (2 * SEGMENT_BODY_BYTES))
+
+
+def _wire_bytes(sent: WireBytes) -> int:
+    """Return what frames take on the wire, as if each began a segment."""
+    segments = sent.frames + sent.total_bytes // SEGMENT_BODY_BYTES
+    return sent.total_bytes + sent.frames * _FRAME_BYTES + SEGMENT_BYTES * segments
+
+
+_NOTHING: Final = -1  # a clock at or before which nothing was made
+
+
+@dataclass(slots=True)
+class BudgetedRows:
+    """The pushes of one row table that wait on a worker. Used under the lock of the worker node.
+
+    Args:
+        table: its name.
+        settings: what the user chose.
+        deferral: how long updates may wait.
+        pending: those that do.
+        cache: rows as this worker has read them; with own pushes on top if `replays`.
+        change: what a push of some rows adds to their values.
+        row_bytes: of a row and its id, in a push.
+        send: makes a push of distinct ids.
+        has_room: whether one more push may be under way.
+        traffic: what this worker has sent for the table so far.
+        clock: the clock of this worker.
+    """
+
+    table: str
+    settings: Managed
+    deferral: Deferral
+    pending: PendingRows
+    cache: RowCache
+    replays: bool
+    change: Callable[[Tensor], Tensor]
+    row_bytes: int
+    send: Callable[[Tensor, Tensor], Future[PushOutcome]]
+    has_room: Callable[[], bool]
+    traffic: Callable[[], RowTraffic]
+    clock: Callable[[], int]
+    _pace: SendRate = field(init=False)
+    _paid_bytes: int = 0
+    _due: int = _NOTHING  # somebody waits for what was made at this clock or before
+    _promises: PushPromises = field(default_factory=PushPromises)
+
+    def __post_init__(self) -> None:
+        """Begin with a budget that is free."""
+        burst_s = self.settings.burst_bytes / self.settings.bytes_per_s
+        self._pace = SendRate(self.settings.bytes_per_s, credit_s=burst_s)
+        if self.replays:
+            # The rows here contain what waits; those that come do not.
+            self.cache.unsent = self.change_of
+
+    def push(self, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
+        """Take in a push of distinct ids. The future ends when all of it has been sent and answered."""
+        if not len(ids):
+            return settled(PushOutcome(applied=True))
+        change = self.change(rows)
+        values, _ = self.cache.read(ids)
+        self.pending.add(ids, rows, self.clock(), relative_magnitude(change, values[:, : rows.shape[1]]))
+        if self.replays:
+            self.cache.change(ids, change)
+        return self._promises.make(self.pending.num_pushes - 1)
+
+    def change_of(self, ids: Tensor) -> Tensor:
+        """Return what those pushes that were not sent yet add to the values of rows, (n, width)."""
+        return self.change(self.pending.read(ids))
+
+    def demand(self, clock: int) -> None:
+        """Send first what was made at this clock or before, until `relax`."""
+        self._due = clock
+
+    def relax(self) -> None:
+        """Send again by priority: nobody waits."""
+        self._due = _NOTHING
+
+    def has_due(self, clock: int) -> bool:
+        """Say whether something still waits that was made at this clock or before."""
+        return self.pending.num_due(clock) > 0
+
+    def pay(self, now: float) -> None:
+        """Note what was sent since the last call."""
+        size_bytes = sent_bytes(self.traffic())
+        self._pace.pay(size_bytes - self._paid_bytes, now)
+        self._paid_bytes = size_bytes
+
+    def act(self, now: float) -> float | None:
+        """Send what may go now; return after how many seconds more may, None if not before something happens."""
+        self.pay(now)
+        while len(self.pending) and self.has_room():
+            pause_s = self._pace.wait_s(now)
+            if pause_s > 0:
+                return pause_s
+            taken = self._next_rows()
+            sent = self.send(taken.ids, taken.rows)
+            self._promises.sent(sent, self.pending.oldest_push, self.pending.num_pushes)
+            self.pay(now)
+        return None
+
+    def _next_rows(self) -> TakenRows:
+        """Take out a burst of rows: while somebody waits what that is for, else half of them by priority alone.
+
+        The other half is for rows that have to go before the clock is finished. Were these left until then, the
+        worker would have to wait for them there; did they all go first, nothing might be left for the priority.
+        """
+        limit = self.rows_at_once
+        if self._due != _NOTHING:
+            return self.pending.take(limit, self._due)
+        due = self.pending.take(limit // 2, self.deferral.due(self.clock()))
+        first = self.pending.take(limit - len(due.ids), _NOTHING)
+        return TakenRows(torch.cat((due.ids, first.ids)), torch.cat((due.rows, first.rows)))
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows are sent at a time."""
+        on_the_wire = self.row_bytes * (1 + SEGMENT_BYTES / SEGMENT_BODY_BYTES)
+        return max(1, int(self.settings.burst_bytes / on_the_wire))
+
+    def abandon(self, error: PacelineError) -> None:
+        """End all pushes with an error: what waits will not be sent."""
+        self._promises.abandon(error)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.pending.close()
+
+
+@dataclass(slots=True)
+class BudgetedTables:
+    """All tables of a worker whose pushes wait, and the thread that sends them. Used under the lock of the node."""
+
+    waiting: WorkerLock
+    fail: Callable[[str], None]
+    _tables: list[BudgetedRows] = field(default_factory=list[BudgetedRows])
+    _thread: SendingThread = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start without tables, and without a thread."""
+        self._thread = SendingThread(self.waiting, self._act, self.fail)
+
+    def open(self, table: BudgetedRows) -> None:
+        """Send what waits of this table from now on."""
+        self._tables.append(table)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look soon whether something may be sent: there is more, or room for more."""
+        self._thread.wake()
+
+    def send_due(self, clock: int) -> None:
+        """Send what may wait no longer when this clock is finished; blocks while budgets hold it up."""
+        for table in self._tables:
+            self.send_made_by(table.deferral.due(clock), table)
+
+    def send_all(self, clock: int) -> None:
+        """Send everything made until this clock; blocks while budgets hold it up."""
+        for table in self._tables:
+            self.send_made_by(clock, table)
+
+    def send_made_by(self, clock: int, table: BudgetedRows) -> None:
+        """Send what was made at this clock or before; blocks while the budget holds it up."""
+        if not table.has_due(clock):
+            return
+        table.demand(clock)
+        self.wake()
+        self.waiting.wait(
+            lambda: not table.has_due(clock),
+            f"rows of table '{table.table}' that may wait no longer to be sent within {table.settings.budget_mbps:g} "
+            "Mbit/s",
+        )
+        table.relax()
+
+    def abandon(self, error: PacelineError) -> None:
+        """Send nothing any more, and end all pushes that wait with an error."""
+        self._thread.stop()
+        for table in self._tables:
+            table.abandon(error)
+
+    def close(self) -> None:
+        """End the thread, not under the lock, and let go of all memory."""
+        self._thread.stop()
+        self._thread.join()
+        for table in self._tables:
+            table.close()
+        self._tables.clear()
+
+    def _act(self, now: float) -> float | None:
+        pauses_s = [pause_s for table in self._tables if (pause_s := table.act(now)) is not None]
+        return min(pauses_s, default=None)

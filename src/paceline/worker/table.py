@@ -1,0 +1,266 @@
+"""A table as its user sees it: pull and push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.effects import ReadDone
+from paceline.core.partition import holders
+from paceline.errors import UsageError
+from paceline.update.placement import spans, torch_dtype
+from paceline.update.rules import Number
+from paceline.update.table import Hyper, TableSpec
+from paceline.worker.cache import TableCache
+from paceline.worker.given import as_count, as_output, as_values, shortened
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.node import WorkerNode
+from paceline.worker.pushes import PushBuffer, PushOutcome
+from paceline.worker.whole_calls import WholeCalls
+
+Array = Tensor | npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class PulledLater:
+    """A read under way, and the clock of the worker when it was begun."""
+
+    clock: int
+    future: Future[ReadDone]
+
+
+@dataclass(slots=True)
+class Table:
+    """One table of the parameter server.
+
+    Example:
+        >>> import paceline
+        >>> with paceline.connect() as ps:
+        ...     w = ps.table("w", shape=(3,), update=paceline.update.SGD(lr=0.5))
+        ...     _ = w.push([1.0, 0.0, 2.0])
+        ...     _ = ps.clock()
+        ...     w.pull()
+        tensor([-0.5000,  0.0000, -1.0000])
+    """
+
+    spec: TableSpec
+    shape: tuple[int, ...]
+    node: WorkerNode
+    meter: StepMetrics
+
+    def __repr__(self) -> str:
+        return f"Table({shortened(repr(self.name))}, {self.shape} of {self.spec.dtype}, {self.spec.consistency})"
+
+    @property
+    def name(self) -> str:
+        """Name of the table, unique in the job."""
+        return self.spec.name
+
+    @property
+    def consistency(self) -> Consistency:
+        """When reads of this table wait, and what they see."""
+        return Consistency.parse(self.spec.consistency)
+
+    def push(
+        self,
+        gradient: Array | Sequence[float],
+        *,
+        samples: float = 1.0,
+        absent: tuple[int, ...] = (),
+        hyper: tuple[Hyper, ...] = (),
+    ) -> Future[PushOutcome]:
+        """Send an update made during the current clock.
+
+        Blocks only while earlier pushes of this table are still under way; the update is copied, so the caller may
+        reuse its memory. Under bsp the future ends after all workers have finished the clock: do not wait for it
+        before `clock()`.
+
+        Args:
+            gradient: a tensor, an array or a sequence of the table's shape; converted to its dtype.
+            samples: how many samples it stands for, the weight under scale="samples".
+            absent: indices of the parameters that have no gradient and are to be left alone.
+            hyper: hyperparameters to use from now on, one dict a group, when they changed.
+
+        Returns:
+            A future of whether the update was applied, or why it was refused.
+
+        Raises:
+            UsageError: wrong shape, or values that are not finite in a table with nonfinite="halt".
+            PeerError: a server is gone.
+        """
+        with self.meter.communicating():
+            flat = self._flat(gradient)
+            count = as_count(samples, self._here())
+            return self._watched(self.node.push(self.name, flat, count=count, absent=absent, hyper=hyper))
+
+    def pull(self, *, out: Array | None = None, refresh: bool = True, exact: bool = False) -> Tensor:
+        """Return the values; blocks until they are as fresh as the table's consistency demands.
+
+        Args:
+            out: a tensor or array of the table's shape and dtype to fill instead of a new one.
+            refresh: ask the servers even when the cached copy is fresh enough.
+            exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
+                is not counted among the reads of training.
+
+        Raises:
+            UsageError: `out` has another shape or dtype, or is not contiguous.
+            DeadlineExceeded: the values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        with self.meter.communicating():
+            values = self._new() if out is None else self._checked(out)
+            flat = values.view(-1)
+
+            def take(cache: TableCache) -> None:
+                cache.forget_writes()
+                cache.read_into(flat)
+
+            self.read(take, refresh=refresh, exact=exact)
+        return values
+
+    def view(self, *, refresh: bool = True) -> Tensor:
+        """Return the values as the memory in which the server keeps them; blocks as `pull` does, and copies nothing.
+
+        For tables opened with view=True. Under bsp the values stay until this worker has finished its clock; elsewhere
+        updates of others show as they happen, also half done: values are never too old, but not of one moment. Treat
+        it as read-only: what you write stays in this process, and is gone with the next `view` or `pull`.
+
+        Raises:
+            UsageError: the values are not mapped here (view=True was not given, or the carrier is not shm), or lie on
+                several servers.
+            DeadlineExceeded: the values did not become fresh enough in time.
+            PeerError: a server is gone, or this worker was given up.
+        """
+        found: list[Tensor] = []
+
+        def take(cache: TableCache) -> None:
+            cache.forget_writes()
+            values = cache.readable()
+            if not cache.live or not values.lie_together(0, self.spec.numel):
+                where = "on several servers" if cache.live else "not mapped in this process"
+                raise UsageError(
+                    f"table '{self.name}' has no view here: its values are {where}. Use pull(), or open it with "
+                    "view=True in a job of one server over shm."
+                )
+            found.append(values.slice(0, self.spec.numel).view(self.shape))
+
+        self.read(take, refresh=refresh)
+        return found[0]
+
+    def read(self, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
+        """Have `take` called with this worker's copy of the table once it is fresh enough; blocks until then.
+
+        For who reads without a tensor of the whole table; otherwise as `pull`.
+        """
+        with self.meter.communicating():
+            outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
+        if not exact:
+            self.meter.note_read(self.name, outcome)
+
+    def ask(self, *, refresh: bool = True) -> PulledLater:
+        """Begin a read that `take` ends: what is computed in between hides the way of the values. Does not block."""
+        with self.meter.communicating():
+            return PulledLater(self.node.clock, self.node.begin_read(self.name, refresh=refresh))
+
+    def take(self, asked: PulledLater, take: Callable[[TableCache], None]) -> None:
+        """Do what `read` does, for a read that `ask` began."""
+        with self.meter.communicating():
+            outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
+        self.meter.note_read(self.name, outcome)
+
+    def push_reserved(
+        self,
+        buffer: PushBuffer,
+        *,
+        samples: float,
+        absent: tuple[int, ...],
+        hyper: tuple[Hyper, ...],
+        expected: float = 0.0,
+    ) -> Future[PushOutcome]:
+        """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
+        with self.meter.communicating():
+            return self._watched(
+                self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
+            )
+
+    def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
+        """Ask for the values without blocking; the future holds them. One such request a table at a time."""
+        result: Future[Tensor] = Future()
+
+        def finish(done: Future[ReadDone]) -> None:
+            error = done.exception()
+            if error is not None:
+                result.set_exception(error)
+                return
+            values = self._new()
+            self.node.look(self.name, lambda cache: cache.read_into(values.view(-1)))
+            result.set_result(values)
+
+        self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)
+        return result
+
+    def call(
+        self, function: str, *, exact: bool = True, **numbers: Number | tuple[Number, ...]
+    ) -> list[dict[str, Tensor]]:
+        """Run a function on every server that has a range of the values; return what each returned, by rank.
+
+        Each server runs it once for this call, between two updates, as soon as it has every update of the clocks below
+        this worker's (that of its own current clock may be missing); servers do not wait for each other. Under bsp the
+        function sees exactly the clocks below. What it changes counts as an update of the current clock: who calls
+        sees it from now on, others as soon as the consistency makes them wait for this clock, maybe earlier. Let one
+        worker call what changes values, and meet at a `barrier` where others have to see it at once.
+
+        Args:
+            function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
+                "package.module:function"; see `paceline.functions` for how it is called.
+            exact: wait for the updates of earlier clocks; else it runs at once, on whatever is there.
+            numbers: given to the function by name.
+
+        Raises:
+            Refused: it failed on a server, which goes on and keeps its values; another may have carried it out.
+            UsageError: what is given are no numbers.
+            DeadlineExceeded: not all servers have answered in time.
+            PeerError: a server is gone, or this worker was given up.
+
+        Example:
+            >>> import paceline
+            >>> with paceline.connect() as ps:
+            ...     w = ps.table("w", shape=(3,), update=paceline.update.Add(), init=2.0)
+            ...     _ = w.call("scale", factor=0.5)
+            ...     w.pull()
+            tensor([1., 1., 1.])
+        """
+        with self.meter.communicating():
+            servers = holders(spans(self.spec, self.node.settings))
+            called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
+            if called.num_changed:  # the copy that is kept here is older
+                self.node.read(self.name, lambda _: None, refresh=True)
+        return called.results
+
+    def _watched(self, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
+        return self.meter.watch_push(self.name, self.spec.consistency, self.node.clock, pushed)
+
+    def _new(self) -> Tensor:
+        return torch.empty(self.shape, dtype=torch_dtype(self.spec))
+
+    def _checked(self, out: Array) -> Tensor:
+        return as_output(out, self.shape, torch_dtype(self.spec), self._here())
+
+    def _here(self) -> str:
+        return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
+
+    def _flat(self, gradient: Array | Sequence[float]) -> Tensor:
+        tensor = as_values(gradient, torch_dtype(self.spec), self._here(), "a push")
+        if tuple(tensor.shape) != self.shape:
+            raise UsageError(
+                f"a push to table '{self.name}' has shape {tuple(tensor.shape)}, expected {self.shape}; "
+                f"worker {self.meter.worker}, clock {self.node.clock}"
+            )
+        return tensor.contiguous().view(-1)

@@ -1,0 +1,232 @@
+"""The waits of one worker: how long each may take, and what is told when one takes unusually long.
+
+Server 0 knows which worker keeps which waiting, so an unusual wait is reported to it. It answers with the state of the
+job in a sentence, and has one of the workers that wait print it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+from paceline.errors import PacelineError, UsageError
+from paceline.observe.notices import printable
+from paceline.wire.requests import ReportWait
+
+TURN_S: Final = 0.5  # between two looks
+_LONGEST_TURN_S: Final = 2.0  # a longer one shows that this process was stopped meanwhile, and counts for so much
+_BUSY_SHARE: Final = 0.1  # of the time that a wait takes meanwhile
+_FLOOR_S: Final = 5.0  # no wait that is shorter is reported
+_FIRST_FLOOR_S: Final = 10.0  # before the first clock, when processes still start
+_TIMES: Final = 3.0  # a wait is unusual, or too long, from so many times what was observed
+_HALF_LIFE_S: Final = 600.0  # after which an observed wait counts for half, where it says what is usual
+_ANSWER_S: Final = 2.0  # that server 0 has to answer a report
+_MAX_TOLD: Final = 2000  # characters of what server 0 says
+
+ADVICE: Final = "To allow longer waits: paceline run --timeout SECONDS, PACELINE_TIMEOUT_S, or init(timeout_s=...)"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a wait is for, so that server 0 can tell which workers it is for.
+
+    Args:
+        kind: waits of one kind usually take equally long.
+        table: whose values or pushes are waited for.
+        needs: the wait is over when every worker has finished the clocks below this one; 0 where clocks do not matter.
+        workers: whose part is waited for.
+        computes: the calling thread also computes meanwhile: then time in which this process is busy counts little.
+    """
+
+    kind: str = ""
+    table: str = ""
+    needs: int = 0
+    workers: tuple[int, ...] = ()
+    computes: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenWait:
+    """A wait that is under way; `known` is what server 0 has last said of it."""
+
+    what: str
+    about: About
+    began_s: float
+    due_s: float  # it is reported when it has taken so long
+    limit_s: float | None = None
+    give_up: Callable[[], None] | None = None
+    waited_s: float = 0.0
+    num_reports: int = 0
+    asked_s: float = 0.0
+    answer: Future[memoryview] | None = None
+    known: str = ""
+
+
+@dataclass(slots=True)
+class Waits:
+    """All waits of a worker. Any thread may use it; `turn` belongs to one thread, which calls it every `TURN_S`.
+
+    Args:
+        worker: its rank.
+        timeout_s: what a wait may take at least before it is given up.
+        ask: sends a report to server 0; raises PeerError once this worker cannot go on.
+        now: a monotonic clock.
+        busy_s: the CPU time of this process.
+    """
+
+    worker: int
+    timeout_s: float
+    ask: Callable[[Callable[[int], ReportWait]], Future[memoryview]]
+    now: Callable[[], float] = time.monotonic
+    busy_s: Callable[[], float] = time.process_time
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _open: list[OpenWait] = field(default_factory=list[OpenWait])
+    # By kind: what the longest wait took, less what was forgotten since, and when that was.
+    _usual: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    _longest_s: float = 0.0  # of all waits and clocks
+    _ran_s: float = 0.0
+    _clock_ran_s: float | None = None  # when the last clock was finished
+    _looked_s: float = field(init=False)
+    _was_busy_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start to count."""
+        self._looked_s, self._was_busy_s = self.now(), self.busy_s()
+
+    @property
+    def limit_s(self) -> float:
+        """How long a wait may take: longer than was asked for, where the job has been seen to be slow."""
+        return max(self.timeout_s, _TIMES * self._longest_s)
+
+    @property
+    def ran_s(self) -> float:
+        """For how many seconds this worker has run: time in which its process was stopped does not count."""
+        with self._lock:
+            return self._ran_s + min(self.now() - self._looked_s, _LONGEST_TURN_S)
+
+    def allow(self, timeout_s: float | None) -> None:
+        """Let waits take so long from now on, where the script says so; raises UsageError for what is no time."""
+        if timeout_s is None:
+            return
+        if not 0 < timeout_s < math.inf:
+            raise UsageError(f"timeout_s is {timeout_s:g}, expected more than 0 seconds.")
+        self.timeout_s = timeout_s
+
+    def note_clock(self) -> None:
+        """Note that this worker has finished a clock: what one takes says how patient to be."""
+        with self._lock:
+            before, self._clock_ran_s = self._clock_ran_s, self._ran_s
+            if before is not None:
+                self._longest_s = max(self._longest_s, self._ran_s - before)
+
+    @contextmanager
+    def during(
+        self,
+        what: str,
+        about: About = About(),
+        limit_s: float | None = None,
+        give_up: Callable[[], None] | None = None,
+    ) -> Generator[OpenWait]:
+        """Count the time inside as a wait for something; it is reported when it takes unusually long.
+
+        After `limit_s`, `give_up` is called once, from the thread that calls `turn`.
+        """
+        wait = OpenWait(what, about, self.now(), self._due_s(about.kind or what), limit_s, give_up)
+        with self._lock:
+            self._open.append(wait)
+        try:
+            yield wait
+            self._note(wait)
+        finally:
+            with self._lock:
+                self._open.remove(wait)
+            if wait.num_reports:
+                with suppress(PacelineError):
+                    self.ask(lambda number: ReportWait(number, 0.0, ""))
+
+    def report(self, wait: OpenWait) -> None:
+        """Ask server 0 what keeps a wait waiting; `turn` takes in the answer, or `heard`."""
+        wait.num_reports += 1
+        wait.asked_s, about = wait.waited_s, wait.about
+        with suppress(PacelineError):
+            wait.answer = self.ask(
+                lambda number: ReportWait(number, wait.waited_s, wait.what, about.table, about.needs, about.workers)
+            )
+
+    def heard(self, wait: OpenWait) -> str:
+        """Take in what server 0 has answered, if it has; return what this worker is to print."""
+        answer, wait.answer = wait.answer, None
+        if answer is None or answer.exception(timeout=0) is not None:
+            return ""
+        told = bytes(answer.result(timeout=0)[: 4 * _MAX_TOLD])
+        wait.known = printable(told[1:].decode(errors="replace"))[:_MAX_TOLD]
+        return self._line(wait, wait.known) if told[:1] == b"1" else ""
+
+    def turn(self) -> list[str]:
+        """Do what is due; return the lines to print."""
+        with self._lock:
+            self._count()
+            waits = list(self._open)
+        return [line for wait in waits if (line := self._look_at(wait))]
+
+    def _count(self) -> None:
+        """Let time pass for all waits: not that in which this process was stopped, as the others may have been."""
+        now_s, busy_s = self.now(), self.busy_s()
+        passed_s = min(now_s - self._looked_s, _LONGEST_TURN_S)
+        is_idle = busy_s - self._was_busy_s < passed_s / 2
+        self._looked_s, self._was_busy_s = now_s, busy_s
+        self._ran_s += passed_s
+        for wait in self._open:
+            share = 1.0 if is_idle or not wait.about.computes else _BUSY_SHARE
+            wait.waited_s += share * min(passed_s, now_s - wait.began_s)
+
+    def _look_at(self, wait: OpenWait) -> str:
+        if wait.limit_s is not None and wait.give_up is not None and wait.waited_s >= wait.limit_s:
+            act, wait.give_up = wait.give_up, None
+            act()
+        if wait.answer is not None and wait.answer.done():
+            return self.heard(wait)
+        if wait.answer is not None and wait.waited_s - wait.asked_s >= _ANSWER_S:
+            wait.answer = None
+            wait.known = "server 0 does not answer"
+            return self._line(wait, f"worker {self.worker} waits for {wait.what}; {wait.known}")
+        if wait.waited_s >= wait.due_s and wait.answer is None:
+            wait.due_s = 2 * wait.waited_s
+            self.report(wait)
+        return ""
+
+    @staticmethod
+    def _line(wait: OpenWait, text: str) -> str:
+        return f"waiting for {wait.waited_s:.0f} s: {text}"
+
+    def _due_s(self, kind: str) -> float:
+        with self._lock:
+            usual_s, since_s = self._usual.get(kind, (0.0, 0.0))
+            usual_s *= 0.5 ** ((self._ran_s - since_s) / _HALF_LIFE_S)
+            return max(_FIRST_FLOOR_S if self._clock_ran_s is None else _FLOOR_S, _TIMES * usual_s)
+
+    def _note(self, wait: OpenWait) -> None:
+        """Learn from a wait that has ended well what is usual."""
+        if wait.waited_s < TURN_S:
+            return
+        kind = wait.about.kind or wait.what
+        with self._lock:
+            usual_s, since_s = self._usual.get(kind, (0.0, 0.0))
+            if wait.waited_s >= usual_s * 0.5 ** ((self._ran_s - since_s) / _HALF_LIFE_S):
+                self._usual[kind] = wait.waited_s, self._ran_s
+            self._longest_s = max(self._longest_s, wait.waited_s)
+
+
+def print_lines(lines: list[str]) -> None:
+    """Write lines to standard error, where there is one."""
+    for line in lines:
+        with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or the script has closed it
+            sys.stderr.write(f"paceline: {line}\n")
+            sys.stderr.flush()

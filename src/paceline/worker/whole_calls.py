@@ -1,0 +1,129 @@
+"""What a worker asks of all servers about a table as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from safetensors.torch import load, save
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.update.rows.layout import IDS, VALUES
+from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.statistics import RowStatistics
+from paceline.update.rules import Hyper
+from paceline.wire.answers import read_answer_of
+from paceline.wire.requests import COUNT_BYTES, NEXT_SLOT, CallFunction, CountRows, ReadRows, TableCall, WriteRows
+from paceline.worker.node import WorkerNode
+
+_STATISTICS = msgspec.msgpack.Decoder(RowStatistics)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a function returned on each server, by rank, and how many values or rows it changed on all."""
+
+    results: list[dict[str, Tensor]]
+    num_changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCalls:
+    """One table of one worker, on all servers or on some. Every call blocks until all of them have answered.
+
+    With `exact`, servers wait until they have every update of the clocks below that of this worker.
+
+    Raises:
+        Refused: a server could not do it; the message says which, and why.
+        DeadlineExceeded: not all servers have answered in time.
+        PeerError: a server is gone, or this worker was given up.
+    """
+
+    node: WorkerNode
+    table: str
+    servers: Sequence[int] | None = None
+
+    def call(self, name: str, numbers: Hyper, *, exact: bool) -> Called:
+        """Run a function on every server; UsageError when what it is given are no numbers."""
+        _require_numbers(name, numbers)
+        bodies = self.node.calls.ask_all(
+            lambda number: CallFunction(self._table_call(number, exact=exact), name, numbers),
+            f"servers to run {name} over table '{self.table}'",
+            servers=self.servers,
+        )
+        num_changed = sum(int.from_bytes(body[:COUNT_BYTES], "little") for body in bodies)
+        what = f"what {name} returns"
+        parts = zip(self._asked, bodies, strict=True)
+        return Called(
+            [read_answer_of(server, what, _tensors, body[COUNT_BYTES:]) for server, body in parts], num_changed
+        )
+
+    def statistics(self, *, exact: bool) -> list[RowStatistics]:
+        """Return the statistics of each server's rows, by rank."""
+        what = f"statistics of table '{self.table}'"
+        bodies = self.node.calls.ask_all(lambda number: CountRows(self._table_call(number, exact=exact)), what)
+        return [read_answer_of(server, what, _STATISTICS.decode, body) for server, body in enumerate(bodies)]
+
+    def pieces(self, *, values_only: bool, exact: bool) -> Iterator[RowPiece]:
+        """Return all rows, server by server, a piece of a few megabytes at a time."""
+        for server in range(self.node.num_servers):
+            start: int | None = 0
+            while start is not None:
+                piece = self._piece(server, start, values_only=values_only, exact=exact)
+                if len(piece.ids):
+                    yield piece
+                start = piece.next_slot
+
+    def write(self, piece: RowPiece) -> None:
+        """Write rows to the servers that they belong to, over those that are there, once earlier clocks are in."""
+        order, counts = self.node.rows.owners.split(piece.ids)
+        bodies = [
+            memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
+            for at in order.split(counts)
+        ]
+        self.node.calls.ask_all(
+            lambda number: WriteRows(self._table_call(number, exact=True)),
+            f"servers to load rows of table '{self.table}'",
+            bodies,
+        )
+
+    def _piece(self, server: int, start: int, *, values_only: bool, exact: bool) -> RowPiece:
+        body = self.node.calls.ask(
+            server,
+            lambda number: ReadRows(self._table_call(number, exact=exact), start, values_only),
+            f"rows of table '{self.table}' from server {server}",
+        )
+        return read_answer_of(server, f"rows of table '{self.table}'", _read_piece, body)
+
+    @property
+    def _asked(self) -> Sequence[int]:
+        return range(self.node.num_servers) if self.servers is None else self.servers
+
+    def _table_call(self, number: int, *, exact: bool) -> TableCall:
+        return TableCall(number, self.table, self.node.clock if exact else 0, self.node.calls.settled(number))
+
+
+def _tensors(body: memoryview) -> dict[str, Tensor]:
+    return load(bytes(body))
+
+
+def _read_piece(body: memoryview) -> RowPiece:
+    columns = _tensors(body)
+    ids, next_slot = columns.pop(IDS), int(columns.pop(NEXT_SLOT))
+    if VALUES not in columns:
+        raise KeyError(VALUES)
+    return RowPiece(ids, columns, next_slot if next_slot >= 0 else None)
+
+
+def _require_numbers(function: str, numbers: Hyper) -> None:
+    """Refuse what does not travel."""
+    for name, value in numbers.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            is_number = number is None or type(number) in (bool, int, float)
+            if not is_number or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
+                raise UsageError(
+                    f"function {function}: {name} is {value!r}, expected a number (int of 64 bits, float, bool), None, "
+                    "or a tuple of those."
+                )

@@ -1,0 +1,95 @@
+"""What a worker says that leaves, or goes on and on, in a clock that it does not finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import paceline
+from paceline.api.session import Session
+from paceline.worker import metrics as meter
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_held_pushes_of_tables_and_rows_are_told_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with paceline.connect() as ps:
+        add = paceline.update.Add()
+        w, users = ps.table("w", shape=(2,), update=add), ps.table("users", rows=1, update=add)
+        ps.clock()
+        for _ in range(3):
+            w.push([1.0, 2.0])
+        users.push([7], [[1.0]])
+    [line] = told(capsys)
+    assert line.startswith(
+        "paceline: worker 0 leaves in the middle of clock 1 with 3 pushes of table 'w' and 1 push of table 'users': "
+        "they take effect only now, all in one clock, and no read of this worker has seen them. Call clock() once"
+    )
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asynchronous"])
+def test_gradients_of_embeddings_are_told_as_lost(capsys: pytest.CaptureFixture[str], consistency: str) -> None:
+    with paceline.connect() as ps:
+        paceline.init(ps)
+        layer = paceline.Embedding(10, 2, name="words", update=paceline.update.SGD(lr=0.1), consistency=consistency)
+        for _ in range(2):
+            layer(torch.tensor([1, 2])).sum().backward()
+    [line] = told(capsys)
+    assert line.startswith(
+        "paceline: worker 0 leaves in the middle of clock 0 with 2 gradients of embedding 'words' that were never "
+        "pushed: they are lost. Call clock() once a step"
+    )
+
+
+def finish_the_clock(ps: Session) -> None:
+    ps.table("w", shape=(1,), update=paceline.update.Add()).push([1.0])
+    ps.clock()
+
+
+def push_on_arrival(ps: Session) -> None:
+    ps.table("w", shape=(1,), update=paceline.update.Add(), consistency="asynchronous").push([1.0])
+
+
+@pytest.mark.parametrize("work", [finish_the_clock, push_on_arrival])
+def test_nothing_is_told_where_nothing_waits(
+    capsys: pytest.CaptureFixture[str], work: Callable[[Session], None]
+) -> None:
+    with paceline.connect() as ps:
+        work(ps)
+    assert told(capsys) == []
+
+
+def test_a_script_that_fails_says_only_why(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with paceline.connect() as ps:
+            ps.table("w", shape=(1,), update=paceline.update.Add()).push([1.0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert told(capsys) == []
+
+
+def test_a_clock_that_goes_on_and_on_is_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "MANY_PUSHES", 10)
+    with paceline.connect() as ps:
+        w = ps.table("w", shape=(1,), update=paceline.update.Add())
+        fast = ps.table("fast", shape=(1,), update=paceline.update.Add(), consistency="asynchronous")
+        for table in (w, fast):
+            for _ in range(12):
+                table.push([1.0])
+        [line] = told(capsys)
+        assert line.startswith(
+            "paceline: worker 0 has made 10 pushes of table 'w' in clock 0 and has not finished that clock: until then "
+            "no read sees them, and they take memory. Call clock() once a step"
+        )
+        ps.clock()
+        w.push([1.0])
+        ps.clock()
+        assert told(capsys) == []

@@ -1,0 +1,58 @@
+"""What is imported ahead for a script is what it names."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.forkserver.child import may_make_optimizers, sets_variables
+
+
+@pytest.mark.parametrize(
+    ("text", "makes"),
+    [
+        ("import os, torch\nimport paceline\nfrom torch.nn import functional", False),
+        ("update = paceline.update.Add()", False),
+        ("update = paceline.update.Adagrad(lr=0.1)", True),
+        ("paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1))", True),
+        ("from trainer import train", True),
+        ("from . import trainer", True),
+        ("def f():\n    import lightning.pytorch", True),
+        ("this is no Python", True),
+    ],
+)
+def test_a_script_that_may_make_optimizers_is_known(text: str, makes: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+
+    assert may_make_optimizers(script) is makes
+
+
+def test_what_cannot_be_read_may_make_anything(tmp_path: Path) -> None:
+    (tmp_path / "bytes.py").write_bytes(b"\xff")
+
+    (tmp_path / "deep.py").write_text("-" * 100_000 + "1")
+
+    assert may_make_optimizers(tmp_path / "bytes.py")
+    assert may_make_optimizers(tmp_path / "deep.py")
+    assert may_make_optimizers(tmp_path / "none.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("import os\nprint(os.environ['HOME'], os.environ.get('A'))", False),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch", True),
+        ("from os import environ\nenviron.setdefault('A', '1')", True),
+        ("import os\ndef f():\n    os.environ.update(A='1')", True),
+        ("import os\ndel os.environ['A']", True),
+        ("import os\nos.putenv('A', '1')", True),
+        ("import os\nos.environ |= {'A': '1'}", True),
+        ("settings = {}\nsettings['A'] = 1\nsettings.update(A=1)", False),
+        ("this is no Python", False),
+    ],
+)
+def test_a_script_that_sets_variables_is_known(text: str, sets: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+
+    assert sets_variables(script) is sets

@@ -1,0 +1,263 @@
+"""Processes that were forked find what one started afresh finds, and do without the nursery when they have to."""
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.faults.running import LEFT_WITHIN_S, run_to_end, running, write_script
+from tests.launch.launching import processes_of, wait_gone
+
+from paceline.job.environment import child_environment, fork_server_environment
+from paceline.launch.child import Launch, Process
+from paceline.launch.forkserver import server as nurseries
+from paceline.launch.forkserver.child import import_path
+from paceline.launch.forkserver.server import Forked, ForkServer
+from paceline.launch.guard import clear
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
+
+TIMEOUT_S = 60.0
+ENVIRONMENT = child_environment(2, 2)
+
+
+def open_fork_server(folder: Path) -> tuple[ForkServer, Process]:
+    """A nursery for the script in this folder, which imports all that one may need where there is none; its process."""
+    fork_server = ForkServer(fork_server_environment(ENVIRONMENT, folder), folder, script=folder / "script.py")
+    return fork_server, fork_server.open(fork_server.launch)
+
+
+def wait_settled(fork_server: ForkServer, process: Process) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not fork_server.settled():
+        select.select([process.stdout], [], [], 0.01)
+        assert time.monotonic() < deadline_s, f"process {process.pid} is not ready"
+
+
+def plan(script: Path, *args: str) -> Launch:
+    command = (sys.executable, "-m", "paceline.launch.worker", str(script), *args)
+    return Launch(role="worker", name="worker 0", rank=0, command=command, environment=ENVIRONMENT)
+
+
+def end(process: Process) -> tuple[int, str, str]:
+    """The exit code, and all that was said."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        said = process.stdout.read().decode(), process.stderr.read().decode()
+    return process.wait(), *said
+
+
+@pytest.fixture(scope="module")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    fork_server, process = open_fork_server(tmp_path_factory.mktemp("scripts"))
+    with fork_server:
+        wait_settled(fork_server, process)
+        yield fork_server
+    assert end(process) == (0, "", "")
+
+
+# -- what a forked process is ----------------------------------------------------------------------------------------
+
+# All by which a script could tell how its process was started.
+LOOK = """
+import json, os, signal, sys, threading, warnings
+import numpy, torch
+print(json.dumps({
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "name": __name__, "folder": os.getcwd(),
+    "environment": {**os.environ, "PACELINE_OWNER_PID": ""}, "warnings": sys.warnoptions,
+    "filters": [str(entry) for entry in warnings.filters if "sympy" not in str(entry)],  # the first optimizer's
+    "flags": list(sys.flags), "command": open("/proc/self/cmdline", "rb").read().hex(),
+    "listed": open("/proc/self/environ", "rb").read().hex(), "descriptors": os.listdir("/proc/self/fd"),
+    "threads": len(os.listdir("/proc/self/task")), "main": threading.current_thread() is threading.main_thread(),
+    "signals": [str(signal.getsignal(number)) for number in (1, 2, 13, 15, 17)],
+    "cores": sorted(os.sched_getaffinity(0)), "stdin": sys.stdin.read(),
+    "leads": os.getsid(0) == os.getpgrp() == os.getpid(), "parent": os.getppid(),
+    "streams": [[file.line_buffering, file.write_through, file.encoding] for file in (sys.stdout, sys.stderr)],
+}))
+"""
+
+
+def test_a_script_cannot_tell_that_its_process_was_forked(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = write_script(tmp_path, LOOK)
+    folders = os.pathsep.join(filter(None, [ENVIRONMENT.get("PYTHONPATH"), f"{tmp_path}/x"]))
+    changed = {"ODD": os.fsdecode(b"\xff\n"), "PYTHONPATH": folders, "HOME": ""}
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PATH"} | changed
+    launch = replace(plan(script, "-x", "a b"), environment=environment)
+
+    forked = fork_server.start(launch)
+    monkeypatch.setattr(fork_server, "_ready", False)
+    afresh = fork_server.start(launch)
+
+    assert isinstance(forked, Forked)
+    assert isinstance(afresh, subprocess.Popen)
+    found, expected = end(forked), end(afresh)
+    assert json.loads(found[1]) == json.loads(expected[1])
+    assert found == expected
+    assert json.loads(found[1])["leads"]
+    assert json.loads(found[1])["parent"] == os.getpid()
+
+
+def test_it_stays_on_its_cores(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os\nprint(os.sched_getaffinity(0))")
+    last = max(os.sched_getaffinity(0))
+
+    assert end(fork_server.start(replace(plan(script), cores=(last,)))) == (0, f"{{{last}}}\n", "")
+
+
+def test_each_has_chance_of_its_own(fork_server: ForkServer, tmp_path: Path) -> None:
+    text = "import random, numpy, torch\nprint(random.random(), numpy.random.random(), torch.initial_seed())"
+    script = write_script(tmp_path, text)
+
+    drawn = [end(fork_server.start(plan(script)))[1].split() for _ in range(3)]
+
+    assert all(len(set(numbers)) == 3 for numbers in zip(*drawn, strict=True)), drawn
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("import atexit; atexit.register(print, 'last'); print('first')", 0, ("first\nlast\n", "")),
+        ("sys.exit(3)", 3, ("", "")),
+        ("sys.exit('no data')", 1, ("", "no data\n")),
+        ("import os; os.kill(os.getpid(), 9)", -9, ("", "")),
+        ("import os; os.abort()", -6, ("", None)),
+        ("raise KeyboardInterrupt", 130, ("", "")),
+        ("raise ValueError('boom')", 1, ("", None)),
+    ],
+)
+def test_it_ends_as_its_script_does(
+    fork_server: ForkServer, tmp_path: Path, statement: str, code: int, said: tuple[str, str | None]
+) -> None:
+    ended, stdout, stderr = end(fork_server.start(plan(write_script(tmp_path, f"import sys\n{statement}"))))
+
+    assert (ended, stdout) == (code, said[0])
+    assert stderr == said[1] if said[1] is not None else "runpy" not in stderr
+    if "boom" in statement:
+        assert stderr.splitlines()[-1] == "ValueError: boom"
+
+
+def test_the_folders_of_a_server_are_those_of_python_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/scripts:/ours")
+    monkeypatch.setattr(sys, "path", ["/scripts", "/ours", "/lib", "/lib/site"])
+
+    assert import_path(["/scripts", "/ours"]) == [os.getcwd(), "/scripts", "/ours", "/lib", "/lib/site"]
+    assert import_path(["/theirs"]) == [os.getcwd(), "/theirs", "/lib", "/lib/site"]
+
+
+def test_chance_of_ours_is_left_alone(fork_server: ForkServer, tmp_path: Path) -> None:
+    before = random.getstate()
+    end(fork_server.start(plan(write_script(tmp_path, ""))))
+    assert random.getstate() == before
+
+
+# -- when the nursery fails ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["importing", "ready"])
+def test_processes_are_started_without_it_when_it_was_killed(when: str, tmp_path: Path) -> None:
+    script = write_script(tmp_path, "print('here')")
+    fork_server, process = open_fork_server(tmp_path)
+    with fork_server:
+        if when == "ready":
+            wait_settled(fork_server, process)
+        os.kill(process.pid, signal.SIGKILL)
+        assert end(process)[0] == -9
+        if when == "importing":
+            assert fork_server.settled()
+
+        for _ in range(2):
+            started = fork_server.start(plan(script))
+            assert isinstance(started, subprocess.Popen)
+            assert end(started) == (0, "here\n", "")
+
+
+def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nurseries, "BIRTH_TIMEOUT_S", 0.1)
+    script = write_script(tmp_path, "with open(__file__ + '.count', 'a') as file: print('here', file=file)")
+    fork_server, process = open_fork_server(tmp_path)
+    with fork_server:
+        wait_settled(fork_server, process)
+        os.kill(process.pid, signal.SIGSTOP)
+
+        assert end(fork_server.start(plan(script))) == (0, "", "")
+        os.kill(process.pid, signal.SIGCONT)
+    assert end(process)[0] == 0
+
+    assert wait_gone(processes_of(tmp_path), LEFT_WITHIN_S) == set()
+    assert Path(f"{script}.count").read_text() == "here\n"
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def nurseries_of(run_dir: Path) -> set[int]:
+    found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_dir)}
+    return {pid for pid, command in found.items() if b"paceline.launch.forkserver.child" in command}
+
+
+PAUSE = "import signal\nprint('begin', flush=True)\nwhile True: signal.sigtimedwait([], 0.05)"
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_kill_9_of_the_launcher_takes_the_nursery_along(guarded: bool, tmp_path: Path) -> None:
+    with running(tmp_path / "run", write_script(tmp_path, PAUSE), options=("-n", "2")) as run:
+        run.wait_for("begin", times=2)
+        family, [fork_server] = run.family(), nurseries_of(run.run_dir)
+        assert len(os.listdir(f"/proc/{fork_server}/task")) == 1, "what forks must not have threads"
+        if not guarded:
+            [guard] = [pid for pid in family if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(guard, signal.SIGKILL)
+            assert wait_gone({guard}, LEFT_WITHIN_S) == set()
+
+        run.process.kill()
+
+        assert wait_gone(family, LEFT_WITHIN_S) == set()
+        if not guarded:  # nobody else clears the directory
+            clear(run.run_dir, temporary=False)
+
+
+KILL_FORK_SERVER = """
+import os, signal
+import psutil
+if os.environ["PACELINE_INCARNATION"] == "0":
+    for process in psutil.Process(os.getppid()).children():
+        if "paceline.launch.forkserver.child" in process.cmdline():
+            process.kill()
+            print("killed the nursery", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+print("came to the end")
+"""
+
+
+def test_a_run_goes_on_without_its_nursery(tmp_path: Path) -> None:
+    script = write_script(tmp_path, KILL_FORK_SERVER)
+
+    code, run = run_to_end(tmp_path / "run", script, options=("-n", "1", "--on-crash", "restart"))
+
+    assert code == 0, run.output
+    assert run.told() == ["paceline: worker 0 was killed by SIGKILL; restart 1 of 3 in 0.5 s"]
+    assert run.saying("[worker 0] killed the nursery")
+    assert run.saying("[worker 0] came to the end")
+
+
+def test_a_signal_is_answered_while_the_nursery_imports(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "")
+    (tmp_path / "torch.py").write_text(PAUSE)  # the script's folder comes first, for the nursery too
+    with running(tmp_path / "run", script) as run:
+        run.wait_for("[nursery] begin")
+
+        run.process.send_signal(signal.SIGTERM)
+
+        assert run.end() == 143
+    assert run.lines == ["[nursery] begin", "paceline: stopped by SIGTERM"]

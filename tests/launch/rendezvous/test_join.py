@@ -1,0 +1,73 @@
+"""How a process enters a job, as far as one process can show it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.job.machines import Machine, this_machine
+from paceline.launch.rendezvous.detect import detect
+from paceline.launch.rendezvous.join import enter
+from paceline.launch.rendezvous.process_info import VERSION
+from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
+
+SECOND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+CRASHES = """
+from paceline.launch.script_exit import leave_after_crash, when_script_ends
+when_script_ends(lambda well: print("left", "well" if well else "badly"))
+leave_after_crash()
+raise ValueError("no data")
+"""
+
+
+@pytest.fixture
+def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Be rank 1 of 2; returns how their job is called."""
+    for name, value in {**SECOND, "PACELINE_RUN_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    found = detect(SECOND)
+    assert found is not None
+    return found.key
+
+
+def test_without_a_launcher_there_is_no_job() -> None:
+    assert enter(None) is None
+    assert enter("ranks:1") is None
+
+
+def test_a_mistake_in_where_servers_are_is_told_to_whoever_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "everywhere")
+
+    with pytest.raises(UsageError, match="servers is 'everywhere', expected first:M"):
+        enter(None)
+
+
+def test_a_process_on_another_machine_than_the_launcher_counts_is_refused(tmp_path: Path, second: str) -> None:
+    store = FolderRendezvous(tmp_path, second)
+    store.invite(Invitation(str(tmp_path), Machine("elsewhere"), VERSION))
+
+    with pytest.raises(
+        UsageError, match=r"the first of its job on elsewhere, but .* says that the job is on one machine"
+    ):
+        enter(None)
+    store.close()
+
+
+def test_a_folder_that_others_can_enter_is_not_the_job(tmp_path: Path, second: str) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    store = FolderRendezvous(tmp_path, second)
+    store.invite(Invitation(str(folder), this_machine(), VERSION))
+
+    with pytest.raises(UsageError, match=r"has mode 0755 .* it is not the folder of a job of yours"):
+        enter(None)
+    store.close()
+
+
+def test_a_script_that_fails_leaves_badly() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stdout) == (1, "left badly\n")
+    assert "ValueError: no data" in ended.stderr

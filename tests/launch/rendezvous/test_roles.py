@@ -1,0 +1,137 @@
+"""Where servers are, and who starts them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.job.machines import Machine
+from paceline.launch.rendezvous.detect import Detected
+from paceline.launch.rendezvous.roles import RoleAssignment, Servers, locate, take_role
+
+JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
+
+
+def seats(asked: str | None) -> list[RoleAssignment]:
+    places = [replace(JOB, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(4)]
+    return [take_role(place, asked) for place in places]
+
+
+def test_one_server_beside_rank_0_by_default() -> None:
+    assert [list(assignment.beside) for assignment in seats(None)] == [[0], [], [], []]
+    assert [assignment.founds for assignment in seats(None)] == [True, False, False, False]
+    assert seats(None)[0].summary == "torchrun, 4 workers on 2 nodes, 1 server beside rank 0"
+
+
+def test_several_beside_rank_0() -> None:
+    assert [list(assignment.beside) for assignment in seats("first:2")] == [[0, 1], [], [], []]
+    assert {assignment.num_servers for assignment in seats("first:2")} == {2}
+
+
+def test_some_on_each_node() -> None:
+    assert [list(assignment.beside) for assignment in seats("node:2")] == [[0, 1], [], [2, 3], []]
+    assert {assignment.num_servers for assignment in seats("node:2")} == {4}
+    assert seats("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
+
+
+def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
+    machines = [Machine("a"), Machine("b"), Machine("b"), Machine("a", "of another start")]
+    places = [replace(JOB, rank=rank, local_rank=None, node_rank=None, counts_nodes=False) for rank in range(4)]
+    assert not take_role(places[1], "node:2").beside, "nobody knows yet on which node it is"
+    assert take_role(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
+
+    located = [locate(place, machines, rank) for rank, place in enumerate(places)]
+
+    assert [place.local_rank for place in located] == [0, 0, 1, 0]
+    assert [list(take_role(place, "node:2").beside) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
+    assert {take_role(place, "node:2").num_servers for place in located} == {6}
+    assert locate(JOB, machines, 1) == JOB, "what the launcher says is left as it is"
+
+
+def test_the_last_ranks_instead_of_workers() -> None:
+    told = seats("ranks:2")
+
+    assert [(assignment.role, assignment.index) for assignment in told] == [
+        ("worker", 0),
+        ("worker", 1),
+        ("server", 0),
+        ("server", 1),
+    ]
+    assert {(assignment.num_workers, assignment.num_servers, len(assignment.beside)) for assignment in told} == {
+        (2, 2, 0)
+    }
+    assert told[0].summary == "torchrun, 2 workers on 2 nodes, 2 servers as ranks 2 to 3"
+    assert seats("ranks:1")[0].summary == "torchrun, 3 workers on 2 nodes, 1 server as rank 3"
+
+
+def test_some_beside_workers_and_some_alone() -> None:
+    job = replace(JOB, size=5, num_nodes=3)
+    machines = [Machine("a"), Machine("b"), Machine("b")]
+    places = [replace(job, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(5)]
+    workers = [locate(place, machines, rank, anew=True) for rank, place in enumerate(places[:3])]
+
+    told = [take_role(place, "node:1+ranks:2") for place in [*workers, *places[3:]]]
+
+    assert [(assignment.role, assignment.index) for assignment in told] == [
+        *(("worker", rank) for rank in range(3)),
+        *(("server", rank) for rank in range(2)),
+    ]
+    assert [list(assignment.beside) for assignment in told] == [[2], [3], [], [], []], "those alone are counted first"
+    assert {(assignment.num_workers, assignment.num_serving) for assignment in told} == {(3, 2)}
+    assert {assignment.num_servers for assignment in told[:3]} == {4}, (
+        "the third node has no workers, as is known by now"
+    )
+    assert take_role(places[0], "node:1+ranks:2").summary == (
+        "torchrun, 3 workers on 3 nodes, 1 server on each node with workers, 2 servers as ranks 3 to 4"
+    )
+
+
+def test_shares_where_some_servers_have_hosts_to_themselves() -> None:
+    a, b, c = Machine("a"), Machine("b"), Machine("c")
+    both = Servers.parse("node:1+ranks:1")
+    assert both.shares([a, a, b, b], [c]) == (0.5, 0.25, 0.25)
+    assert both.shares([a, a, b, b], [b]) == (), "a server that is beside a worker is not alone, whoever started it"
+    assert Servers.parse("first:2+ranks:1").shares([a, b], [c]) == (0.5, 0.25, 0.25)
+    assert Servers.parse("ranks:2").shares([a, b], [c, c]) == ()
+    assert Servers.parse("node:2").shares([a, b], []) == ()
+    assert Servers("first", 0, 3).shares([a, b], [a, b, c]) == (0.25, 0.25, 0.5), "roles that the launcher has given"
+
+
+def test_without_local_ranks_all_are_on_one_node() -> None:
+    place = Detected(launcher="torch.distributed", job="a", rank=1, size=2)
+
+    assert not take_role(place, "node:1").beside
+    assert list(take_role(replace(place, rank=0), "node:1").beside) == [0]
+
+
+def test_roles_that_the_launcher_has_given() -> None:
+    given = Detected(launcher="DMLC", job="a", rank=None, size=2, role="scheduler", num_servers=1)
+
+    assignment = take_role(given, None)
+
+    assert (assignment.role, assignment.founds, assignment.summary) == (
+        "scheduler",
+        True,
+        "DMLC, 2 workers on 1 node, 1 server of its own",
+    )
+    assert not take_role(replace(given, role="worker", rank=0), None).founds
+    with pytest.raises(UsageError, match=r"'first:1', but DMLC has named 1 already"):
+        take_role(given, "first:1")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("first", "first:0", "first:-1", "last:1", "ranks:two", ":1"),
+        *("first:1+node:1", "ranks:1+ranks:1", "node:1+", "node:1+ranks:0"),
+    ],
+)
+def test_what_is_no_placement(asked: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"servers is '{asked}', expected first:M")):
+        take_role(JOB, asked)
+
+
+def test_servers_that_leave_no_worker() -> None:
+    with pytest.raises(UsageError, match="ranks:4 leave no worker of 4 ranks"):
+        take_role(JOB, "ranks:4")

@@ -1,0 +1,191 @@
+"""How the processes of a job find its folder, and each other."""
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from paceline.errors import DeadlineExceeded, PeerError, UsageError
+from paceline.job.addresses import CLUSTER_NAME
+from paceline.job.folders import check_folder
+from paceline.job.machines import Machine
+from paceline.job.spec import ClusterSpec, write_token
+from paceline.launch.rendezvous.liveness_lock import LivenessLock, absent, wait_end
+from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
+from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
+
+HERE = Invitation("/run", Machine("host"))
+
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+from paceline.job.machines import Machine
+from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
+board = FolderRendezvous(Path(sys.argv[1]), "job")
+board.invite(Invitation("/old", Machine("host")))
+import os
+os._exit(0)
+"""
+
+
+def test_an_invitation_is_found(tmp_path: Path) -> None:
+    board = FolderRendezvous(tmp_path / "jobs", "job")
+    board.invite(HERE)
+
+    assert FolderRendezvous(tmp_path / "jobs", "job").wait_invitation(1.0) == HERE
+    assert (tmp_path / "jobs").stat().st_mode & 0o777 == 0o700
+    board.close()
+    board.close()
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == [".lock"]
+
+
+def test_an_invitation_of_an_earlier_run_is_none_and_is_replaced(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path)], check=True)
+    assert (tmp_path / "job.meeting").exists()
+
+    with pytest.raises(DeadlineExceeded, match=r"the first process of the job has not told .*job\.meeting"):
+        FolderRendezvous(tmp_path, "job").wait_invitation(0.05)
+
+    board = FolderRendezvous(tmp_path, "job")
+    board.invite(HERE)
+    assert FolderRendezvous(tmp_path, "job").wait_invitation(0.0) == HERE
+    board.close()
+
+
+def test_what_killed_jobs_have_left_goes_with_the_next_job_of_any_name(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEFT_OPEN, str(tmp_path)], check=True)
+    living = FolderRendezvous(tmp_path, "living")
+    living.invite(HERE)
+
+    board = FolderRendezvous(tmp_path, "next")
+    board.invite(HERE)
+
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "living.meeting", "next.meeting"}
+    board.close()
+    living.close()
+
+
+def test_two_runs_of_one_name_at_once_are_refused(tmp_path: Path) -> None:
+    board = FolderRendezvous(tmp_path, "job")
+    board.invite(HERE)
+
+    with pytest.raises(UsageError, match="another run has the same name, and goes on"):
+        FolderRendezvous(tmp_path, "job").invite(Invitation("/other", Machine("host")))
+
+    assert FolderRendezvous(tmp_path, "job").wait_invitation(0.0) == HERE
+    board.close()
+
+
+def test_a_folder_in_which_others_can_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+
+    with pytest.raises(UsageError, match="others than you can write in"):
+        FolderRendezvous(tmp_path, "job").invite(HERE)
+
+
+def test_the_folder_of_a_job_is_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    check_folder(tmp_path)
+
+    tmp_path.chmod(0o750)
+    with pytest.raises(UsageError, match=r"has mode 0750 .* expected 0700"):
+        check_folder(tmp_path)
+    with pytest.raises(UsageError, match="cannot enter the folder of the job"):
+        check_folder(tmp_path / "none")
+
+
+def test_the_store_of_a_launcher_has_one_invitation_for_each_start() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    first, again = (TorchRendezvous("127.0.0.1", store.port, restart) for restart in (0, 1))
+    first.invite(HERE)
+
+    assert first.wait_invitation(1.0) == HERE
+    with pytest.raises(UsageError, match="a process joins its job once"):
+        first.invite(HERE)
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has not told .* within 0\.05 s where the job meets"):
+        again.wait_invitation(0.05)
+
+
+def test_a_store_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    with pytest.raises(PeerError, match=f"the store of the launcher at 127.0.0.1:{port} does not answer"):
+        TorchRendezvous("127.0.0.1", port, 0).wait_invitation(0.2)
+
+
+def test_a_place_is_taken_once(tmp_path: Path) -> None:
+    liveness_lock = LivenessLock.begin(tmp_path, "worker", 1, 2)
+
+    with pytest.raises(UsageError, match="worker 1 is there already"):
+        LivenessLock.begin(tmp_path, "worker", 1, 2)
+    assert absent(tmp_path, "worker", 2) == [0]
+    liveness_lock.end()
+
+
+def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None:
+    taken = [LivenessLock.begin(tmp_path, "server", None, 2) for _ in range(2)]
+
+    assert [liveness_lock.index for liveness_lock in taken] == [0, 1]
+    with pytest.raises(UsageError, match="all 2 servers are there already"):
+        LivenessLock.begin(tmp_path, "server", None, 2)
+    for liveness_lock in taken:
+        liveness_lock.end()
+
+
+def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from paceline.launch.rendezvous.liveness_lock import LivenessLock\n"
+        "kept = LivenessLock.begin(Path(sys.argv[1]), 'worker', 0, 1); print('there', flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"there\n"
+        process.kill()
+        wait_end(tmp_path, "worker", 0)  # blocks for ever if it is not seen; the suite has a deadline
+
+    wait_end(tmp_path, "worker", 5)  # of a folder that is cleared
+
+
+def test_who_is_missing_is_named(tmp_path: Path) -> None:
+    spec = ClusterSpec(job="j", num_workers=3, num_servers=2, transport="shm", run_dir=str(tmp_path))
+    write_token(tmp_path)
+    roster = Roster(tmp_path, 3, 0)
+    taken = [LivenessLock.begin(tmp_path, "worker", 1, 3)]
+    (tmp_path / "server-0.address").write_text("shm:///run/s")
+
+    with pytest.raises(DeadlineExceeded, match=r"3 workers and 2 servers .*: worker 0, worker 2, server 1 did not"):
+        wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=0.0)
+
+    taken += [LivenessLock.begin(tmp_path, "worker", index, 3) for index in (0, 2)]
+    (tmp_path / "server-1.address").write_text("shm:///run/t")
+    wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=1.0)
+    assert ClusterSpec.read(tmp_path / CLUSTER_NAME).addresses == ("shm:///run/s", "shm:///run/t")
+    for liveness_lock in taken:
+        liveness_lock.end()
+
+
+def test_whoever_waits_hears_at_once_that_the_one_who_set_the_job_up_is_gone(tmp_path: Path) -> None:
+    spec = ClusterSpec(job="j", num_workers=1, num_servers=1, transport="shm", run_dir=str(tmp_path))
+    spec.write(tmp_path / "spec.json")  # which a folder keeps that the user has named
+
+    with pytest.raises(PeerError, match=r"is cleared: the process that made it has ended"):
+        wait_complete(spec, lambda: None)
+    with pytest.raises(PeerError, match=r"is cleared: the process that made it has ended"):
+        wait_settled(tmp_path / "gone")
+
+
+def test_an_invitation_of_somebody_else_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = FolderRendezvous(tmp_path, "job")
+    board.invite(HERE)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    with pytest.raises(UsageError, match="belongs to another user"):
+        FolderRendezvous(tmp_path, "job").wait_invitation(0.0)
+    board.close()

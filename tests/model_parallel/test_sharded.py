@@ -1,0 +1,38 @@
+"""Fully sharded models: workers that keep slices learn what one process does with every batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.running import run_to_end, went_on_without
+from tests.jobs import run_job
+from torch import nn
+
+import paceline
+from paceline.api.session import Session
+from paceline.errors import UsageError
+from paceline.launch.policy import EXIT_LOST
+
+SCRIPT = Path(__file__).with_name("scripts") / "fsdp.py"
+
+
+def test_the_launcher_can_say_fsdp_learning_is_that_of_one_process_and_who_dies_is_named(tmp_path: Path) -> None:
+    code, run = run_to_end(tmp_path / "run", SCRIPT, options=("-n", "2", "--strategy", "fsdp"))
+
+    assert code == EXIT_LOST, run.output
+    assert "Traceback" not in run.output
+    assert run.told() == went_on_without("worker 1")
+    assert len(run.saying("passed ")) == 2 * 10 + 1, run.output
+
+
+def test_workers_that_are_threads_are_refused(tmp_path: Path) -> None:
+    def work(_: Session) -> str:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="run with `paceline run --transport shm` or tcp") as refused:
+            paceline.distributed(optimizer, strategy=paceline.fsdp(), model=model)
+        return str(refused.value)
+
+    assert "fsdp" in run_job(tmp_path, work)[0]

@@ -1,0 +1,87 @@
+"""The way to a server whose host has several addresses, or one that is not known yet."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from unittest.mock import Mock
+
+import pytest
+
+import paceline
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.serve import client as calling
+from paceline.serve.client import GatewayConnection
+from paceline.serve.messages import EnterFrame
+from paceline.serve.url import ServeUrl
+from paceline.transport import Credentials, TcpTransport
+
+VISIT = EnterFrame("a", b"hello")
+WHERE = ServeUrl("node-3", 7700, "a")
+
+
+@pytest.fixture
+def tcp() -> TcpTransport:
+    return TcpTransport(Credentials(bytes(range(32)), "calls"))
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """An address at which the system takes no more connections, as behind a wall that drops what comes."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(8):
+            crowd = stack.enter_context(socket.socket())
+            crowd.setblocking(False)
+            with suppress(BlockingIOError):
+                crowd.connect(server.getsockname())
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_an_address_that_drops_packets_leaves_time_to_the_next_one_which_is_remembered(
+    tcp: TcpTransport, deaf: str
+) -> None:
+    with closing(tcp.listen("127.0.0.1:0")) as listener:
+        line = GatewayConnection(WHERE, tcp, lambda: (deaf, listener.address))
+
+        with closing(line.call(VISIT, timeout_s=0.8)) as connection:
+            assert f"tcp://{connection.peer}" == listener.address
+        began_s = time.monotonic()
+        with closing(line.call(VISIT, timeout_s=30.0)):
+            assert time.monotonic() - began_s < 10.0, "the deaf one is tried first no more"
+
+
+def test_where_no_address_leads_there_the_host_is_looked_up_again(tcp: TcpTransport, deaf: str) -> None:
+    with closing(tcp.listen("127.0.0.1:0")) as listener:
+        known = iter([(deaf,), (listener.address,)])
+        line = GatewayConnection(WHERE, tcp, lambda: next(known))
+
+        with pytest.raises(DeadlineExceeded):
+            line.call(VISIT, timeout_s=0.1)
+        line.call(VISIT, timeout_s=30.0).close()
+
+
+def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "LOOKUP_PAUSE_S", 0.001)
+    answers: list[list[str]] = [[], [], ["127.0.0.1"]]
+
+    def look_up(host: str) -> list[str]:
+        if not answers[0]:
+            del answers[0]
+            raise UsageError(f"no address is known for the host {host!r}")
+        return answers[0]
+
+    monkeypatch.setattr(calling, "look_up", look_up)
+    with pytest.raises(paceline.errors.PeerError, match=r"cannot reach paceline://localhost:1/a: nobody listens"):
+        paceline.connect("paceline://localhost:1/a", token=bytes(range(32)))
+    assert answers == [["127.0.0.1"]]
+
+
+def test_a_name_that_stays_unknown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "LOOKUP_PAUSE_S", 0.001)
+    monkeypatch.setattr(calling, "CONNECT_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(calling, "look_up", Mock(side_effect=UsageError("no address is known for 'localhost'")))
+    with pytest.raises(UsageError, match=r"no address is known for 'localhost' \(tried for 0\.02 s\)"):
+        paceline.connect("paceline://localhost:1/a", token=bytes(range(32)))

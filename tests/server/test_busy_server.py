@@ -1,0 +1,125 @@
+"""A server that always has something to do keeps its deadlines all the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.nodes.client import client, member, serve_table
+from tests.nodes.cluster import cluster
+
+from paceline.core.commit import MAX_AT_ONCE
+from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
+from paceline.core.server import ServerCore
+from paceline.server.acceptor import Acceptor
+from paceline.server.commands import Holdings, ServerCall
+from paceline.server.node import ServerNode
+from paceline.wire.messages import Hello
+
+FAR = 3 * MAX_AT_ONCE
+PATIENCE_S = 10.0
+LEASE_S = 0.2
+
+
+def test_what_is_due_is_done_although_there_is_always_something_to_take_in(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 0) as worker:
+        serve_table(worker, consistency="bsp")
+        [server] = servers.servers
+        until_s, has_ended, clocks = time.monotonic() + PATIENCE_S, threading.Event(), [0]
+
+        def keep_busy(holdings: Holdings) -> None:
+            clocks[0] = holdings.core.clock_of("w")
+            if clocks[0] < FAR and time.monotonic() < until_s:
+                server.do(keep_busy)
+            else:
+                has_ended.set()
+
+        server.do(keep_busy)
+        worker.say(Clock(Sender(1, 0, 0), FAR))
+        worker.hear(Ticked)
+        assert has_ended.wait(2 * PATIENCE_S)
+    assert clocks == [FAR]
+
+
+def test_l6_a_worker_whose_return_waits_in_the_queue_when_its_lease_ends_is_not_given_up(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        [server] = servers.servers
+        with member(servers, 0):
+            pass
+        _until(server, lambda core: core.lives.next_deadline() is not None)  # its lease runs
+        is_back = threading.Event()
+        server.do(lambda _: is_back.wait(PATIENCE_S))  # a long update, say
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            while not server._acceptor.num_waiting() or not _is_over(server):
+                threading.Event().wait(LEASE_S / 10)
+            is_back.set()
+            again.hear(Joined)
+            again.say(Clock(Sender(1, 0, 0), 1))
+            again.hear(Ticked)
+
+
+def test_l6_time_in_which_the_server_has_not_run_is_not_held_against_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.node._OVERSLEPT_S", LEASE_S / 2)
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        with member(servers, 0):
+            pass
+        wait, slept = Acceptor.get, threading.Event()
+
+        def oversleep(acceptor: Acceptor, timeout_s: float | None) -> object | None:
+            item = wait(acceptor, timeout_s)
+            if item is None and not slept.is_set():
+                threading.Event().wait(2 * LEASE_S)  # as if it had been stopped
+                slept.set()
+            return item
+
+        monkeypatch.setattr(Acceptor, "get", oversleep)
+        assert slept.wait(PATIENCE_S)
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            again.hear(Joined)
+
+
+def test_l6_nor_when_something_has_come_by_the_time_the_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.node._OVERSLEPT_S", LEASE_S / 2)
+    with cluster("memory", tmp_path, num_servers=1, lease_s=LEASE_S) as servers:
+        with member(servers, 0):
+            pass
+        wait, slept = Acceptor.get, threading.Event()
+
+        def oversleep(acceptor: Acceptor, timeout_s: float | None) -> object | None:
+            item = wait(acceptor, timeout_s)
+            if item is None and not slept.is_set():
+                threading.Event().wait(2 * LEASE_S)
+                slept.set()
+                return ServerCall(lambda _: None)
+            return item
+
+        monkeypatch.setattr(Acceptor, "get", oversleep)
+        assert slept.wait(PATIENCE_S)
+        with client(servers, Hello("worker", 0, 0, 1, 1)) as again:
+            again.say(Join(Sender(1, 0, 0)))
+            again.hear(Joined)
+
+
+def _is_over(server: ServerNode) -> bool:
+    deadline = server._core.next_deadline()
+    return deadline is not None and deadline < time.monotonic()
+
+
+def _until(server: ServerNode, holds: Callable[[ServerCore], bool]) -> None:
+    """Wait until the server's core is as it shall be."""
+    done = threading.Event()
+
+    def look(holdings: Holdings) -> None:
+        done.set() if holds(holdings.core) else server.do(look)
+
+    server.do(look)
+    assert done.wait(PATIENCE_S)

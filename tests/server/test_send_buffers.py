@@ -1,0 +1,85 @@
+"""Memory that travels to others: not written to while they may look at it, and shown to be free afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.nodes.cluster import cluster, open_table, table
+
+from paceline.errors import ProtocolBug
+from paceline.server.buffers import SendBuffers
+from paceline.transport import ShmTransport
+from paceline.transport.base import Connection
+from paceline.transport.buffer_pool import is_poisoned
+from paceline.transport.buffers import fresh_buffer
+from paceline.worker.node import WorkerNode
+from paceline.worker.pushes import PushBuffer, Slots
+
+HERE = cast("Connection", object())
+
+
+def test_values_lie_where_they_were_until_the_worker_has_taken_them_in() -> None:
+    send_buffers = SendBuffers(ShmTransport("loans"), poisons=True)
+    first = send_buffers.lend(HERE, "w", "read", 1, 64)
+    first[:] = bytes(64)
+
+    send_buffers.give_back(HERE, "w", "read", 0)
+    send_buffers.give_back(HERE, "w", "delivery", 9)
+    assert send_buffers.lend(HERE, "w", "read", 2, 64).obj is not first.obj, "the worker has not taken in the first"
+    assert not any(first)
+
+    send_buffers.give_back(HERE, "w", "read", 1)
+    assert is_poisoned(first)
+    assert send_buffers.lend(HERE, "w", "read", 3, 64).obj is first.obj
+    send_buffers.give_back(HERE, "w", "read", 2)
+    assert send_buffers.lend(HERE, "w", "read", 4, 64).obj is not first.obj
+    send_buffers.clear()
+
+
+def slots(**options: Any) -> Slots:
+    def make() -> PushBuffer:
+        memory = fresh_buffer(64)
+        return PushBuffer(memory, torch.frombuffer(memory, dtype=torch.float32))
+
+    return Slots(1, False, make, poisons=True, **options)
+
+
+def test_memory_of_a_push_shows_that_it_is_free_unless_a_gradient_may_lie_in_it() -> None:
+    memory = slots()
+    for shown in (False, True):
+        buffer = memory.take(shown=shown)
+        buffer.gradient.zero_()
+        memory.give(buffer)
+        assert is_poisoned(buffer.memory) != shown
+
+
+def test_memory_of_a_push_is_given_back_once() -> None:
+    memory = slots()
+    buffer = memory.take(shown=False)
+    more = memory.take(shown=True)
+    memory.give(buffer)
+    with pytest.raises(ProtocolBug, match="for pushes was given back twice"):
+        memory.give(buffer)
+    memory.give(more)
+    assert memory.available
+    assert not memory._lent
+
+
+@pytest.mark.parametrize("kind", ["memory", "shm", "tcp"])
+def test_nothing_of_a_push_is_left_once_all_servers_have_answered(kind: str, tmp_path: Path) -> None:
+    seen: list[PushBuffer] = []
+
+    def work(node: WorkerNode) -> None:
+        open_table(node, table("w", 300, "asynchronous"))
+        for _ in range(5):
+            assert node.push("w", torch.ones(300), count=1.0).result(timeout=10).applied
+        seen.extend(node._pushes._slots["w"]._free)
+
+    with cluster(kind, tmp_path, num_workers=1) as servers:
+        servers.run(1, work)
+        assert (servers.values("w") == 5.0).all()
+    assert seen
+    assert all(is_poisoned(buffer.memory) for buffer in seen)

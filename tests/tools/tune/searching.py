@@ -1,0 +1,27 @@
+"""Searches whose trials are pretended: processes that write traces, and no jobs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.tools.tune.api import Tuned, pursue
+from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.folder import Folder, SearchTask
+from paceline.tools.tune.space import read_search
+
+PRETENDED = (sys.executable, "-S", "-E", str(Path(__file__).with_name("scripts") / "pretended_run.py"))
+
+
+def pretended_task(search: Mapping[str, object], folder: Path, args: tuple[str, ...] = ()) -> SearchTask:
+    checked = read_search(search, "search")
+    return SearchTask(name="search", search=checked, script="no.py", args=args, working_folder=str(folder))
+
+
+def begin(search: Mapping[str, object], folder: Path, args: tuple[str, ...] = ()) -> Folder:
+    return Folder.begin(folder / "out", pretended_task(search, folder, args))
+
+
+def pretend(folder: Folder, *, jobs: int = 1, trial_timeout_s: float | None = None, progress: bool = False) -> Tuned:
+    return pursue(folder, SearchTerms(jobs, trial_timeout_s, PRETENDED), progress=progress)

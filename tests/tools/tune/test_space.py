@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.tools.tune.space import Span, read_search
+
+LR = {"lr": {"low": 0.001, "high": 1.0}}
+
+
+def test_what_is_written_is_what_is_searched() -> None:
+    told = {"trials": 5, "parameters": {"lr": {"low": "1e-4", "high": 1, "log": True}, "batch": [16, 32]}}
+    search = read_search({**told, "metric": "accuracy", "run": {"grace_s": 2.0}}, "here")
+    assert search.parameters == {"lr": Span(1e-4, 1, log=True), "batch": (16, 32)}
+    assert (search.method, search.num_trials, search.minimizes) == ("tpe", 5, False)
+    assert search.run == {"grace-s": 2.0}
+
+
+def test_a_grid_is_all_combinations() -> None:
+    spans = {"a": {"low": 1, "high": 3}, "b": {"low": 0.0, "high": 1.0, "steps": 3}, "c": ["x"]}
+    search = read_search({"method": "grid", "parameters": spans}, "here")
+    assert search.num_trials == 9
+    assert search.combinations()[1] == {"a": 1, "b": 0.5, "c": "x"}
+    whole = read_search(
+        {"method": "grid", "parameters": {"n": {"low": 1, "high": 100, "log": True, "steps": 5}}}, "here"
+    )
+    assert [point["n"] for point in whole.combinations()] == [1, 3, 10, 32, 100]
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"trials": 3}, "nothing to search"),
+        ({"trials": 3, "parameters": {}}, "nothing to search"),
+        ({"trials": 3, "parameters": {"lr": []}}, "'lr': expected different values, got none"),
+        ({"trials": 3, "parameters": {"lr": [1, 2, 1]}}, "got 1 twice"),
+        ({"trials": 3, "parameters": {"lr": [1, True]}}, "got True twice"),
+        ({"trials": 3, "parameters": {"lr": [float("nan")]}}, "that are finite"),
+        ({"trials": 3, "parameters": {"lr": 0.1}}, "'lr': .*expected a list of values, or low and high"),
+        ({"trials": 3, "parameters": {"lr": {"low": 1}}}, "'lr': .*`high`"),
+        (
+            {"trials": 3, "parameters": {"lr": {"low": 1, "high": 1}}},
+            "low must be less than high, got low 1 and high 1",
+        ),
+        ({"trials": 3, "parameters": {"lr": {"low": 1, "high": float("inf")}}}, "must be finite"),
+        ({"trials": 3, "parameters": {"lr": {"low": 0, "high": 1, "log": True}}}, "with log, low must be more than 0"),
+        ({"trials": 3, "parameters": {"lr": {"low": 0, "high": 1, "lag": True}}}, "unknown field `lag`"),
+        ({"trials": 3, "parameters": {"-lr": [1]}}, "a name has letters"),
+        ({"trials": 0, "parameters": LR}, "trials must be at least 1"),
+        ({"parameters": LR}, "tpe needs a number of trials"),
+        ({"trials": 3, "parameters": LR, "method": "guess"}, "Invalid enum value 'guess'"),
+        ({"trials": 3, "parameters": LR, "metrics": "loss"}, "unknown field `metrics`"),
+        ({"trials": 3, "parameters": {"lr": {"low": 0.1, "high": 1, "steps": 3}}}, "steps are for a grid"),
+        ({"trials": 3, "parameters": {"lr": [1]}, "method": "grid"}, "a grid tries all its combinations"),
+        ({"parameters": LR, "method": "grid"}, "'lr': between 0.001 and 1 a grid needs steps"),
+        ({"parameters": {"n": {"low": 1, "high": 10**9}}, "method": "grid"}, "a grid of 1000000000 combinations"),
+        ({"parameters": {"n": {"low": 1, "high": 9, "steps": 1}}, "method": "grid"}, "steps must be at least 2"),
+        ({"trials": 3, "parameters": {"run.workers": [1, 2]}, "run": {"workers": 2}}, "searched as run.workers"),
+        (
+            {"trials": 3, "parameters": {"run.grace_s": [1], "run.grace-s": [2]}},
+            "parameter 'run.grace-s' is there twice",
+        ),
+        ({"trials": 3, "parameters": LR, "run": {"grace_s": 1, "grace-s": 2}}, "'grace-s' is set twice under run"),
+        ({"trials": 3, "parameters": LR, "run": {"run_dir": "x"}}, "'run-dir' cannot be set for trials"),
+    ],
+)
+def test_what_makes_no_search_is_told(told: Mapping[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_search(told, "here")

@@ -1,0 +1,70 @@
+"""Connections that lead nowhere are not made again for ever, and those that only wait for other workers are."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.wire.progress import NUM_FRUITLESS, SOON_S, Progress
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def connect(progress: Progress, clock: Clock, lived_s: float, *, sent: tuple[int, ...] = (), answered: bool) -> None:
+    """Live through one connection."""
+    progress.note_connected()
+    for size_bytes in sent:
+        progress.note_sent(size_bytes)
+    if answered:
+        progress.note_answered()
+    clock.now_s += lived_s
+    progress.note_broken()
+
+
+def test_fruitless_connections_are_given_up_with_the_size_of_the_frame() -> None:
+    clock = Clock()
+    progress = Progress(patience_s=5.0, now=clock)
+    for _ in range(NUM_FRUITLESS):
+        assert progress.objection() == ""
+        connect(progress, clock, 11.0, sent=(60, 1 << 20, 80), answered=False)
+
+    assert progress.objection() == (
+        "was accepted 3 times, and broke each time before a frame of 1,048,576 bytes was answered"
+    )
+
+
+def test_answers_that_never_arrive_are_told_too() -> None:
+    clock = Clock()
+    progress = Progress(patience_s=5.0, now=clock)
+    for _ in range(NUM_FRUITLESS):
+        connect(progress, clock, 11.0, sent=(60,), answered=False)
+
+    assert progress.objection() == "was accepted 3 times, and broke each time before anything was answered"
+
+
+def test_connections_that_break_at_once_are_made_again_for_as_long_as_a_server_is_awaited() -> None:
+    clock = Clock()
+    progress = Progress(patience_s=5.0, now=clock)
+    for _ in range(24):
+        connect(progress, clock, 0.2, answered=False)
+        assert progress.objection() == ""
+    connect(progress, clock, 0.2, answered=False)
+
+    assert progress.objection()
+
+
+@pytest.mark.parametrize(("lived_s", "answered"), [(11.0, True), (SOON_S + 1.0, False)])
+def test_a_connection_that_was_of_use_or_held_for_long_counts_for_the_path(lived_s: float, answered: bool) -> None:
+    clock = Clock()
+    progress = Progress(patience_s=5.0, now=clock)
+    for lived in (11.0, 11.0, lived_s, 11.0, 11.0):
+        connect(progress, clock, lived, sent=(1 << 20,), answered=answered and lived == lived_s)
+        if lived == lived_s and not answered:
+            assert progress.objection() == ""
+
+    assert progress.objection() == ""

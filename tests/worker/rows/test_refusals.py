@@ -1,0 +1,69 @@
+"""Pushes through filters that servers refuse: what earlier ones kept back arrives all the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.worker.rows.tables import open_rows, rows_of
+from tests.worker.rows.world import World
+
+from paceline.update.filters import Cast, FilterSpec, Int8, TopK
+from paceline.worker.rows.table import RowTable
+
+IDS = torch.arange(40)
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(40, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def places_of(world: World) -> list[torch.Tensor]:
+    """Return the positions in IDS of the rows of each server."""
+    order, counts = world.servers[0]._rows.ops.split(IDS, 2)
+    return list(order.split(counts))
+
+
+def stored(world: World) -> torch.Tensor:
+    """Return all rows as they lie on the two servers."""
+    out = torch.zeros(40, 2, dtype=torch.float64)
+    for server, places in zip(world.servers, places_of(world), strict=True):
+        out[places] = server._rows.tables["r"].store.read(IDS[places])
+    return out
+
+
+def kept(table: RowTable) -> torch.Tensor:
+    out = torch.zeros(40, 2, dtype=torch.float64)
+    ids, rows = table.opened.pipeline.rest()
+    out[ids] = rows
+    return out
+
+
+@pytest.mark.parametrize("is_flush", [False, True])
+@pytest.mark.parametrize("consistency", ["ssp:9", "bsp"])
+@pytest.mark.parametrize("filters", [(TopK(0.3),), (Int8(),), (TopK(0.5), Cast("bfloat16"))], ids=str)
+def test_a_refused_push_takes_nothing_with_it_that_was_kept_back_before(
+    filters: tuple[FilterSpec, ...], consistency: str, is_flush: bool
+) -> None:
+    world = World(1, 2, random.Random(1))
+    try:
+        table = open_rows(world.workers[0], rows_of("r", consistency, filters=filters))
+        broken = world.servers[1]._rows.tables["r"]
+        given = torch.zeros(40, 2, dtype=torch.float64)
+        for clock in range(6):
+            rows = values(clock)
+            broken.broken = "for a while" if clock in (2, 3) else ""
+            refuse = is_flush and clock == 2
+            pushed = table.flush() if refuse else table.push(IDS, rows)
+            table.node.tick()
+            world.settle()
+            assert pushed.result(timeout=0).applied == (clock not in (2, 3))
+            if clock in (2, 3):
+                rows[places_of(world)[1]] = 0.0
+            if clock in (2, 3) and consistency == "bsp":  # else the other server has applied its part at once
+                rows.zero_()
+            given += 0.0 if refuse else rows
+        assert torch.allclose(stored(world) + kept(table), given, rtol=0, atol=1e-12)
+    finally:
+        world.close()

@@ -1,0 +1,342 @@
+"""A worker's own side: whatever happens, whoever waits is told, and what broke is made again."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.nodes.cluster import CARRIERS, cluster, counts_of, open_table, read_values, table
+
+from paceline.core.effects import ServerEffect
+from paceline.core.messages import Push, Sender
+from paceline.core.server import ServerCore, ServerEvent
+from paceline.core.settings import WorkerSettings
+from paceline.errors import AuthenticationFailed, DeadlineExceeded, PeerError, ServerLost, UsageError
+from paceline.transport import Credentials, FaultPlan, TcpTransport
+from paceline.transport.base import EMPTY, Frame
+from paceline.transport.handshake import TokenHandshake
+from paceline.transport.memory import MemoryConnection
+from paceline.transport.stream import StreamConnection
+from paceline.wire.messages import is_push
+from paceline.wire.requests import Barrier
+from paceline.worker.lock import WorkerOptions
+from paceline.worker.node import WorkerNode
+
+
+def test_a_worker_that_cannot_reach_all_servers_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers:
+        settings = WorkerSettings(Sender(1, 0, 0), num_servers=2)
+        node = WorkerNode(settings, servers.transport, (*servers.addresses, "memory://nobody"))
+
+        with pytest.raises(PeerError, match="nobody listens at memory://nobody"):
+            node.join()
+        node.close()
+
+
+def test_a_wrong_token_is_named(tmp_path: Path) -> None:
+    with cluster("tcp", tmp_path, num_servers=1) as servers:
+        stranger = TcpTransport(Credentials(bytes(range(1, 33)), "nodes"))
+        node = WorkerNode(WorkerSettings(Sender(1, 0, 0), 1), stranger, servers.addresses)
+
+        with pytest.raises(AuthenticationFailed, match="the token or the job 'nodes' is not the one"):
+            node.join()
+        node.close()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tmp_path: Path) -> None:
+    with cluster(kind, tmp_path, num_workers=2, num_servers=1) as servers:
+        node = servers.worker(0)
+        node.options = WorkerOptions(wait_timeout_s=30.0, reconnect_timeout_s=0.2)
+        node.join()
+        open_table(node, table("w", 4, "bsp"))
+        pushed = node.push("w", torch.ones(4), count=1.0)
+        node.tick()
+        read = node.begin_read("w")  # waits for worker 1, who never comes
+
+    for future in (pushed, read):
+        with pytest.raises(ServerLost, match=r"lost: the connection to .* did not come back within 0\.2 s"):
+            future.result(timeout=10)
+    for call in (
+        lambda: node.push("w", torch.ones(4), count=1.0),
+        node.tick,
+        node.leave,
+        lambda: read_values(node, "w", torch.empty(4)),
+        lambda: node.calls.ask(0, lambda number: None, "nothing"),
+    ):
+        with pytest.raises(ServerLost, match=r"worker 0 \(clock 1\): server 0 is lost: .* can still be read: save"):
+            call()
+    assert node.is_failing
+    node.close()
+
+
+def test_a_server_that_is_known_to_have_ended_is_not_tried_again(tmp_path: Path) -> None:
+    with cluster("tcp", tmp_path, num_workers=1, num_servers=2) as servers:
+        node = servers.worker(0)
+        node.options = WorkerOptions(reconnect_timeout_s=1000.0, how_ended=lambda rank: f"{rank} was killed")
+        node.join()
+        assert not node.is_failing
+        servers.servers[1].stop()
+
+        with pytest.raises(ServerLost, match=r"server 1 is lost: .* is over: the server 1 was killed"):
+            node.calls.ask(1, lambda number: Barrier(number, "a place"), "what never comes")
+        node.close()
+
+
+def test_what_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=2) as servers, servers.joined(0, wait_timeout_s=0.2) as node:
+        open_table(node, table("w", 4, "ssp:1"))
+        node.tick()
+        node.tick()
+
+        with pytest.raises(
+            DeadlineExceeded, match=r"worker 0 \(clock 2\) waited 0.2 s for values of table 'w' at clock 2 \(ssp:1\)"
+        ):
+            read_values(node, "w", torch.empty(4))
+        node.push("w", torch.ones(4), count=1.0)
+        node.settle()
+
+
+def test_many_pushes_in_one_clock_do_not_wait_for_the_clock_that_comes_after_them(tmp_path: Path) -> None:
+    with cluster("shm", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        values = torch.empty(4)
+        for clock in range(1, 4):
+            pushed = [node.push("w", torch.ones(4), count=1.0) for _ in range(10)]
+            with pytest.raises(
+                UsageError, match=rf"pushed to table 'w' during clock {clock - 1}.*call clock\(\) first"
+            ):
+                node.settle()
+            node.tick()
+            read_values(node, "w", values)
+
+            assert values.tolist() == [10.0 * clock] * 4
+            assert all(push.result(timeout=5).applied for push in pushed)
+        node.leave()
+
+
+def test_a_held_push_holds_up_no_push_of_another_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("paceline.core.dedup.WINDOW", "paceline.core.worker.WINDOW"):
+        monkeypatch.setattr(place, 20)
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0, wait_timeout_s=5.0) as node:
+        open_table(node, table("held", 4, "bsp"))
+        open_table(node, table("free", 4, "asynchronous"))
+        pushed = node.push("held", torch.ones(4), count=1.0)
+        for _ in range(60):
+            assert node.push("free", torch.ones(4), count=1.0).result(timeout=10).applied
+        for _ in range(19):
+            node.push("held", torch.ones(4), count=1.0)
+        with pytest.raises(UsageError, match=r"has made .* pushes of table 'held' in clock 0"):
+            node.push("held", torch.ones(4), count=1.0)
+        node.tick()
+        assert pushed.result(timeout=10).applied
+
+
+def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1, num_servers=3) as servers, servers.joined(0) as node:
+        for name, policy in (("a", "asynchronous"), ("b", "bsp")):
+            open_table(node, table(name, 192, policy))
+            servers.servers[1]._dense_tables.broken[name] = "it is broken"
+            pushed = node.push(name, torch.ones(192), count=1.0)
+            node.tick()
+            outcome = pushed.result(timeout=10)
+            assert not outcome.applied
+            if policy == "bsp":
+                assert (outcome.reason, outcome.applied_on) == ("it is broken", ())
+                assert not servers.values(name).any()
+            else:
+                told = "server 1 refused its part: it is broken; it is applied on server 0, 2, and stays there"
+                assert (outcome.reason, outcome.applied_on) == (told, (0, 2))
+                assert [server._dense_tables.shards[name].values.sum() for server in servers.servers] == [64, 0, 64]
+
+
+def test_an_own_push_that_was_refused_is_no_longer_shown(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        values = torch.empty(4)
+        read_values(node, "w", values)
+        servers.servers[0]._dense_tables.broken["w"] = "it is broken"
+        assert not node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+        read_values(node, "w", values, refresh=False)
+        assert not values.any()
+
+
+def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        for call in (
+            lambda: node.push("v", torch.ones(4), count=1.0),
+            lambda: node.begin_read("v"),
+            lambda: read_values(node, "v", torch.empty(4)),
+        ):
+            with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
+                call()
+        node.leave()
+
+
+def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=2) as servers:
+        ahead = threading.Event()
+
+        def one(node: WorkerNode) -> None:
+            for name, policy in (("late", "bsp"), ("soon", "asynchronous")):
+                open_table(node, table(name, 4, policy))
+            if node.settings.sender.worker == 1:
+                assert ahead.wait(timeout=10)
+                node.tick()
+                return
+            node.tick()
+            late = node.begin_read("late")
+            read_values(node, "soon", torch.empty(4))
+            assert not late.done()
+            ahead.set()
+            assert late.result(timeout=10).clock == 1
+
+        servers.run(2, one)
+
+
+def test_a_future_of_a_push_cannot_be_cancelled(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "bsp"))
+        pushed = node.push("w", torch.ones(4), count=1.0)
+
+        assert not pushed.cancel()
+        node.tick()
+        assert pushed.result(timeout=10).applied
+        node.leave()
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_a_link_that_breaks_at_every_other_message_only_costs_time(kind: str, tmp_path: Path) -> None:
+    plan = FaultPlan(cut=0.25)
+    with cluster(kind, tmp_path, num_workers=2, num_servers=1, plan=plan, seed=3, lease_s=20.0) as servers:
+
+        def work(node: WorkerNode) -> None:
+            open_table(node, table("w", 4, "ssp:1"))
+            for _ in range(8):
+                node.push("w", torch.ones(4), count=1.0)
+                node.tick()
+                read_values(node, "w", torch.empty(4))
+
+        servers.run(2, work)
+
+        assert servers.values("w").tolist() == [16.0] * 4
+        assert counts_of(servers.transport).cut >= 10
+
+
+@pytest.mark.parametrize("kind", CARRIERS)
+def test_e7_a_push_made_while_a_connection_comes_back_follows_those_that_are_repeated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, arrived = ServerCore.handle, list[int]()
+
+    def note(core: ServerCore, event: ServerEvent, now: float) -> list[ServerEffect]:
+        if isinstance(event, Push):
+            arrived.append(event.id.seq)
+        return handle(core, event, now)
+
+    monkeypatch.setattr(ServerCore, "handle", note)
+    with cluster(kind, tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        [link] = node._links
+        with node._changed:
+            link._post.connection.close()
+            node.push("w", torch.ones(4), count=1.0)  # lost
+            until_s = time.monotonic() + 10
+            while link.hello.connection < 2 and time.monotonic() < until_s:
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.02)  # the reader has the new connection, and waits for the lock
+            node.push("w", torch.ones(4), count=1.0)
+        node.settle()
+    assert arrived[:2] == [0, 1]
+
+
+def test_a_cut_while_a_connection_is_made_again_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, num_checked = TokenHandshake._token_behind, [0]
+
+    def cut_the_second(handshake: TokenHandshake, proof: bytes, transcript: bytes) -> bytes | None:
+        num_checked[0] += 1
+        if num_checked[0] == 2:
+            raise EOFError  # as when the line breaks before the server has proven itself
+        return check(handshake, proof, transcript)
+
+    monkeypatch.setattr(TokenHandshake, "_token_behind", cut_the_second)
+    with cluster("tcp", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        node._links[0]._post.connection.close()
+        assert node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
+    assert num_checked == [3]
+
+
+def test_a_closed_worker_refuses_to_go_on_and_may_be_closed_again(tmp_path: Path) -> None:
+    with cluster("memory", tmp_path, num_workers=1) as servers:
+        with servers.joined(0) as node:
+            open_table(node, table("w", 4, "bsp"))
+            pushed = node.push("w", torch.ones(4), count=1.0)
+        node.close()
+
+        with pytest.raises(PeerError, match="has closed its connections"):
+            pushed.result(timeout=0)
+        with pytest.raises(PeerError, match="has closed its connections"):
+            node.tick()
+
+
+def test_a_worker_that_stays_away_longer_than_its_lease_is_not_waited_for(tmp_path: Path) -> None:
+    spec = table("w", 4, "bsp")
+    with cluster("memory", tmp_path, num_workers=2, lease_s=0.2) as servers:
+        with servers.joined(1) as lost:
+            lost.open_table(spec)
+        with servers.joined(0) as node:
+            open_table(node, spec)
+            node.push("w", torch.ones(4), count=1.0)
+            node.tick()
+            read_values(node, "w", torch.empty(4))
+            node.leave()
+
+        assert servers.values("w").tolist() == [1.0] * 4
+
+
+def test_a_worker_whose_large_frames_never_arrive_ends_with_their_size_and_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster("memory", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4096, "asynchronous"))
+        node._links[0]._progress.patience_s = 0.2
+        send = MemoryConnection.send
+
+        def drop_large(self: MemoryConnection, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+            if len(body) < 1500:
+                send(self, header, body, timeout_s=timeout_s)
+            else:
+                self.close()  # as the kernel does, after 10 s in which a packet is not acknowledged
+
+        monkeypatch.setattr(MemoryConnection, "send", drop_large)
+
+        with pytest.raises(
+            ServerLost, match=r"memory://.* was accepted \d+ times, and broke each .* frame of 16,\d+ bytes .* MTU"
+        ):
+            node.push("w", torch.ones(4096), count=1.0).result(timeout=30)
+
+
+def test_a_push_that_a_server_has_no_memory_for_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, failed = StreamConnection.receive, threading.Event()
+
+    def receive_without_memory(self: StreamConnection, **options: Any) -> Frame:
+        frame = receive(self, **options)
+        if (
+            threading.current_thread().name.startswith("paceline-read-")
+            and is_push(frame.header)
+            and not failed.is_set()
+        ):
+            failed.set()
+            raise MemoryError
+        return frame
+
+    monkeypatch.setattr(StreamConnection, "receive", receive_without_memory)
+    with cluster("tcp", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
+        open_table(node, table("w", 4, "asynchronous"))
+        assert node.push("w", torch.ones(4), count=1.0).result(timeout=30).applied
+        assert failed.is_set()
+        assert servers.values("w").tolist() == [1.0] * 4
