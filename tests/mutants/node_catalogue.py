@@ -12,9 +12,8 @@ SERVER, LINKS, DENSE_TABLES, PUSHES = (
     "server/dense_tables.py",
     "worker/pushes.py",
 )
-OUTGOING, PEERS, ROLES, CACHE, WORKER = (
-    f"node/{name}.py" for name in ("outgoing", "peers", "roles", "mirror", "worker")
-)
+CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/permissions.py"
+CACHE, WORKER = "worker/cache.py", "worker/node.py"
 CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_tables.py", "transport/channel.py"
 SECURITY, READS = "transport/handshake.py", "worker/reads.py"
 
@@ -91,7 +90,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "nobody is told where parts are applied",
-        OUTGOING,
+        PUSHES,
         "        if ranks:\n",
         "        if ():\n",
         "worker/test_node",
@@ -107,7 +106,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "an old connection takes the place of a newer one",
-        PEERS,
+        CONNECTIONS,
         "if hello.connection < newest or (",
         "if (",
         "nodes/test_rules",
@@ -123,7 +122,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a worker speaks for another",
-        ROLES,
+        PERMISSIONS,
         "!= (hello.rank, hello.incarnation)",
         "== ()",
         "nodes/test_rules",
@@ -162,8 +161,8 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "pushes of the current clock wait for it",
         PUSHES,
-        "return slots.available or (slots.held and self._oldest(table, clock) == clock",
-        "return slots.available or (slots.held and self._oldest(table, clock) < clock",
+        "return slots.available or (slots.held and not self._counts.is_older(table, clock))",
+        "return slots.available or (slots.held and self._counts.is_older(table, clock))",
         "worker/test_node",
         "many_pushes",
     ),
