@@ -149,7 +149,7 @@ def test_the_former_life_can_do_no_more(tmp_path: Path) -> None:
         with started.join(0, incarnation=1) as second:
             again = second.table("w", shape=(2,), update=ADD)
             pushed = w.push(torch.ones(2))
-            with pytest.raises(PeerError, match="incarnation 0 of worker 0 is over"):
+            with pytest.raises(PeerError, match=r"worker 0 has ended since it joined \(incarnation 0 is over\)"):
                 pushed.result(timeout=20)
             first.close(politely=False)
             second.clock()
