@@ -102,7 +102,7 @@ def test_a_name_that_was_given_twice_is_refused_and_leaves_the_first_as_it_is(tm
     def work(_: Session) -> int:
         model = small()
         first = paceline.distributed(sgd(model), name="net")
-        with pytest.raises(UsageError, match="has already opened table 'net': use what that call returned"):
+        with pytest.raises(UsageError, match="has distributed 'net' already: give each optimizer a name of its own"):
             paceline.distributed(sgd(model), name="net")
         steps(model, first)
         return first.num_refused

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.api.session import Session
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 
 SGD = paceline.update.SGD(lr=0.1)
 NO_VALUES: dict[str, tuple[object, str]] = {
@@ -114,3 +114,28 @@ def test_everything_public_shows_itself_in_one_short_line(tmp_path: Path) -> Non
         assert len(text) <= 200, text
         assert "\n" not in text
         assert " object at 0x" not in text
+
+
+def test_a_failure_while_leaving_at_exit_is_told_once_and_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(worker: Session) -> None:
+        worker.node._fail("the server is gone")
+
+        with pytest.raises(PeerError) as caught:
+            worker.clock()
+        monkeypatch.setattr("sys.last_value", caught.value, raising=False)
+        worker.leave_at_exit()
+        assert capsys.readouterr().err == "", "what ended the script was shown by Python"
+
+    run_job(tmp_path, work)
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+
+    def fail(worker: Session) -> None:
+        worker.node._fail("the server is gone")
+        worker.leave_at_exit()
+        assert capsys.readouterr().err == "paceline: worker 0 (clock 0): the server is gone\n"
+
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    run_job(other, fail)

@@ -125,7 +125,10 @@ def test_a_pull_can_fill_a_tensor_or_an_array(tmp_path: Path) -> None:
         w.pull(out=array)
         assert tensor.tolist() == array.tolist() == [[1.0, 2.0], [1.0, 2.0]]
         for wrong in (torch.zeros(4), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 4)[:, ::2]):
-            with pytest.raises(UsageError, match=r"table 'w': out is .* expected \(2, 2\) torch.float32, contiguous"):
+            with pytest.raises(
+                UsageError,
+                match=r"table 'w', worker 0, clock 0: out is .* expected \(2, 2\) of float32, dense",
+            ):
                 w.pull(out=wrong)
 
     run_job(tmp_path, work)

@@ -218,7 +218,7 @@ def test_what_cannot_be_combined_is_refused_on_every_worker(tmp_path: Path) -> N
             attach(sparse, torch.optim.SGD(sparse.parameters(), lr=0.1))
         optimizer = attach(model, sgd_of)
         with pytest.raises(UsageError, match=r"has distributed 'model' already: give each optimizer a name"):
-            attach(model, sgd_of)
+            paceline.distributed(sgd_of, strategy="all-reduce", model=model, name="model")
         with pytest.raises(UsageError, match="no backward has combined"):
             optimizer.step()
         model(torch.ones(2, 3), 0).sum().backward()

@@ -300,7 +300,7 @@ def test_two_optimizers_need_two_names(tmp_path: Path) -> None:
         paceline.distributed(sgd(mlp()), name="model")
         paceline.distributed(sgd(mlp()), name="model")
 
-    with pytest.raises(UsageError, match=r"already opened table 'model': .* a name of its own"):
+    with pytest.raises(UsageError, match=r"has distributed 'model' already: .* a name of its own"):
         run_job(tmp_path, work)
 
 

@@ -21,6 +21,7 @@ from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
 from paceline.serve.url import ServeUrl
 from paceline.transport.base import Transport
+from paceline.worker.given import brief
 from paceline.worker.lock import WorkerOptions
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
@@ -72,6 +73,8 @@ def connect(
         (0, 1)
     """
     for_launched, shown = (transport, place, servers), (token, keys, ca, certificate, key)
+    if not isinstance(address, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"connect: the address is {brief(address)}, expected a text such as 'host:7077'.")
     if address is None:
         if any(given is not None for given in (*shown, rank, workers)):
             raise UsageError(
@@ -107,12 +110,12 @@ def _join_remote(location: ServeUrl, shown: ClientCredentials, rank: int | None,
     meter = StepMetrics(Trace(None), admitted.rank)
     session = Session(admitted.rank, admitted.size, 0, node, meter, None, None, apart, arrangement)
     session.notice.listen()
-    atexit.register(session.close)
+    atexit.register(session.leave_at_exit)
     when_script_ends(lambda well: session.close(politely=well))
     leave_after_crash()
     return session
 
 
 def _check(name: str, number: int | None, least: int) -> None:
-    if number is not None and not least <= number < MAX_WORKERS:
-        raise UsageError(f"connect: {name} is {number}, expected {least} to {MAX_WORKERS - 1}.")
+    if number is not None and not (isinstance(number, int) and least <= number < MAX_WORKERS):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"connect: {name} is {brief(number)}, expected {least} to {MAX_WORKERS - 1}.")

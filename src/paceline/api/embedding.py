@@ -20,7 +20,7 @@ from paceline.training.embedding_gradients import EmbeddingLookup
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
 from paceline.update.table import DType, NonFinite, Scale
-from paceline.worker.given import shortened
+from paceline.worker.given import brief, shortened
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.table import RowTable
 
@@ -333,6 +333,11 @@ def _padding(name: str, num: int | None, padding: int | None, max_norm: float | 
             f"table '{name}': max_norm is {max_norm}, but a lookup does not change rows on the servers. Leave it out; "
             "to keep rows small use a rule with weight_decay, or one of your own."
         )
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"an embedding is named {brief(name)}, expected a text that is unique in the job.")
+    for what, number in (("num_embeddings", num), ("padding_idx", padding)):
+        if not isinstance(number, int | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"table '{name}': {what} is {brief(number)}, expected a whole number or None.")
     if num is not None and num < 1:
         raise UsageError(f"table '{name}': num_embeddings is {num}, expected 1 or more, or None for any ids.")
     if padding is None or num is None:

@@ -169,7 +169,7 @@ def join(spec: ClusterSpec, place: Place, transport: Transport, notice: Preempti
     session.notice = notice or PreemptionNotice(run_dir / CALLED_OFF_NAME)
     session.notice.may_save = lambda: node.is_failing
     session.notice.listen()
-    atexit.register(session.close)
+    atexit.register(session.leave_at_exit)
     when_script_ends(lambda well: session.close(politely=well))
     return session
 
@@ -204,5 +204,5 @@ def _embed() -> Session:
     alone = Collectives(WorkerSet(0, 1, node, None))
     session = Session(0, 1, 0, node, StepMetrics(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
     session.notice.listen()
-    atexit.register(session.close)
+    atexit.register(session.leave_at_exit)
     return session

@@ -15,10 +15,12 @@ from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import ParallelizeOptions, keep_part
+from paceline.training.arguments import check_distributed
 from paceline.training.optimizer import ParameterServer, Settings
 from paceline.training.resolve import Policy, choose_strategy
 from paceline.training.strategy import Distributed
 from paceline.update.table import NonFinite, Scale
+from paceline.worker.given import as_number, brief
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +75,8 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
         (0, 1, 0)
     """
     _check_given(session)
+    if not isinstance(servers, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"init: servers is {brief(servers)}, expected 'first:M', 'node:M' or 'ranks:M'.")
     if session is not None and (session.closed or servers is not None):
         problem = "it is closed: connect again" if session.closed else "it has its server: leave out servers=..."
         raise UsageError(f"init was given a session, as worker {session.rank}, and {problem}.")
@@ -208,6 +212,9 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     """
     session = current()
     clock = session.node.clock
+    here = f"report, worker {session.rank}, clock {clock}"
+    loss = None if loss is None else as_number(loss, here, "loss")
+    accuracy = None if accuracy is None else as_number(accuracy, here, "accuracy")
     if accuracy is None:
         session.meter.note_loss(clock, loss)
     elif loss is None:
@@ -397,6 +404,7 @@ def distributed(
         >>> optimizer.step()
     """
     session = current()
+    check_distributed(optimizer, model, strategy, consistency, fetch_every, name)
     served = (consistency or session.consistency) is not None
     chosen = choose_strategy(strategy, session.arrangement.between_replicas(served=served))
     name = session.tables.default_name("model") if name is None else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from paceline.core.consistency import Consistency, bsp
 from paceline.data.partition import Sharding
 from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Slicing
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.launch.preemption import PreemptionNotice
 from paceline.launch.rendezvous.join import JoinedJob
 from paceline.launch.script_exit import ended_well
@@ -308,7 +309,7 @@ class Session:
         if self.closed:
             return
         self.closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self.leave_at_exit)
         with ExitStack() as freeing:  # from the last to the first, whatever fails on the way
             if self.server is not None:
                 freeing.callback(self.server.close, politely=politely)
@@ -343,10 +344,19 @@ class Session:
                 f"pushed: they are lost. {CLOCK_ADVICE}"
             )
 
+    def leave_at_exit(self) -> None:
+        """Leave the job as the process ends; tell in one line what fails then, unless it has ended the script."""
+        try:
+            self.close()
+        except PacelineError as error:
+            ended_by: object = getattr(sys, "last_value", None)  # where Python has shown what ended the script
+            if str(ended_by) != str(error) and sys.stderr is not None:
+                sys.stderr.write(f"paceline: {error}\n")
+
     def abandon(self) -> None:
         """Let go of the job in a process that was forked from this worker: its calls are refused, nothing is sent."""
         self.closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self.leave_at_exit)
         self.node.abandon(
             "this process was forked from the worker and takes no part in its job: push, pull and clock in "
             "the worker itself, or start the process with subprocess or multiprocessing's spawn"

@@ -16,6 +16,7 @@ from paceline.collective.call_queue import CallQueue, QueuedCall
 from paceline.collective.group import Group, WorkerSet
 from paceline.collective.signature import CallSignature, Op, Pattern
 from paceline.errors import UsageError
+from paceline.worker.given import brief
 
 T = TypeVar("T")
 
@@ -67,11 +68,13 @@ class Collectives:
 
     def reduce(self, tensor: Tensor, root: int, op: Op, timeout_s: float | None) -> Future[Tensor | None]:
         """Give the root the reduction of all tensors."""
+        _require_tensor(tensor, "reduce")
         patterns.require_reducible(tensor, op, "reduce")
         return self._ask(tensor, "reduce", op, self._checked(root, "reduce"), patterns.reduce, timeout_s)
 
     def all_reduce(self, tensor: Tensor, op: Op, timeout_s: float | None) -> Future[Tensor]:
         """Give every worker the reduction of all tensors."""
+        _require_tensor(tensor, "all_reduce")
         patterns.require_reducible(tensor, op, "all_reduce")
         return self._ask(tensor, "all_reduce", op, -1, patterns.all_reduce, timeout_s)
 
@@ -104,8 +107,9 @@ class Collectives:
         act: Callable[[QueuedCall, Tensor], T],
         timeout_s: float | None,
     ) -> Future[T]:
-        if timeout_s is not None and timeout_s <= 0:
-            raise UsageError(f"{pattern}: timeout_s is {timeout_s:g}, expected more than 0 seconds.")
+        _require_tensor(tensor, pattern)
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"{pattern}: timeout_s is {brief(timeout_s)}, expected more than 0 seconds.")
         if tensor.layout not in (torch.strided, torch.sparse_coo):
             raise UsageError(
                 f"{pattern} got a tensor with layout {tensor.layout}: use .to_dense() or .to_sparse_coo()."
@@ -120,6 +124,14 @@ class Collectives:
         return self._lanes.get(CALL_QUEUE_NAME) or self.open_call_queue(CALL_QUEUE_NAME)
 
     def _checked(self, root: int, pattern: str) -> int:
-        if not 0 <= root < self.worker_set.size:
-            raise UsageError(f"{pattern}: root is worker {root}, expected 0 to {self.worker_set.size - 1}.")
+        if not (isinstance(root, int) and 0 <= root < self.worker_set.size):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"{pattern}: root is worker {brief(root)}, expected 0 to {self.worker_set.size - 1}.")
         return root
+
+
+def _require_tensor(tensor: object, pattern: str) -> None:
+    """Refuse what is no tensor, or one without values."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{pattern} got {brief(tensor)}, expected a tensor: torch.as_tensor makes one of numbers.")
+    if tensor.device.type == "meta":
+        raise UsageError(f"{pattern} got {brief(tensor)} on device meta, which has no values.")

@@ -145,7 +145,7 @@ def _shard(source: object, sharding: Sharding, cut: DataCut) -> object:
             return shard_files(source, sharding, cut)
         case IterableDataset():
             return ShardedStream(cast("IterableDataset[Any]", source), sharding, cut)
-        case str() | Mapping():
+        case str() | Mapping() | type():
             pass
         case _MapStyle():
             return _pick(source, _own_of(source, sharding, cut))
@@ -155,8 +155,9 @@ def _shard(source: object, sharding: Sharding, cut: DataCut) -> object:
             return ShardedStream(cast("Iterable[Any]", source), sharding, cut)
         case _:
             pass
+    what = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
     raise UsageError(
-        f"cannot shard a {type(source).__name__}: expected a DataLoader, a dataset with a length, a sequence, "
+        f"cannot shard {what}: expected a DataLoader, a dataset with a length, a sequence, "
         "a tensor, files or an iterable."
     )
 

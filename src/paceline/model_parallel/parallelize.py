@@ -21,6 +21,7 @@ from paceline.model_parallel.parallel import Parallel
 from paceline.model_parallel.part import ModelPart
 from paceline.model_parallel.pipeline import SCHEDULES, Pipeline, Schedule
 from paceline.model_parallel.stage import PipelineStage
+from paceline.worker.given import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class ParallelizeOptions:
             ("tensor", self.tensor),
             ("micro_batches", self.micro_batches),
         ):
-            if number is not None and number < 1:
-                raise UsageError(f"parallelize: {name} is {number}, expected 1 or more.")
+            if number is not None and not (isinstance(number, int) and number >= 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise UsageError(f"parallelize: {name} is {brief(number)}, expected a whole number of 1 or more.")
         if self.schedule not in SCHEDULES:
             raise UsageError(f"parallelize: schedule is {self.schedule!r}, expected {' or '.join(SCHEDULES)}.")
 
@@ -70,6 +71,13 @@ def keep_part(
     model: nn.Module, loss: Loss, asked: ParallelizeOptions, exchange: Collectives, arrangement: Arrangement
 ) -> Parallel:
     """Keep this worker's part of a model, and connect it to the others; see `paceline.parallelize`."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+        raise UsageError(f"parallelize: the model is {brief(model)}, expected a torch.nn.Module.")
+    if isinstance(loss, type) or not callable(loss):
+        raise UsageError(
+            f"parallelize: loss is {brief(loss)}, expected a function of outputs and targets, "
+            "torch.nn.functional.cross_entropy for example, or a loss module that was made."
+        )
     wanted = asked.over(arrangement.distribution)
     stages, count = wanted.pipeline, asked.micro_batches
     if stages > 1 and count is not None and count < stages and asked.schedule == "1f1b":

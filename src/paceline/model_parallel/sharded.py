@@ -95,7 +95,10 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
     if len(dtypes) != 1 or is_sharded(model):
         what = "is sharded already" if is_sharded(model) else f"has parameters of {' and '.join(dtypes) or 'no dtype'}"
-        raise UsageError(f"fsdp: {type(model).__name__} {what}; expected a model of one dtype, not sharded.")
+        raise UsageError(
+            f"fsdp: {type(model).__name__} {what}; expected a model of one dtype, not sharded: to distribute it again, "
+            "make the model anew and load its state."
+        )
     scalar = next((name for name, parameter in model.named_parameters() if parameter.dim() == 0), None)
     if scalar is not None:
         raise UsageError(

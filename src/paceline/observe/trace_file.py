@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import FileIO
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class TraceFile:
         self._path = path
         self._max_bytes = max_bytes  # 0: no bound
         self._tell = tell
-        self._descriptor: int | None = None
+        self._file: FileIO | None = None
         self._size = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,11 +47,11 @@ class TraceFile:
     @property
     def is_open(self) -> bool:
         """Whether more is written."""
-        return self._descriptor is not None
+        return self._file is not None
 
     def append(self, lines: bytes) -> None:
         """Write whole lines, or tell that the trace ends here."""
-        if self._descriptor is None:
+        if self._file is None:
             return
         try:
             if self._max_bytes and self._size and self._size + len(lines) > self._max_bytes:
@@ -63,21 +64,21 @@ class TraceFile:
 
     def close(self) -> None:
         """Write no more; may be repeated."""
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
 
     def _open(self) -> None:
         """Open for appending, without the torn line that a killed process may have left at the end."""
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._size = _end_of_lines(self._descriptor)
-        os.ftruncate(self._descriptor, self._size)
+        self._file = FileIO(self._path, "a+")
+        self._size = _end_of_lines(self._file.fileno())
+        self._file.truncate(self._size)
 
     def _write(self, lines: bytes) -> None:
-        assert self._descriptor is not None
+        assert self._file is not None
         rest = memoryview(lines)
         while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+            rest = rest[os.write(self._file.fileno(), rest) :]
         self._size += len(lines)
 
     def _give_up(self, error: OSError) -> None:

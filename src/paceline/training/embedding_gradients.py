@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import IdOutOfRange, UsageError
+from paceline.worker.given import brief
 from paceline.worker.metrics import MANY_PUSHES
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.rows.table import RowFuture, RowTable
@@ -94,6 +95,11 @@ class EmbeddingLookup:
             learn: whether gradients are wanted at all.
             by_frequency: divide the gradient of each row by how often it is among the ids.
         """
+        if not isinstance(ids, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
+            raise UsageError(
+                f"embedding of table '{self.table.name}' was given {brief(ids)}, expected a tensor of integers: "
+                "torch.tensor(ids)."
+            )
         distinct, places = self._distinct(ids)
         padding = None
         if self.padding is not None:

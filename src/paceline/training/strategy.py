@@ -14,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.observe.notices import is_told
 from paceline.training.gradient_accumulation import GradientAccumulator, SliceSums
 from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
+from paceline.worker.given import as_count
 
 if TYPE_CHECKING:
     from paceline.training.optimizer import Settings, TrainingJob
@@ -133,6 +134,8 @@ class Distributed(torch.optim.Optimizer, ABC):
                 "of its parameters, and has them since. Step that one and drop this one; or give each optimizer "
                 "parameters of its own."
             )
+        if samples is not None:  # before anything is sent
+            samples = as_count(samples, f"step of '{self._name}'")
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -95,6 +95,8 @@ def _require_types(spec: TableSpec | RowTableSpec) -> None:
         advice = ", such as 'float32'" if wrong == "dtype" else ""
         raise UsageError(f"table '{spec.name}': {told}, expected plain text and numbers{advice} ({error}).") from None
     except msgspec.ValidationError as error:
+        if "enum" in str(error):  # `validate` knows what is expected
+            return
         field = re.search(r"`\$\.(\w+)", str(error))
         where = f"{_NAMED.get(field[1], field[1])}: " if field else ""
         raise UsageError(f"table '{spec.name}': {where}{_AT.sub('', str(error))}.") from None

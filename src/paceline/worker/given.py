@@ -97,6 +97,20 @@ def as_count(samples: object, where: str) -> float:
     return samples
 
 
+def as_number(value: object, where: str, what: str) -> float:
+    """Return a number, or a tensor of one element, as a float; raises UsageError for anything else."""
+    is_one = isinstance(value, Tensor | np.ndarray | np.generic) and np.prod(np.shape(value)) == 1
+    if isinstance(value, Tensor) and (value.device.type == "meta" or value.is_complex()):
+        is_one = False
+    if is_one:
+        value = value.item()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(value, int | float):
+        raise UsageError(
+            f"{where}: {what} is {brief(value)}, expected one real number: take loss.mean().item(), for example."
+        )
+    return float(value)
+
+
 def _kind(tensor: Tensor) -> str:
     if tensor.is_quantized:
         return "quantized"

@@ -59,7 +59,10 @@ class TableOpener:
             UsageError: the name is taken.
         """
         if name in self._claimed:
-            raise self._taken(name)
+            raise UsageError(
+                f"worker {self.rank} has distributed '{name}' already: give each optimizer a name of its own "
+                "(name=...), or none: then each call gets tables of its own, also where a notebook runs a cell again."
+            )
         num_opened = len(self._opened)
         self._claimed.add(name)
         try:
@@ -137,14 +140,10 @@ class TableOpener:
 
     def _require_new(self, name: str) -> None:
         if name in self._opened:
-            raise self._taken(name)
-
-    def _taken(self, name: str) -> UsageError:
-        return UsageError(
-            f"worker {self.rank} has already opened table '{name}': use what that call returned, or give this one a "
-            "name of its own (name=...). Without name=... each call gets a table of its own, also where a notebook "
-            "runs a cell again."
-        )
+            raise UsageError(
+                f"worker {self.rank} has already opened table '{name}': use what that call returned, or give this "
+                "one a name of its own (name=...)."
+            )
 
     def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
         buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own

@@ -16,7 +16,7 @@ Example:
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any, Final, TypeAlias, cast
 
@@ -270,6 +270,8 @@ def _path(path: Path) -> str:
 
 
 def _paths(files: Paths) -> tuple[str, ...]:
+    if not isinstance(files, str | PathLike | Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UsageError(f"{files!r} is a {type(files).__name__}, expected one path or pattern, or several.")
     found = (files,) if isinstance(files, str | PathLike) else tuple(files)
     if not found:
         raise UsageError("there are no files: give one path or pattern, or several.")

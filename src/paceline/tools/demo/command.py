@@ -82,6 +82,10 @@ def demo(
     if workers < 2 or epochs < 1:
         raise UsageError(f"the demo compares 2 or more workers over 1 or more epochs; got {workers} and {epochs}")
     check_extras()
+    try:
+        report.mkdir(parents=True, exist_ok=True)  # first: what trains for minutes is not to fail at its end
+    except OSError as error:
+        raise UsageError(f"cannot write the report to {report}: {error.strerror}; name another --report") from error
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         setting = Setting(Path(folder) / "digits.npz", workers, servers, epochs, seed)
