@@ -253,7 +253,7 @@ def _unless_ended(num_bytes: int) -> int:
     return num_bytes
 
 
-def _pass(descriptor: int) -> tuple[int, int, "array.array[int]"]:
+def _pass(descriptor: int) -> tuple[int, int, array.array[int]]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor])
 
 
