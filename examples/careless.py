@@ -95,7 +95,7 @@ ps.close()
     ),
     Mistake(
         "loops",
-        "Worker 0 makes 3 steps and calls barrier(); worker 1 makes 6. Nobody waits for longer than 8 s (--timeout 8).",
+        "Worker 0 makes 3 steps and calls barrier(); worker 1 makes 6. Each wait ends after 8 s (--timeout 8).",
         MODEL
         + """
 for _ in range(3 if paceline.rank() == 0 else 6):
