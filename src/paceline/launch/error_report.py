@@ -12,6 +12,7 @@ from paceline.errors import PacelineError
 from paceline.job.environment import wants_traceback
 
 PACKAGE: Final = Path(__file__).parent.parent
+INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of packages that the user's code calls
 
 
 def complain(error: BaseException, script: str) -> None:
@@ -47,6 +48,7 @@ def _from_script(origin: TracebackType | None, script: str) -> TracebackType | N
 
 
 def _place(origin: TracebackType | None) -> str:
-    """Say where the user's code called ours."""
-    users = list(takewhile(lambda frame: PACKAGE not in Path(frame.filename).parents, traceback.extract_tb(origin)))
+    """Say where the user's code called ours, also by way of a package: torch wraps the steps of optimizers."""
+    frames = list(takewhile(lambda frame: PACKAGE not in Path(frame.filename).parents, traceback.extract_tb(origin)))
+    users = [frame for frame in frames if INSTALLED.isdisjoint(Path(frame.filename).parts)] or frames
     return f"\n  at {users[-1].filename}:{users[-1].lineno}; run with --traceback for more" if users else ""

@@ -88,7 +88,7 @@ class TraceFile:
             error = another
         self._tell(
             f"the trace {self._path} ends here: {error.strerror}. Training goes on; the live display and reports lack "
-            "what follows. Free space, or name another folder with --run-dir"
+            "what follows. Free space, raise a limit (`ulimit -f`), or name another folder with --run-dir"
         )
 
 

@@ -179,7 +179,7 @@ class ForkedProcess:
         _, option, module, *arguments = self.command
         sys.argv[:] = [option, *arguments]
         reseed()
-        sys.modules.pop(module, None)  # imported ahead for what it imports; it begins anew as the main module
+        sys.modules.pop(module, None)  # imported ahead by others; runpy warns of a module that then runs as __main__
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
     def _wait_go(self) -> None:

@@ -1,0 +1,26 @@
+"""What a worker writes when its script ends with an error."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch.error_report import complain
+
+
+def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_the_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "wraps_a_call.py").write_text("import paceline\n\ndef call():\n    paceline.ssp(-1)\n")
+    monkeypatch.syspath_prepend(installed)
+    script = tmp_path / "train.py"
+    script.write_text("import wraps_a_call\n\nwraps_a_call.call()\n")
+    with pytest.raises(UsageError) as caught:
+        runpy.run_path(str(script))
+    complain(caught.value, str(script))
+    assert f"at {script}:3; run with --traceback for more" in capsys.readouterr().err
