@@ -64,7 +64,7 @@ class Batches(Sequence[list[int]]):
         shuffled: (samples) in their order; None where that is ascending.
 
     Example:
-        >>> batches = Order(num_samples=5, batch_size=2, drop_last=False, shuffled=False).batches(seed=0, epoch=0)
+        >>> batches = EpochOrder(num_samples=5, batch_size=2, drop_last=False, shuffled=False).batches(seed=0, epoch=0)
         >>> batches[0], list(batches[1:])
         ([0, 1], [[2, 3], [4]])
     """

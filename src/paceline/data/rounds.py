@@ -70,8 +70,8 @@ def part(batch: list[int], slices: int, index: int) -> list[int]:
 def num_slices(batches: Batches, slices: int) -> int:
     """Count the slices of some batches of an epoch, in ascending order: the last one may be smaller than the others.
 
-    >>> from paceline.data.order import Order
-    >>> num_slices(Order(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
+    >>> from paceline.data.order import EpochOrder
+    >>> num_slices(EpochOrder(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
     5
     """
     return (len(batches) - 1) * slices + min(slices, batches.size(-1)) if batches else 0

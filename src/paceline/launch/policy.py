@@ -27,7 +27,7 @@ class Policy:
     would come again, and stops the run. A worker that was told to leave, and has, is neither.
 
     >>> Policy().decide(exit_code=3, num_restarts=0)
-    <Decision.STOP: 'stop'>
+    <CrashDecision.STOP: 'stop'>
     """
 
     on_crash: OnCrash = "continue"

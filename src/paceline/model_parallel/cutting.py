@@ -55,7 +55,7 @@ def ends_of(layers: Sequence[ModelLayer], placement: Placement | None, sample: A
 def given(layers: Sequence[ModelLayer], starts: Sequence[int], num_stages: int) -> list[int]:
     """Return the ends of stages of which each but the first begins with a layer that is listed.
 
-    >>> given([Layer(str(n), nn.Identity()) for n in range(5)], [2, 3], num_stages=3)
+    >>> given([ModelLayer(str(n), nn.Identity()) for n in range(5)], [2, 3], num_stages=3)
     [2, 3, 5]
     """
     edges = [0, *starts, len(layers)]
@@ -72,7 +72,7 @@ def placed(layers: Sequence[ModelLayer], placement: Mapping[str, int], num_stage
 
     A layer that no name stands for goes with the one before.
 
-    >>> layers = [Layer(name, nn.Identity()) for name in ("features.0", "features.1", "flatten", "classifier")]
+    >>> layers = [ModelLayer(name, nn.Identity()) for name in ("features.0", "features.1", "flatten", "classifier")]
     >>> placed(layers, {"features": 0, "classifier": 1}, num_stages=2)
     [3, 4]
     """
@@ -98,7 +98,7 @@ def balanced(layers: Sequence[ModelLayer], costs: Sequence[float], num_stages: i
 
     Layers that share a parameter stay in one stage, with those between them.
 
-    >>> layers = [Layer(str(n), layer) for n, layer in enumerate((nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)))]
+    >>> layers = [ModelLayer(str(n), layer) for n, layer in enumerate((nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)))]
     >>> balanced(layers, [1.0, 5.0, 2.0], num_stages=2)
     [2, 3]
     """

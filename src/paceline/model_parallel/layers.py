@@ -99,7 +99,7 @@ def starts_of(layers: Sequence[ModelLayer]) -> list[int]:
 
     Example:
         >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> layers = [Layer(str(n), one) for n, one in enumerate((first, nn.Tanh(), nn.Linear(2, 2), last))]
+        >>> layers = [ModelLayer(str(n), one) for n, one in enumerate((first, nn.Tanh(), nn.Linear(2, 2), last))]
         >>> starts_of(layers)
         [2, 3]
         >>> last.weight = first.weight

@@ -53,7 +53,7 @@ class ParallelizeOptions:
     def over(self, launched: Distribution) -> Distribution:
         """Return how the work is shared: as the script says, and else as the launcher was told.
 
-        >>> str(Asked(pipeline=2, data="ssp:3").over(Distribution.parse("all-reduce+tensor:2")))
+        >>> str(ParallelizeOptions(pipeline=2, data="ssp:3").over(Distribution.parse("all-reduce+tensor:2")))
         'ssp:3+pipeline:2+tensor:2'
         """
         if self.data is not None:

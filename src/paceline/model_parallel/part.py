@@ -13,8 +13,8 @@ class ModelPart:
     """What a worker holds of a model that several hold between them.
 
     Example:
-        >>> from paceline.job.mesh import Grid
-        >>> part = Part(Grid(pipeline=2, replicas=2, tensor=1), 3, None)
+        >>> from paceline.job.mesh import MeshShape
+        >>> part = ModelPart(MeshShape(pipeline=2, replicas=2, tensor=1), 3, None)
         >>> part.name, part.first, part.replica
         ('stage1', 2, 1)
     """

@@ -59,7 +59,7 @@ class LayerCut:
         num_stacked: matrices that lie one after the other along it, each of which is divided.
 
     Example:
-        >>> Cut(0, num_stacked=2).part(torch.arange(8), rank=1, size=2)
+        >>> LayerCut(0, num_stacked=2).part(torch.arange(8), rank=1, size=2)
         tensor([2, 3, 6, 7])
     """
 

@@ -18,9 +18,9 @@ _MOST_DIGITS: Final = 5  # of a port
 class ServeUrl:
     """An address that clients are given.
 
-    >>> Location.parse("paceline://node-3:7700/mnist")
-    Location(host='node-3', port=7700, namespace='mnist')
-    >>> str(Location.parse("paceline://[::1]:7700"))
+    >>> ServeUrl.parse("paceline://node-3:7700/mnist")
+    ServeUrl(host='node-3', port=7700, namespace='mnist')
+    >>> str(ServeUrl.parse("paceline://[::1]:7700"))
     'paceline://[::1]:7700/default'
     """
 

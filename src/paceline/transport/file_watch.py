@@ -18,7 +18,7 @@ class FileWatch(Generic[T]):
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = Path(folder) / "word"
-    ...     word = Latest([path], lambda: path.read_text() if path.exists() else "none")
+    ...     word = FileWatch([path], lambda: path.read_text() if path.exists() else "none")
     ...     before = word.get()
     ...     _ = path.write_text("hello")
     ...     before, word.get()

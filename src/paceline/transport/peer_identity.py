@@ -30,8 +30,8 @@ def read_identity(names: list[str], serial: str, job: str, who: str) -> PeerIden
 
     One without a name of ours is for any process: the authority is trusted to sign for nobody else.
 
-    >>> read_papers(["paceline://mnist-7/worker/3"], "0A1B", "mnist-7", "the client")
-    Papers(holder='worker-3', serial='A1B')
+    >>> read_identity(["paceline://mnist-7/worker/3"], "0A1B", "mnist-7", "the client")
+    PeerIdentity(holder='worker-3', serial='A1B')
 
     Raises:
         CertificateRefused: it is for another job, or says nothing that makes sense.

@@ -20,7 +20,7 @@ class ThreadPool:
             its own operations on one thread, which then holds for every thread that the process starts later.
 
     Example:
-        >>> crew = Crew(2)
+        >>> crew = ThreadPool(2)
         >>> crew.total([1, 2, 3], lambda number, thread: number * 10)
         60
         >>> crew.close()

@@ -61,8 +61,8 @@ class LocalReader:
         >>> import paceline
         >>> path = Path(tempfile.mkdtemp()) / "poem.txt"
         >>> _ = path.write_text("so much depends\nupon\n")
-        >>> reader = LocalReader(Recipe(paceline.sources.lines(path)))
-        >>> reader.read(Ask(epoch=0, indices=(1, 0))).content
+        >>> reader = LocalReader(BatchRecipe(paceline.sources.lines(path)))
+        >>> reader.read(BatchRequest(epoch=0, indices=(1, 0))).content
         ['upon', 'so much depends']
         >>> reader.close()
     """

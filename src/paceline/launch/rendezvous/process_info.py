@@ -37,7 +37,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 def whereabouts(cards: Mapping[str, ProcessInfo]) -> str:
     """Say on which machine each is.
 
-    >>> whereabouts({"worker 0": Card(Machine("a")), "server 0": Card(Machine("b")), "worker 1": Card(Machine("a"))})
+    >>> whereabouts({"worker 0": ProcessInfo(Machine("a")), "server 0": ProcessInfo(Machine("b")), "worker 1": ProcessInfo(Machine("a"))})
     'worker 0 and worker 1 on a; server 0 on b'
     """
     found: defaultdict[Machine, list[str]] = defaultdict(list)

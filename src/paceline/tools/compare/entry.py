@@ -35,7 +35,7 @@ class ComparedEntry:
     def file_name(self) -> str:
         """What its folder is called.
 
-        >>> Entry.parse("ssp:3+pipeline:2@4", 2).file_name
+        >>> ComparedEntry.parse("ssp:3+pipeline:2@4", 2).file_name
         'ssp-3-pipeline-2-4-workers'
         """
         return _NOT_OF_A_NAME.sub("-", f"{self.strategy or SINGLE} {self.num_workers} workers")
@@ -56,7 +56,7 @@ class ComparedEntry:
             UsageError: the strategy is not known, or so many workers cannot share the work like this.
 
         Example:
-            >>> Entry.parse("pipeline:2+SSP:3@4", 2).num_workers
+            >>> ComparedEntry.parse("pipeline:2+SSP:3@4", 2).num_workers
             4
         """
         name, separator, count = text.strip().lower().partition(_COUNT)

@@ -30,7 +30,7 @@ class ComputePace:
     def clocks(self) -> Iterator[float]:
         """Yield for how many seconds to compute in each clock, without end.
 
-        >>> next(Pace(0.02, fitful=False, seed=0).clocks())
+        >>> next(ComputePace(0.02, fitful=False, seed=0).clocks())
         0.02
         """
         random = Random(self.seed)

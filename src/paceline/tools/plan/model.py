@@ -26,10 +26,10 @@ class TrainingRecipe:
     weights and its moments; "fp32" has float32 everywhere and no second copy.
 
     Example:
-        >>> recipe = Recipe("mixed", "adam")
+        >>> recipe = TrainingRecipe("mixed", "adam")
         >>> recipe.weight_bytes, recipe.gradient_bytes, recipe.optimizer_bytes, recipe.state_bytes
         (2, 2, 12, 16)
-        >>> Recipe("fp32", "momentum").state_bytes
+        >>> TrainingRecipe("fp32", "momentum").state_bytes
         12
     """
 

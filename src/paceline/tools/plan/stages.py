@@ -20,7 +20,7 @@ def balanced_stages(
         starts: the layers that a stage after the first may begin with; None for all.
 
     Example:
-        >>> layers = [Layer(name, 1, flops=cost) for name, cost in zip("abcd", (3, 1, 1, 1))]
+        >>> layers = [PlannedLayer(name, 1, flops=cost) for name, cost in zip("abcd", (3, 1, 1, 1))]
         >>> [[layer.name for layer in stage] for stage in balanced_stages(layers, 2)]
         [['a'], ['b', 'c', 'd']]
     """

@@ -76,7 +76,7 @@ class PlannedStrategy:
     def __str__(self) -> str:
         """Write it as it is read.
 
-        >>> str(Strategy(data=4, pipeline=2, joint="parameter-server", num_servers=2, recompute=True))
+        >>> str(PlannedStrategy(data=4, pipeline=2, joint="parameter-server", num_servers=2, recompute=True))
         'pipeline:2+parameter-server:2+recompute'
         """
         joint = f"{self.joint}:{self.num_servers}" if self.has_servers else self.joint

@@ -18,7 +18,7 @@ class WireBytes:
         plain_value_bytes: what the numbers of rows would have taken without filters.
 
     Example:
-        >>> Bytes(frames=1, digest_bytes=16, value_bytes=800, plain_key_bytes=800, plain_value_bytes=800).saved
+        >>> WireBytes(frames=1, digest_bytes=16, value_bytes=800, plain_key_bytes=800, plain_value_bytes=800).saved
         0.49
     """
 
@@ -68,7 +68,7 @@ class RowTraffic:
         delivered: values that servers sent unasked, to workers that read these rows.
 
     Example:
-        >>> both = Traffic(pushed=Bytes(frames=1)) + Traffic(pushed=Bytes(frames=2), pulled=Bytes(frames=3))
+        >>> both = RowTraffic(pushed=WireBytes(frames=1)) + RowTraffic(pushed=WireBytes(frames=2), pulled=WireBytes(frames=3))
         >>> both.pushed.frames, both.total.frames
         (3, 6)
     """

@@ -35,7 +35,7 @@ class RowColumn:
             outlives the process; it belongs to the column from now on. Without one the column lies in main memory.
 
     Example:
-        >>> column = Column(4, torch.float32)
+        >>> column = RowColumn(4, torch.float32)
         >>> column.grow(1000)
         >>> column.tensor[999].tolist()
         [0.0, 0.0, 0.0, 0.0]

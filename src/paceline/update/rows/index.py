@@ -46,9 +46,9 @@ class RowIndex:
         seed: decides where entries lie, and nothing else; drawn anew if none is given.
 
     Example:
-        >>> from paceline.update.rows.column import Column
+        >>> from paceline.update.rows.column import RowColumn
         >>> from paceline.update.rows.ops import row_ops
-        >>> index = RowIndex(row_ops(), Column(1, torch.int64))
+        >>> index = RowIndex(row_ops(), RowColumn(1, torch.int64))
         >>> index.add(torch.tensor([70, -1, 70]))
         (tensor([0, 1, 0]), tensor([0, 1]))
         >>> index.find(torch.tensor([-1, 5]))

@@ -169,7 +169,7 @@ class SendRate:
         credit_s: for how much time that went unused more may be sent later.
 
     Example:
-        >>> pace = Pace(bytes_per_s=1000.0, credit_s=0.0)
+        >>> pace = SendRate(bytes_per_s=1000.0, credit_s=0.0)
         >>> pace.pay(500, now=7.0)
         >>> pace.wait_s(now=7.0), pace.wait_s(now=8.0)
         (0.5, 0.0)
@@ -196,7 +196,7 @@ def sent_bytes(traffic: RowTraffic) -> int:
     under way together share segments, which is not counted.
 
     Example:
-        >>> sent_bytes(Traffic(pushed=Bytes(frames=1, key_bytes=8000, value_bytes=64000)))
+        >>> sent_bytes(RowTraffic(pushed=WireBytes(frames=1, key_bytes=8000, value_bytes=64000)))
         75580
     """
     came = traffic.pulled.value_bytes + traffic.delivered.key_bytes + traffic.delivered.value_bytes
