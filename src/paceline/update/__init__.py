@@ -1,4 +1,4 @@
-"""What servers compute: update rules, shards of dense tables, and the summing of gradients.
+"""What servers compute: update rules, shards of tables, the summing of gradients.
 
 `paceline.update` offers update rules by name. Each function returns plain data; servers run the rule that it names.
 
