@@ -61,7 +61,7 @@ def test_no_test_waits_by_sleeping() -> None:
 
 
 def test_environment_variables_are_read_in_one_place() -> None:
-    allowed = SOURCE / "launch" / "environment.py"
+    allowed = SOURCE / "job" / "environment.py"
     found = [
         f"{place(path, line)}: {name}"
         for path in python_files("src")

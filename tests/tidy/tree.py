@@ -17,7 +17,7 @@ _MADE = {"_build", "__pycache__", ".ipynb_checkpoints"}
 
 def text_files() -> list[Path]:
     """Every text file that belongs to the repository, and none that a tool has made."""
-    top = [path for path in ROOT.iterdir() if path.is_file()]
+    top = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a file in a second work tree
     below = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return sorted(
         path for path in top + below if path.suffix in _TEXTS and not _MADE.intersection(path.relative_to(ROOT).parts)

@@ -1,1 +1,1 @@
-"""What a training script calls: init, connect, rank, tables, collectives, embeddings, and how a process joins a job."""
+"""What a training script calls: init, connect, tables, collectives, embeddings."""

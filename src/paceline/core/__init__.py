@@ -1,4 +1,4 @@
-"""The pure core: it decides what happens when, and touches nothing.
+"""The pure core: decides what happens when, and touches nothing.
 
 No torch, numpy, sockets, threads, clocks, randomness or logging in here. Events go in with the time as an argument,
 effects come out as values, and the four drivers (the node, the simulator, the property tests, the transcripts) perform

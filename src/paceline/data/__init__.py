@@ -1,1 +1,1 @@
-"""Feeding: which worker gets which sample."""
+"""Which worker gets which samples: sharding, loaders, sources, data servers."""

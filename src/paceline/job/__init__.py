@@ -1,1 +1,1 @@
-"""What all processes of a job agree on: spec, strategy, environment, addresses, machines."""
+"""What all processes of a job agree on: spec, strategy, environment, addresses."""

@@ -1,1 +1,1 @@
-"""Starts the processes of a job, watches over them, and leaves none behind."""
+"""Starts the processes of a job, supervises them, and leaves none behind."""

@@ -1,1 +1,1 @@
-"""One model held by several workers: pipeline stages, split layers, sharded parameters."""
+"""One model over several workers: pipeline stages, split layers, sharded parameters."""

@@ -1,1 +1,1 @@
-"""Tells what a run did and does: the trace, the numbers drawn from it, live progress, and the report."""
+"""Observability: the trace of a run, live progress, plots and the report."""

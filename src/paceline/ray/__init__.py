@@ -1,4 +1,4 @@
-"""Runs a script as a job on a Ray cluster, which says where its processes go and starts them.
+"""Runs a script as a job of actors on a Ray cluster, which places and starts them.
 
 >>> import paceline
 >>> paceline.ray.run("train.py", workers=4, servers=2, address="auto")  # doctest: +SKIP

@@ -1,1 +1,1 @@
-"""A parameter server: one thread that performs what the core decides, on the tables that it holds."""
+"""A parameter server: a thread that performs what the core decides on its tables."""

@@ -1,1 +1,1 @@
-"""The simulator: the same cores as the real nodes, on virtual time, with seeded delays, stragglers and faults."""
+"""The simulator: the real cores on virtual time, with seeded delays and faults."""

@@ -1,6 +1,17 @@
-"""What servers compute: update rules, shards of dense tables, and the summing of gradients.
+"""What servers compute: update rules, shards of tables, the summing of gradients.
 
-Its face is what `paceline.update` offers: update rules as scripts name them (see `named_rules`).
+`paceline.update` offers update rules by name. Each function returns plain data; servers run the rule that it names.
+
+Example:
+    >>> import paceline
+    >>> paceline.update.SGD(lr=0.1, momentum=0.9).name
+    'torch.optim.SGD'
+    >>> paceline.update.torch_optim("NAdam", lr=2e-3).name
+    'torch.optim.NAdam'
+    >>> paceline.update.rule("my_package.rules:Lion", lr=1e-4).name
+    'my_package.rules:Lion'
+    >>> paceline.update.FTRL(alpha=0.1, l1=1.0).name  # row tables only, as are RowwiseAdagrad and a few more
+    'ftrl'
 """
 
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""A worker's end of the parameter server: tables, pushes, reads, caches and the calls to servers."""
+"""The worker's end: tables, pushes, reads, caches, and the calls to servers."""

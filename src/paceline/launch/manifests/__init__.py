@@ -1,1 +1,1 @@
-"""Writes what other launchers take: a batch script for Slurm, a manifest for KubeRay."""
+"""Writes what clusters take: a batch script for Slurm, a manifest for KubeRay."""

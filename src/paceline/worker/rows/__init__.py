@@ -1,1 +1,1 @@
-"""A worker's end of row tables: which rows are read and pushed, the cache of rows, and the throttle."""
+"""The worker's end of row tables: reads, pushes, the cache of rows, the throttle."""
