@@ -1,1 +1,1 @@
-"""Patterns of communication among the workers of a job: who sends what to whom, over process groups of torch."""
+"""Collective operations among the workers of a job, over process groups of torch."""
