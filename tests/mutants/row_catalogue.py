@@ -112,7 +112,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hyperparameters reach the servers of one push",
         OPENED,
-        "            self._told.clear()\n\n    def tell",
-        "\n    def tell",
+        "            self._told.clear()\n\n    def resend",
+        "\n    def resend",
     ),
 )
