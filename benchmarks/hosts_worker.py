@@ -15,7 +15,7 @@ import torch
 
 import paceline
 from paceline.api.session import Session
-from paceline.worker.table import PulledLater, Table
+from paceline.worker.table import PendingRead, Table
 
 NUM_LINE_TURNS = 10
 
@@ -55,21 +55,21 @@ def _tables(ps: Session, numel: int, num_chunks: int, consistency: str) -> list[
 
 def _play(ps: Session, tables: list[Table], gradients: list[torch.Tensor], num_steps: int) -> list[float]:
     """Take steps; return when the last values of each had come."""
-    asked, ends = dict[str, PulledLater](), list[float]()
+    asked, ends = dict[str, PendingRead](), list[float]()
     for step in range(num_steps + 1):
         for table, gradient in zip(tables, gradients, strict=True):
             _arrive(table, asked)
             if step < num_steps:
                 table.push(gradient)
                 ps.clock()
-                asked[table.name] = table.ask()
+                asked[table.name] = table.start_read()
         ends.append(time.monotonic())
     return ends[1:]
 
 
-def _arrive(table: Table, asked: dict[str, PulledLater]) -> None:
+def _arrive(table: Table, asked: dict[str, PendingRead]) -> None:
     if table.name in asked:
-        table.take(asked.pop(table.name), lambda _: None)
+        table.finish_read(asked.pop(table.name), lambda _: None)
 
 
 def by_ring(ps: Session, numel: int, num_steps: int) -> list[float]:
@@ -107,11 +107,11 @@ def _push(tables: list[Table], gradients: list[torch.Tensor], num_turns: int) ->
 
 
 def _pull(tables: list[Table], num_turns: int) -> float:
-    began, asked = time.monotonic(), dict[str, PulledLater]()
+    began, asked = time.monotonic(), dict[str, PendingRead]()
     for _ in range(num_turns):
         for table in tables:
             _arrive(table, asked)
-            asked[table.name] = table.ask()
+            asked[table.name] = table.start_read()
     for table in tables:
         _arrive(table, asked)
     return (time.monotonic() - began) / num_turns

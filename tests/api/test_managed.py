@@ -95,7 +95,7 @@ def test_flush_and_leaving_send_the_rest(tmp_path: Path) -> None:
 
     with job(tmp_path, workers=1) as ready:
         ready.run(work)
-        store = ready.servers[0]._rows.tables["t"].store
+        store = ready.servers[0]._row_tables.tables["t"].store
         assert store.read(torch.tensor([1, 2]), 0).tolist() == [[2.0] * 3, [1.0] * 3]
 
 
@@ -104,7 +104,7 @@ def test_a_clock_that_waits_for_the_budget_gives_up_in_time(tmp_path: Path) -> N
         ps = ready.join(0)
         t = table(ps, 1e-6, hold=0)
         lost = t.push(list(range(5000)), torch.ones(5000, 3))
-        ps.node.waits.allow(0.1)
+        ps.node.waits.set_timeout(0.1)
         with pytest.raises(DeadlineExceeded, match="rows of table 't' that may wait no longer"):
             ps.clock()
         assert ps.node.clock == 0

@@ -18,13 +18,13 @@ from paceline.errors import DeadlineExceeded, PeerError
 def workers(tmp_path: Path) -> list[Liveness]:
     found = [Liveness(tmp_path, rank) for rank in range(3)]
     for one in found:
-        one.begin()
+        one.start()
     return found
 
 
 def test_a_worker_that_has_ended_is_named_and_not_one_that_is_busy(workers: list[Liveness]) -> None:
     failure_reports = FailureReports(HashStore(), 0, workers[0])
-    workers[2].end()
+    workers[2].stop()
     told = failure_reports.explain("call 1", [1, 2], None, "closed")
     assert str(told) == "worker 0, call 1: worker 2 is gone: its connection has ended. closed"
     late = FailureReports(HashStore(), 0, workers[0]).explain("call 1", [1, 2], 2.0, "closed")
@@ -47,7 +47,7 @@ FORKING = """
 import os, pathlib, sys
 from paceline.collective.liveness import Liveness
 kept = Liveness(pathlib.Path(sys.argv[1]), 2)
-kept.begin()
+kept.start()
 if os.fork() == 0:
     sys.stdin.read()
 """

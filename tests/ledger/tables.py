@@ -105,7 +105,7 @@ class DenseBook(Book):
         live = cell.kind == "views"
         self.sees_own = self.sees_own or not live
         spec = declaration(cell, name).dense((self.numel,))
-        self.table: Table = opening.dense(spec, (self.numel,), Tensor.zero_, read_my_writes=True, live=live)
+        self.table: Table = opening.open_dense(spec, (self.numel,), Tensor.zero_, read_my_writes=True, live=live)
 
     def push(self, mark: int) -> Future[PushOutcome]:
         gradient = torch.zeros(self.numel)
@@ -127,7 +127,7 @@ class RowBook(Book):
         self.sees_own = self.sees_own or kept
         filters = (KeyCache(max_lists=2),) if cell.kind == "listed rows" else ()
         spec = declaration(cell, name).rows(NUM_MARKS, 0.0, Lifecycle(), filters)
-        self.table: RowTable = opening.rows(spec, CacheOptions(True if kept else None))
+        self.table: RowTable = opening.open_rows(spec, CacheOptions(True if kept else None))
 
     def push(self, mark: int) -> Future[PushOutcome]:
         rows = torch.zeros(len(self.ids), NUM_MARKS)
@@ -179,7 +179,7 @@ class Ledger:
             for book in books:
                 look_at(book, rank, num_made, book.read(refresh=num_made % 2 == 0))
         node.settle()
-        node.calls.ask(0, lambda number: Barrier(number, "end"), "the other workers")
+        node.rpc.call(0, lambda number: Barrier(number, "end"), "the other workers")
         for book in books:
             assert_counts(book.read(refresh=True, exact=True), self.expected(book.name), f"worker {rank}")
 
@@ -204,7 +204,7 @@ class Ledger:
                 assert trace.num_applied[name] == int(expected.sum()), name
         for server in servers.servers:
             assert not server._dense_tables._waiting
-            assert not any(served.waiting for served in server._rows.tables.values())
+            assert not any(served.waiting for served in server._row_tables.tables.values())
             assert server._receive_buffers.pool.num_lent == 0
 
 

@@ -189,8 +189,8 @@ def open_table(node: WorkerNode, spec: TableSpec, first: Tensor | None = None) -
     if node.settings.sender.worker == 0:
         values = torch.zeros(spec.numel, dtype=torch_dtype(spec)) if first is None else first
         parts = [memoryview(cache.part(values, span.server).numpy()).cast("B") for span in cache.spans]
-        node.calls.ask_all(lambda number: Initialise(number, spec.name), "initialise", parts)
-    node.calls.ask_all(lambda number: AwaitValues(number, spec.name), "first values")
+        node.rpc.call_all(lambda number: Initialise(number, spec.name), "initialise", parts)
+    node.rpc.call_all(lambda number: AwaitValues(number, spec.name), "first values")
 
 
 def read_values(node: WorkerNode, name: str, out: Tensor, *, refresh: bool = True) -> ReadOutcome:

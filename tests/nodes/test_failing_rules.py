@@ -123,7 +123,7 @@ def test_rows_hear_the_same_and_others_go_on(served: tuple[Cluster, Client, Clie
         one.say(RowPullFrame(Pull(Sender(1, 0, 0), request, "r", 0, 0), KEYS), as_body(IDS))
         assert one.hear(PullRefused)[0] == PullRefused(request, "r", refused.reason)
     asked: SimpleQueue[int] = SimpleQueue()
-    servers.servers[0].do(lambda held: asked.put(len(held.rows.tables["r"].asked)))
+    servers.servers[0].do(lambda held: asked.put(len(held.row_tables.tables["r"].asked)))
     assert asked.get(timeout=10) == 0
 
     two.say(push(0), ONES)

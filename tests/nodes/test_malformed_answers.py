@@ -31,8 +31,8 @@ from paceline.worker.whole_calls import _read_piece
 )
 def test_an_answer_to_nothing_never_breaks_a_worker_unnamed(answer: object, tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
-        node._links[0].on_frame(Frame(encode(answer), EMPTY))
-        if node._waiting.failure:
+        node._connections[0].on_frame(Frame(encode(answer), EMPTY))
+        if node._lock.failure:
             with pytest.raises(PeerError, match=f"server 0 sent a {type(answer).__name__} that makes no sense here"):
                 node.leave()
         else:

@@ -94,7 +94,7 @@ def test_what_is_not_sent_is_not_under_way(tmp_path: Path) -> None:
         for _ in range(5):
             reserved = node.reserve("w")
             places.add(reserved.gradient.data_ptr())
-            node.give_back("w", reserved)
+            node.return_buffer("w", reserved)
         assert len(places) == 1
         node.leave()
 
@@ -115,7 +115,7 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
     with cluster(kind, tmp_path, num_workers=1, num_servers=2) as servers, servers.joined(0) as node:
         open_table(node, table("w", 200, "bsp"))
         cache = node.open_table(table("w", 200, "bsp"), live=live)
-        node.calls.ask_all(lambda number: AwaitValues(number, "w"), "first values")
+        node.rpc.call_all(lambda number: AwaitValues(number, "w"), "first values")
         push_one(node)
         node.tick()
         read_values(node, "w", out := torch.empty(200))
@@ -126,7 +126,7 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
         assert [len(server._send_buffers._send_buffers) for server in servers.servers] == [num_send_buffers] * 2
         for server in servers.servers:
             server._dense_tables.shards["w"].values.add_(1.0)
-        node.look("w", lambda cache: cache.read_into(out))
+        node.use_cache("w", lambda cache: cache.read_into(out))
         assert out.tolist() == [2.0 if cache.live else 1.0] * 200
         node.leave()
 

@@ -129,7 +129,7 @@ def test_ranks_are_the_first_free_ones_or_those_that_were_asked_for(served: Hous
         two.close(politely=False)  # killed: it comes again as a new life of the same worker
         with served.connect(rank=2) as again:
             assert again.rank == 2
-            again.node._links[0]._post.connection.close()  # the line is cut, and made again
+            again.node._connections[0]._post.connection.close()  # the line is cut, and made again
             assert open_weights(again, "asynchronous").push(torch.ones(3)).result(10.0).applied
 
 
@@ -214,7 +214,7 @@ def test_code_and_folders_that_the_server_was_not_told_of_are_left_alone(tmp_pat
         with pytest.raises(Refused, match="own_functions"):
             weights.call("tests.nodes.own_functions:increment")
         life = paceline.Lifecycle(memory_bytes=1 << 20, spill=str(tmp_path))
-        with pytest.raises(Refused, match="writes where its own user says and nowhere else"):
+        with pytest.raises(Refused, match="does not let workers choose where it writes"):
             ps.table("users", rows=2, update=paceline.update.Add(), life=life)
 
 

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from paceline.server import preload as warming
+from paceline.server import preload
 from paceline.server.preload import RulePreload
 from paceline.update import named_rules as update
 
@@ -20,14 +20,14 @@ KERNELS = (update.SGD(lr=0.1), update.Add())
 def test_requests_wait_for_the_import_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
     gate, done = threading.Event(), list[str]()
-    monkeypatch.delitem(sys.modules, warming.MODULE, raising=False)
-    monkeypatch.setattr(warming.importlib, "import_module", lambda _: gate.wait(10.0))
+    monkeypatch.delitem(sys.modules, preload.MODULE, raising=False)
+    monkeypatch.setattr(preload.importlib, "import_module", lambda _: gate.wait(10.0))
     warm = RulePreload(calls.put)
-    assert not any(warm.holds((0, 0), rule, lambda: done.append("kernel")) for rule in KERNELS)
+    assert not any(warm.defer((0, 0), rule, lambda: done.append("kernel")) for rule in KERNELS)
     for number in range(3):
-        assert warm.holds((0, 0), NADAM, lambda n=number: done.append(f"first {n}"))
-    assert warm.holds((1, 0), NADAM, lambda: done.append("second"))
+        assert warm.defer((0, 0), NADAM, lambda n=number: done.append(f"first {n}"))
+    assert warm.defer((1, 0), NADAM, lambda: done.append("second"))
     gate.set()
     calls.get(timeout=10.0)()
     assert done == ["first 2", "second"]
-    assert not warm.holds((1, 0), NADAM, lambda: done.append("third"))
+    assert not warm.defer((1, 0), NADAM, lambda: done.append("third"))

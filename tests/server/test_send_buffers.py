@@ -26,15 +26,15 @@ def test_values_lie_where_they_were_until_the_worker_has_taken_them_in() -> None
     first = send_buffers.lend(HERE, "w", "read", 1, 64)
     first[:] = bytes(64)
 
-    send_buffers.give_back(HERE, "w", "read", 0)
-    send_buffers.give_back(HERE, "w", "delivery", 9)
+    send_buffers.take_back(HERE, "w", "read", 0)
+    send_buffers.take_back(HERE, "w", "delivery", 9)
     assert send_buffers.lend(HERE, "w", "read", 2, 64).obj is not first.obj, "the worker has not taken in the first"
     assert not any(first)
 
-    send_buffers.give_back(HERE, "w", "read", 1)
+    send_buffers.take_back(HERE, "w", "read", 1)
     assert is_poisoned(first)
     assert send_buffers.lend(HERE, "w", "read", 3, 64).obj is first.obj
-    send_buffers.give_back(HERE, "w", "read", 2)
+    send_buffers.take_back(HERE, "w", "read", 2)
     assert send_buffers.lend(HERE, "w", "read", 4, 64).obj is not first.obj
     send_buffers.clear()
 
@@ -50,20 +50,20 @@ def slots(**options: Any) -> Slots:
 def test_memory_of_a_push_shows_that_it_is_free_unless_a_gradient_may_lie_in_it() -> None:
     memory = slots()
     for shown in (False, True):
-        buffer = memory.take(shown=shown)
+        buffer = memory.lend(shown=shown)
         buffer.gradient.zero_()
-        memory.give(buffer)
+        memory.take_back(buffer)
         assert is_poisoned(buffer.memory) != shown
 
 
 def test_memory_of_a_push_is_given_back_once() -> None:
     memory = slots()
-    buffer = memory.take(shown=False)
-    more = memory.take(shown=True)
-    memory.give(buffer)
+    buffer = memory.lend(shown=False)
+    more = memory.lend(shown=True)
+    memory.take_back(buffer)
     with pytest.raises(ProtocolBug, match="for pushes was given back twice"):
-        memory.give(buffer)
-    memory.give(more)
+        memory.take_back(buffer)
+    memory.take_back(more)
     assert memory.available
     assert not memory._lent
 

@@ -62,7 +62,7 @@ def test_every_call_runs_once_on_every_server_whatever_happens_to_frames(
         servers.run(NUM_WORKERS, work)
 
         assert servers.values("w").tolist() == [float(NUM_WORKERS * NUM_CALLS)] * 7
-        stores = [server._rows.tables["rows"].store for server in servers.servers]
+        stores = [server._row_tables.tables["rows"].store for server in servers.servers]
         assert sum(len(store) for store in stores) == NUM_ROWS
         assert all((store.rows(0, NUM_ROWS).values == NUM_WORKERS * NUM_CALLS).all() for store in stores)
         counts = counts_of(servers.transport)

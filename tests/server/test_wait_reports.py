@@ -53,7 +53,7 @@ class Job:
 
     def report(self, worker: int, waited_s: float, what: str, **known: Any) -> str:
         self.now += 0.1
-        return self.reports.take((worker, 0), ReportWait(1, waited_s, what, **known), self.now).decode()
+        return self.reports.add((worker, 0), ReportWait(1, waited_s, what, **known), self.now).decode()
 
 
 def test_a_barrier_against_a_loop_that_goes_on_is_named_as_what_it_is() -> None:
@@ -131,5 +131,5 @@ def test_what_a_worker_says_is_cut_and_cannot_command_a_terminal() -> None:
 
 def test_a_former_life_reports_nothing() -> None:
     job = Job()
-    assert job.reports.take((0, 7), ReportWait(1, 5.0, "values"), 0.0) == b"0"
+    assert job.reports.add((0, 7), ReportWait(1, 5.0, "values"), 0.0) == b"0"
     assert not job.reports._reports

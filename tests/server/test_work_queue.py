@@ -31,7 +31,7 @@ class Table:
     ) -> object:
         """What a worker is answered; None while it has to wait."""
         before = len(self.sent)
-        self.work_host.take(life, ClaimWork(number, work, 0, place, sizes, (3, 3, 2, 0, 0)))
+        self.work_host.claim(life, ClaimWork(number, work, 0, place, sizes, (3, 3, 2, 0, 0)))
         self.work_host.release()
         return self.sent[-1][1] if len(self.sent) > before else None
 
@@ -60,7 +60,7 @@ def test_who_is_given_up_gives_back_and_is_dealt_no_more() -> None:
     table = Table()
     assert table.ask(OTHER, 1, sizes=(0, 1)) == piece(1, 0)
     assert table.ask(ONE, 1, 1, ()) is None
-    table.work_host.end(OTHER)
+    table.work_host.remove_worker(OTHER)
     table.work_host.release()
     assert table.sent[-1] == (ONE, replace(piece(1, 0), again=True))
     assert table.ask(OTHER, 2) == RequestFailed(2, "worker 1 takes no part")
@@ -78,7 +78,7 @@ def test_workers_that_cut_the_work_differently_are_told() -> None:
     table = Table()
     table.ask(ONE, 1)
     with pytest.raises(UsageError, match=r"workers 0 and 1 do not cut slices alike: .* is \(3, 3, 2, 0, 0\) there and"):
-        table.work_host.take(OTHER, ClaimWork(1, "slices", 0, 0, (1, 2), (3, 3, 4, 0, 0)))
+        table.work_host.claim(OTHER, ClaimWork(1, "slices", 0, 0, (1, 2), (3, 3, 4, 0, 0)))
 
 
 def beginning(number: int, start: int, epoch: int = 0) -> ClaimWork:
@@ -88,13 +88,13 @@ def beginning(number: int, start: int, epoch: int = 0) -> ClaimWork:
 def test_all_begin_an_epoch_behind_the_same_batch_and_are_told_where() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
-    work_host.take(ONE, beginning(1, start=4))
+    work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
     with pytest.raises(
         UsageError, match="do not begin slices alike: after 4 batches of epoch 0 there and after 6 here"
     ):
-        work_host.take(OTHER, beginning(1, start=6))
-    work_host.take(OTHER, beginning(1, start=4))
+        work_host.claim(OTHER, beginning(1, start=6))
+    work_host.claim(OTHER, beginning(1, start=4))
     work_host.release()
     assert sent == [(0, WorkQueueEntry(piece(0, 0, 2), 4)), (1, WorkQueueEntry(piece(1, 0, 1), 4))]
 
@@ -103,11 +103,11 @@ def test_who_is_started_again_is_told_where_the_others_began_before_it_is_given_
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
     again = (1, 1)
-    work_host.take(ONE, beginning(1, start=4))
+    work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
-    work_host.take(again, beginning(1, start=6))
+    work_host.claim(again, beginning(1, start=6))
     work_host.release()
-    work_host.take(again, beginning(2, start=4))
+    work_host.claim(again, beginning(2, start=4))
     work_host.release()
     elsewhere = WorkQueueEntry(WorkAnswer("elsewhere", WorkRound(0, 0)), 4)
     assert sent[1:] == [(1, elsewhere), (1, WorkQueueEntry(piece(1, 0, 1), 4))]
@@ -116,11 +116,11 @@ def test_who_is_started_again_is_told_where_the_others_began_before_it_is_given_
 def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
-    work_host.take(ONE, beginning(1, start=4))
+    work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
-    work_host.take((1, 1), beginning(1, start=6, epoch=1))
+    work_host.claim((1, 1), beginning(1, start=6, epoch=1))
     work_host.release()
-    work_host.take(ONE, beginning(2, start=0, epoch=1))
+    work_host.claim(ONE, beginning(2, start=0, epoch=1))
     work_host.release()
     assert [dealing.start for _, dealing in sent] == [4, 0, 0]
 
@@ -128,8 +128,8 @@ def test_who_is_started_again_says_nothing_about_where_later_epochs_begin() -> N
 def test_who_is_started_again_before_anybody_begins_says_where_the_first_epoch_begins() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
-    work_host.take((1, 1), beginning(1, start=6))
-    work_host.take(ONE, beginning(1, start=6))
+    work_host.claim((1, 1), beginning(1, start=6))
+    work_host.claim(ONE, beginning(1, start=6))
     work_host.release()
     assert [(rank, dealing.start) for rank, dealing in sent] == [(0, 6), (1, 6)]
 
@@ -137,12 +137,12 @@ def test_who_is_started_again_before_anybody_begins_says_where_the_first_epoch_b
 def test_who_waits_for_the_end_of_an_epoch_that_others_left_for_a_later_one_is_told() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
-    work_host.take(OTHER, beginning(1, start=4))
+    work_host.claim(OTHER, beginning(1, start=4))
     work_host.release()
-    work_host.take(ONE, ClaimWork(1, "slices", 0, 1, (), (3, 3, 2, 0, 0), 4))
+    work_host.claim(ONE, ClaimWork(1, "slices", 0, 1, (), (3, 3, 2, 0, 0), 4))
     work_host.release()
     assert [rank for rank, _ in sent] == [1], "the piece is not settled"
-    work_host.take(OTHER, beginning(2, start=0, epoch=2))
+    work_host.claim(OTHER, beginning(2, start=0, epoch=2))
     work_host.release()
     assert [rank for rank, _ in sent] == [1, 1, 0], "the piece counts when its holder goes on, after the other was seen"
     assert sent[-1] == (0, WorkQueueEntry(WorkAnswer("over", WorkRound(0, 1)), 4))
@@ -160,11 +160,11 @@ def test_an_older_copy_takes_nothing_from_the_request_that_waits() -> None:
 def test_what_is_agreed_on_for_one_work_is_kept_when_another_comes_to_later_epochs() -> None:
     sent: list[tuple[int, WorkQueueEntry]] = []
     work_host = WorkQueueHost(lambda rank, incarnation, message, body: sent.append((rank, read_answer(body))))
-    work_host.take(ONE, beginning(1, start=4))
+    work_host.claim(ONE, beginning(1, start=4))
     work_host.release()
-    work_host.take(ONE, replace(beginning(2, start=0, epoch=9), work="others"))
+    work_host.claim(ONE, replace(beginning(2, start=0, epoch=9), work="others"))
     work_host.release()
-    work_host.take((1, 1), beginning(1, start=6))
+    work_host.claim((1, 1), beginning(1, start=6))
     work_host.release()
     assert sent[-1] == (1, WorkQueueEntry(WorkAnswer("elsewhere", WorkRound(0, 0)), 4))
 

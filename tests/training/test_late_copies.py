@@ -302,9 +302,9 @@ def test_new_values_wait_for_who_reads_the_old() -> None:
     cache = TableCache(spec, (Range(0, 0, 4),), reads_own_writes=False)
     assert cache.memory is not None
     done, ongoing = (Reader(cache.memory, cache.memory.clone(), done) for done in (True, False))
-    cache.note_reading(done)
-    cache.note_reading(ongoing)
-    assert cache._row_reads == [ongoing]
+    cache.note_device_read(done)
+    cache.note_device_read(ongoing)
+    assert cache._device_reads == [ongoing]
     cache.install(0, memoryview(torch.ones(4).numpy()).cast("B"), settled=0, includes=())
     assert ongoing.done
     assert cache.memory.tolist() == [1.0] * 4

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.observe.runs import read_run
 from paceline.observe.trace import NO_SERVER, Trace
 from paceline.worker.metrics import StepMetrics
-from paceline.worker.pushes import PushOutcome, settled
+from paceline.worker.pushes import PushOutcome, finished_push
 
 POLICIES = ["bsp", "ssp:2", "essp:2", "asynchronous"]
 NUM_STEPS = 6
@@ -161,9 +161,9 @@ def test_a_quorum_that_goes_on_without_a_worker_is_not_told() -> None:
     told: list[str] = []
     meter = StepMetrics(Trace(None), 2, tell=told.append)
     for reason in (completed_without(2, "w", 5), closed_before("w", 5, 7)):
-        meter.watch_push("w", "backup:1", 5, settled(PushOutcome(applied=False, reason=reason)))
+        meter.watch_push("w", "backup:1", 5, finished_push(PushOutcome(applied=False, reason=reason)))
     assert told == []
-    meter.watch_push("w", "bsp", 5, settled(PushOutcome(applied=False, reason=reason)))
+    meter.watch_push("w", "bsp", 5, finished_push(PushOutcome(applied=False, reason=reason)))
     assert told == [f"worker 2, clock 5: a push of 'w' was refused: {reason}"]
 
 

@@ -188,7 +188,7 @@ def test_a_body_has_the_size_that_its_table_gives_it(tmp_path: Path) -> None:
         worker.say(Declare(1, table("w", MANY, "asynchronous")))
         worker.hear(RequestDone)
         node = servers.servers[0]
-        body_limits = BodyLimits(node._dense_tables, node._rows, ReceiveBuffers())
+        body_limits = BodyLimits(node._dense_tables, node._row_tables, ReceiveBuffers())
         size = MANY * 4
 
         assert body_limits.place(encode(frame_of("w")), size) is not None

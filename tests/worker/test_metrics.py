@@ -104,11 +104,11 @@ def test_nothing_before_the_first_clock_begins_is_counted(metered: Metered) -> N
     metered.read(wait_s=1.0)
     with metered.meter.communicating():
         metered.watch.forward(2.0)
-        metered.meter.begin()
+        metered.meter.start_training()
         metered.watch.forward(4.0)
     metered.meter.finish_clock(0)
     metered.read(wait_s=8.0)
-    metered.meter.begin()  # from now on it changes nothing
+    metered.meter.start_training()  # from now on it changes nothing
     metered.meter.finish_clock(1)
     assert metered.steps() == [(4.0, 0.0, 4.0), (8.0, 8.0, 8.0)]
 

@@ -54,7 +54,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         open_table(node, table("w", 4, "bsp"))
         pushed = node.push("w", torch.ones(4), count=1.0)
         node.tick()
-        read = node.begin_read("w")  # waits for worker 1, who never comes
+        read = node.start_read("w")  # waits for worker 1, who never comes
 
     for future in (pushed, read):
         with pytest.raises(ServerLost, match=r"lost: the connection to .* did not come back within 0\.2 s"):
@@ -64,7 +64,7 @@ def test_when_the_servers_are_gone_every_wait_ends_with_the_reason(kind: str, tm
         node.tick,
         node.leave,
         lambda: read_values(node, "w", torch.empty(4)),
-        lambda: node.calls.ask(0, lambda number: None, "nothing"),
+        lambda: node.rpc.call(0, lambda number: None, "nothing"),
     ):
         with pytest.raises(ServerLost, match=r"worker 0 \(clock 1\): server 0 is lost: .* can still be read: save"):
             call()
@@ -81,7 +81,7 @@ def test_a_server_that_is_known_to_have_ended_is_not_tried_again(tmp_path: Path)
         servers.servers[1].stop()
 
         with pytest.raises(ServerLost, match=r"server 1 is lost: .* is over: the server 1 was killed"):
-            node.calls.ask(1, lambda number: Barrier(number, "a place"), "what never comes")
+            node.rpc.call(1, lambda number: Barrier(number, "a place"), "what never comes")
         node.close()
 
 
@@ -168,7 +168,7 @@ def test_a_table_that_was_not_opened_is_the_callers_mistake(tmp_path: Path) -> N
         open_table(node, table("w", 4, "bsp"))
         for call in (
             lambda: node.push("v", torch.ones(4), count=1.0),
-            lambda: node.begin_read("v"),
+            lambda: node.start_read("v"),
             lambda: read_values(node, "v", torch.empty(4)),
         ):
             with pytest.raises(UsageError, match="worker 0 has not opened table 'v'; it has opened: w"):
@@ -188,7 +188,7 @@ def test_reads_of_several_tables_end_in_any_order(tmp_path: Path) -> None:
                 node.tick()
                 return
             node.tick()
-            late = node.begin_read("late")
+            late = node.start_read("late")
             read_values(node, "soon", torch.empty(4))
             assert not late.done()
             ahead.set()
@@ -240,7 +240,7 @@ def test_e7_a_push_made_while_a_connection_comes_back_follows_those_that_are_rep
     monkeypatch.setattr(ServerCore, "handle", note)
     with cluster(kind, tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "asynchronous"))
-        [link] = node._links
+        [link] = node._connections
         with node._changed:
             link._post.connection.close()
             node.push("w", torch.ones(4), count=1.0)  # lost
@@ -265,7 +265,7 @@ def test_a_cut_while_a_connection_is_made_again_is_no_refusal(tmp_path: Path, mo
     monkeypatch.setattr(TokenHandshake, "_token_behind", cut_the_second)
     with cluster("tcp", tmp_path, num_workers=1, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4, "asynchronous"))
-        node._links[0]._post.connection.close()
+        node._connections[0]._post.connection.close()
         assert node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
     assert num_checked == [3]
 
@@ -303,7 +303,7 @@ def test_a_worker_whose_large_frames_never_arrive_ends_with_their_size_and_the_a
 ) -> None:
     with cluster("memory", tmp_path, num_servers=1) as servers, servers.joined(0) as node:
         open_table(node, table("w", 4096, "asynchronous"))
-        node._links[0]._progress.patience_s = 0.2
+        node._connections[0]._progress.patience_s = 0.2
         send = MemoryConnection.send
 
         def drop_large(self: MemoryConnection, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:

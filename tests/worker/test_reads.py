@@ -6,8 +6,8 @@ from paceline.worker.reads import Reads
 
 def test_an_answer_ends_its_read_and_older_ones_of_its_table() -> None:
     reads = Reads()
-    first, second, third = (reads.begin(request, "w") for request in (1, 2, 3))
-    other = reads.begin(0, "v")
+    first, second, third = (reads.add(request, "w") for request in (1, 2, 3))
+    other = reads.add(0, "v")
     reads.finish(ReadDone(2, "w", 5, "fetch"))
     assert (first.result(timeout=0).clock, second.result(timeout=0).clock) == (5, 5)
     assert not third.done()

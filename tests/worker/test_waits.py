@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import PeerError, UsageError
 from paceline.wire.requests import ReportWait
-from paceline.worker.waits import TURN_S, About, Waits, print_lines
+from paceline.worker.waits import PERIOD_S, About, Waits, print_lines
 
 
 @dataclass
@@ -37,10 +37,10 @@ class Bench:
 
     def run(self, seconds: float, *, busy: bool = False) -> list[str]:
         told: list[str] = []
-        for _ in range(round(seconds / TURN_S)):
-            self.now += TURN_S
-            self.busy += TURN_S * busy
-            told += self.waits.turn()
+        for _ in range(round(seconds / PERIOD_S)):
+            self.now += PERIOD_S
+            self.busy += PERIOD_S * busy
+            told += self.waits.report_due()
         self.lines += told
         return told
 
@@ -132,7 +132,7 @@ def test_a_worker_that_cannot_go_on_reports_nothing() -> None:
     def refuse(make: Callable[[int], ReportWait]) -> Future[memoryview]:
         raise PeerError("it has failed")
 
-    bench.waits.ask = refuse
+    bench.waits.send_report = refuse
     with bench.waits.during("the others"):
         assert bench.run(30.0) == []
 
@@ -141,10 +141,10 @@ def test_what_is_no_time_is_refused() -> None:
     waits = Bench().waits
     for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UsageError, match=r"timeout_s is .* expected more than 0 seconds"):
-            waits.allow(timeout_s)
-    waits.allow(None)
+            waits.set_timeout(timeout_s)
+    waits.set_timeout(None)
     assert waits.limit_s == 60.0
-    waits.allow(2.0)
+    waits.set_timeout(2.0)
     assert waits.limit_s == 2.0
 
 

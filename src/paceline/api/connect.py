@@ -88,7 +88,7 @@ def connect(
 
 
 def _allowing(timeout_s: float | None, session: Session) -> Session:
-    session.node.waits.allow(timeout_s)
+    session.node.waits.set_timeout(timeout_s)
     return session
 
 

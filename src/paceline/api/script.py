@@ -94,7 +94,7 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
         )
     elif session is not None and session is not known:
         raise UsageError(f"this script speaks to a session already, as worker {known.rank}: close() that one first.")
-    known.node.waits.allow(timeout_s)
+    known.node.waits.set_timeout(timeout_s)
     return known
 
 

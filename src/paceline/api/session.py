@@ -96,7 +96,7 @@ class Session:
         """Start without tables."""
         self.tables = TableOpener(self.rank, self.node, self.meter)
         self.named = NamedTensors(self.tables)
-        self.slicing = Slicing(self.size, self.node.calls, self._optimizers, lambda: self.node.clock)
+        self.slicing = Slicing(self.size, self.node.rpc, self._optimizers, lambda: self.node.clock)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"clock {self.node.clock}, {self.num_samples} samples"
@@ -214,7 +214,7 @@ class Session:
                 raise UsageError(f"table '{name}': cache_rows is {brief(cache_rows)}, expected 0 (no limit) or more.")
             options = CacheOptions(cache, cache_rows, read_my_writes, communication)
             row_spec = declared.rows(rows, init, life, tuple(filters))
-            return self.tables.known(row_spec, row_options(options)) or self.tables.rows(row_spec, options)
+            return self.tables.find(row_spec, row_options(options)) or self.tables.open_rows(row_spec, options)
         only_rows = (cache is not None, cache_rows, filters, life != Lifecycle(), communication is not None)
         if shape is None or rows is not None or any(only_rows):
             raise UsageError(
@@ -223,8 +223,8 @@ class Session:
             )
         spec = declared.dense(shape)
         first = first_values(init, spec, tuple(shape))
-        known = self.tables.known(spec, dense_options(read_my_writes=read_my_writes, live=view))
-        return known or self.tables.dense(
+        known = self.tables.find(spec, dense_options(read_my_writes=read_my_writes, live=view))
+        return known or self.tables.open_dense(
             spec, tuple(shape), lambda out: out.copy_(first), read_my_writes=read_my_writes, live=view
         )
 
@@ -239,7 +239,7 @@ class Session:
         first: int = 0,
     ) -> Table:
         """Open a table of several parameters, laid out flat; see `TableOpener.dense`."""
-        return self.tables.dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
+        return self.tables.open_dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
 
     def keep(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
@@ -279,11 +279,9 @@ class Session:
         """Block until every worker that still takes part has called this, and all its pushes are settled."""
         with self.communicating():
             self.node.settle()
-            self.meter.odometer.look()
-            self.node.calls.ask(
-                0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier"
-            )
-        self.meter.begin()
+            self.meter.resources.look()
+            self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
+        self.meter.start_training()
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
         """Block until every worker that still takes part has come to the same place, and all its pushes are settled.
@@ -300,7 +298,7 @@ class Session:
         needs = first if needs_first else -1
         with self.communicating():
             self.node.settle()
-            self.node.calls.ask(
+            self.node.rpc.call(
                 0, lambda number: Barrier(number, place, problem, needs), f"the other workers to come to '{place}'"
             )
 

@@ -1,4 +1,4 @@
-"""What a session offers beside tables: the patterns by name, and tensors by name on the servers."""
+"""The collective operations of a session: broadcast, reduce, all_reduce, all_gather, each over a queue of calls."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ CALL_QUEUE_NAME: Final = "collective calls"
 
 @dataclass(slots=True)
 class Collectives:
-    """The calls of one worker among all workers. Every worker makes the same calls in the same order.
+    """The collective calls of one worker. Every worker makes the same calls in the same order.
 
-    Each returns a future; what it raises is told there, except for a mistake that this worker alone can see.
+    Each returns a future, which holds errors too, except for UsageErrors that this worker can find alone.
     """
 
     worker_set: WorkerSet
-    _lanes: dict[str, CallQueue] = field(default_factory=dict[str, CallQueue])
-    # Kept so that none ends with what torch made of it: ~ProcessGroupGloo waits for threads that may want the
-    # interpreter's lock, which only the Python object of a group gives up first, not a Reducer.
+    _call_queues: dict[str, CallQueue] = field(default_factory=dict[str, CallQueue])
+    # Kept alive, so that none is destroyed by an object of torch: ~ProcessGroupGloo waits for threads that may want the
+    # interpreter's lock, which the Python object of a group releases first, but a Reducer does not.
     _groups: list[Group] = field(default_factory=list[Group])
     _closers: list[WeakMethod[Closer]] = field(default_factory=list[WeakMethod[Closer]])
 
     def open_call_queue(self, name: str) -> CallQueue:
-        """Return a new lane, over which calls go independently of those of other lanes.
+        """Return a new queue, whose calls are independent of those of other queues.
 
         Raises:
             UsageError: there is one of this name.
         """
-        if name in self._lanes:
+        if name in self._call_queues:
             raise UsageError(
                 f"worker {self.worker_set.rank} has distributed '{name}' already: give each optimizer its own name "
                 "(name=...)."
             )
-        self._lanes[name] = CallQueue(self.worker_set, name)
-        return self._lanes[name]
+        self._call_queues[name] = CallQueue(self.worker_set, name)
+        return self._call_queues[name]
 
-    def meet(self, name: str) -> Group:
-        """Connect to all other workers for calls of torch's own, until this worker leaves; see `Group.meet`."""
-        self._groups.append(Group.meet(self.worker_set, name))
+    def connect_group(self, name: str) -> Group:
+        """Connect to all other workers for calls that torch makes itself; see `Group.connect`."""
+        self._groups.append(Group.connect(self.worker_set, name))
         return self._groups[-1]
 
     def when_closed(self, call: WeakMethod[Closer]) -> None:
-        """Have a method called when this worker leaves, if its owner still lives, with whether that is polite."""
+        """Call a method with `politely` when this worker leaves, if its object still exists."""
         self._closers.append(call)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None) -> Future[Tensor]:
@@ -83,20 +83,20 @@ class Collectives:
         return self._ask(tensor, "all_gather", "", -1, patterns.all_gather, timeout_s)
 
     def finish(self, future: Future[T], what: str, timeout_s: float | None) -> T:
-        """Return the result of a call; blocks until it is there."""
+        """Return the result of a call; blocks for it."""
         return self._calls.wait(future, what, timeout_s)
 
     def close(self, *, politely: bool) -> None:
-        """End all lanes. Politely: after all calls that were asked for are over. May be repeated."""
+        """End all queues and groups; if `politely`, after all queued calls. May be repeated."""
         while self._closers:
             close = self._closers.pop()()
             if close is not None:
                 close(politely)
-        while self._lanes:
-            self._lanes.popitem()[1].close(politely=politely)
+        while self._call_queues:
+            self._call_queues.popitem()[1].close(politely=politely)
         while self._groups:
             self._groups.pop().leave(politely=politely)
-        self.worker_set.liveness.end()
+        self.worker_set.liveness.stop()
 
     def _ask(
         self,
@@ -117,11 +117,11 @@ class Collectives:
         given = tensor.detach()
         given = given.coalesce() if given.layout == torch.sparse_coo else given
         call = CallSignature.over(given, pattern, op, root)
-        return self._calls.ask(call, lambda turn: act(turn, given), timeout_s)
+        return self._calls.submit(call, lambda queued: act(queued, given), timeout_s)
 
     @property
     def _calls(self) -> CallQueue:
-        return self._lanes.get(CALL_QUEUE_NAME) or self.open_call_queue(CALL_QUEUE_NAME)
+        return self._call_queues.get(CALL_QUEUE_NAME) or self.open_call_queue(CALL_QUEUE_NAME)
 
     def _checked(self, root: int, pattern: str) -> int:
         if not (isinstance(root, int) and 0 <= root < self.worker_set.size):  # pyright: ignore[reportUnnecessaryIsInstance]

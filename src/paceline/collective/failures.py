@@ -1,4 +1,4 @@
-"""Who is to blame when a call fails: workers that run leave an account, and one that has ended without any is gone."""
+"""Failure reports: a worker that gives up writes why, so a worker that has ended without a report is the cause."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _POLL_INTERVAL_S: Final = 0.01
 
 @dataclass(slots=True)
 class FailureReports:
-    """What workers say of their end in a group, each once, as a predicate: "has left the job".
+    """Reports of workers about why they left a group, one each, as a predicate: "has left the job".
 
-    Nothing is written while all is well.
+    Nothing is written before a failure or the end.
     """
 
     store: Store
@@ -30,24 +30,24 @@ class FailureReports:
     liveness: Liveness
     _given: bool = False
 
-    def give(self, account: str) -> None:
-        """Leave this worker's account, unless it has left one."""
+    def write(self, report: str) -> None:
+        """Write this worker's report, unless it has written one."""
         if not self._given:
             self._given = True
-            self.store.set(f"account/{self.rank}", account)
+            self.store.set(f"failure/{self.rank}", report)
 
     def read(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the accounts of these workers; blocks for a second at most, for those who are about to leave one.
+        """Return the reports of these workers; blocks for a second at most, for reports about to be written.
 
-        Once a worker has ended without one, there is no need to wait for others: it is to blame.
+        Returns earlier if a worker has ended without a report: that is the cause.
         """
         found: dict[int, str] = {}
         silent, deadline_s = set(ranks), time.monotonic() + _GRACE_S
         while silent:
             ended = {rank for rank in silent if self.liveness.has_ended(rank)}
             for rank in sorted(silent):
-                if self.store.check([f"account/{rank}"]):
-                    found[rank] = self.store.get(f"account/{rank}").decode()
+                if self.store.check([f"failure/{rank}"]):
+                    found[rank] = self.store.get(f"failure/{rank}").decode()
                     silent.discard(rank)
             if not silent or ended & silent or time.monotonic() >= deadline_s:
                 break
@@ -55,31 +55,31 @@ class FailureReports:
         return found
 
     def explain(self, where: str, suspects: Sequence[int], waited_s: float | None, detail: str) -> PeerError:
-        """Leave an account and return the error to raise, which names those who are to blame.
+        """Write a report and return the error to raise, which names the workers that caused the failure.
 
         Args:
             where: "call 7, all_reduce".
-            suspects: those who have not done their part, as far as this worker knows.
-            waited_s: how long the deadline was, if it has come.
-            detail: what torch said.
+            suspects: the workers that have not done their part, as far as this worker knows.
+            waited_s: the timeout in seconds, if it has passed.
+            detail: the message of torch.
         """
         failure_reports = self.read(suspects)
         silent = [rank for rank in suspects if rank not in failure_reports]
         gone = [rank for rank in silent if self.liveness.has_ended(rank)]
         about = f"worker {self.rank}, {where}"
         if gone:
-            self.give(f"gave up: it lost {names(gone)} ({where})")
+            self.write(f"gave up: it lost {names(gone)} ({where})")
             return PeerError(f"{about}: {names(gone)} is gone: its connection has ended. {first_line(detail)}")
         if silent and waited_s is not None:
-            self.give(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
+            self.write(f"gave up: it waited {round(waited_s, 1):g} s for {names(silent)} ({where})")
             return DeadlineExceeded(
                 f"{about}: waited {round(waited_s, 1):g} s for {names(silent)}, which did not come in time. {ADVICE}"
             )
         if silent and not failure_reports:
-            self.give(f"gave up: it lost its connection to {names(silent)} ({where})")
+            self.write(f"gave up: it lost its connection to {names(silent)} ({where})")
             return PeerError(f"{about}: the connection to {names(silent)} has ended. {first_line(detail)}")
-        told = "; ".join(f"worker {rank} {account}" for rank, account in sorted(failure_reports.items()))
-        self.give(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
+        told = "; ".join(f"worker {rank} {report}" for rank, report in sorted(failure_reports.items()))
+        self.write(f"gave up, as {told}" if len(told) < 200 else f"gave up ({where})")
         return PeerError(f"{about}: {told or first_line(detail)}")
 
 
@@ -93,7 +93,7 @@ def names(ranks: Sequence[int]) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return what torch says without the place in its source.
+    """Return the first line of a message of torch, without the place in its source.
 
     >>> first_line("[/pytorch/gloo/pair.cc:553] Connection closed by peer [::1]:59049. This is typically caused by x")
     'Connection closed by peer [::1]:59049.'

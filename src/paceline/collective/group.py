@@ -1,4 +1,4 @@
-"""A process group of torch among all workers of a job: made when it is first used, and ended with the worker."""
+"""Process groups of torch among all workers of a job, with deadlines and errors that name the failed worker."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def meeting_address(server: str, *, plain: bool = False) -> str:
-    """Return the own address that leads to a server, so that calls take the line that pushes take.
+    """Return this machine's address on the route to a server, so that calls use the network that pushes use.
 
     Args:
         server: its address.
-        plain: whether what travels in calls may leave the machine, though it is neither encrypted nor authenticated.
+        plain: whether collective calls, which are neither encrypted nor authenticated, may leave the machine.
 
     Raises:
-        UsageError: it would, and may not.
+        UsageError: they would leave the machine, and may not.
 
     >>> meeting_address("tcp://127.0.0.1:40123"), meeting_address("shm:///run/job/server-0.sock")
     ('127.0.0.1', '127.0.0.1')
@@ -52,27 +52,27 @@ def meeting_address(server: str, *, plain: bool = False) -> str:
     if not plain:
         raise UsageError(
             "collective calls (all-reduce, fsdp, stages and tensor ranks of a model, patterns) are between machines "
-            f"here, from {own} on, and Gloo, which carries them, does not encrypt: whoever is on the network could "
+            f"here, from {own} on, and Gloo, which carries them, does not encrypt: others on the network could "
             "read and change them. Let a parameter server carry the updates, or set PACELINE_PLAIN_COLLECTIVES=1 where "
-            "everybody on the network is trusted"
+            "all of the network is trusted"
         )
     return str(own)
 
 
 STORE_NAME: Final = "collectives.store"
-NEVER: Final = timedelta(days=10_000)  # torch's own deadlines count time in which a job is stopped; ours do not
+NEVER: Final = timedelta(days=10_000)  # torch's timeouts count time in which a job is suspended; ours do not
 _HEADER_TAG: Final = 1
 _ABORT_TAG: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSet:
-    """The workers of a job, and how one of them meets the others.
+    """The workers of a job, as one of them sees it.
 
     Args:
         run_dir: the folder of the job; None for a worker that is alone.
-        plain: whether what they tell each other may travel between machines, unencrypted.
-        together: whether somebody has started them as one job.
+        plain: whether collective calls may travel between machines, unencrypted.
+        together: whether the workers were started as one job.
     """
 
     rank: int
@@ -84,17 +84,17 @@ class WorkerSet:
     liveness: Liveness = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find where workers see of each other whether they still run."""
+        """Create the liveness files of the workers."""
         object.__setattr__(self, "liveness", Liveness(self.run_dir, self.rank))
 
     @property
-    def patience_s(self) -> float:
-        """How long a wait may take."""
+    def timeout_s(self) -> float:
+        """The deadline of a wait, in seconds."""
         return self.node.waits.limit_s
 
     @property
     def address(self) -> str:
-        """Where this worker meets the others; raises UsageError when that is between machines, and may not be."""
+        """The address for connections of the others; raises UsageError if they may not travel between machines."""
         return meeting_address(self.node.addresses[0], plain=self.plain)
 
     @property
@@ -103,10 +103,10 @@ class WorkerSet:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def store(self, group: str) -> Store:
-        """Return where the members of a group find each other: a file in the folder of the job.
+        """Return the store in which the members of a group find each other: a file in the folder of the job.
 
         Raises:
-            UsageError: nobody has started them as one job, so they have none.
+            UsageError: the workers were not started as one job.
         """
         if not self.together:
             raise UsageError(
@@ -115,19 +115,19 @@ class WorkerSet:
                 "run`, torchrun, srun, mpirun)."
             )
         store = HashStore() if self.run_dir is None else FileStore(str(self.run_dir / STORE_NAME), -1)
-        store.set_timeout(timedelta(seconds=self.patience_s))
+        store.set_timeout(timedelta(seconds=self.timeout_s))
         return PrefixStore(group, store)
 
     def absent(self, store: Store) -> list[int]:
-        """Return the ranks of those who have not come to the meeting of a group."""
+        """Return the ranks that have not connected to a group."""
         return [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
 
 
 @dataclass(slots=True)
 class Group:
-    """Connections between all workers, over which calls go one after the other.
+    """Connections between all workers, for one call at a time.
 
-    What fails ends the group for good: the connections are closed, so that nobody waits for nothing.
+    A failure ends the group for good: all connections are closed, so that no worker waits in vain.
     """
 
     worker_set: WorkerSet
@@ -137,17 +137,17 @@ class Group:
     _words: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Have memory for what the others tell."""
+        """Allocate memory for the signatures of all workers."""
         self._words = [torch.zeros(NUM_WORDS, dtype=torch.int64) for _ in range(self.worker_set.size)]
 
     @staticmethod
-    def meet(worker_set: WorkerSet, name: str) -> Group:
-        """Connect to all other workers; blocks until each has come here too.
+    def connect(worker_set: WorkerSet, name: str) -> Group:
+        """Connect to all other workers; blocks until each has called this too.
 
         Raises:
-            UsageError: they would connect between machines, and may not; or nobody has started them as one job.
-            PeerError: a worker has left the job or has died, or was in the group in an earlier life.
-            DeadlineExceeded: not all have come in time.
+            UsageError: connections would be between machines, and may not; or the workers were not started as one job.
+            PeerError: a worker has left the job or has died, or was restarted after it had connected.
+            DeadlineExceeded: not all workers have connected in time.
         """
         address, store = worker_set.address, worker_set.store(name)
         if store.add(f"here/{worker_set.rank}", 1) > 1:
@@ -155,9 +155,9 @@ class Group:
                 f"worker {worker_set.rank} was among those of '{name}' in an earlier life: a worker that was started "
                 "again cannot join the collective calls of the others. Start the job again."
             )
-        worker_set.liveness.begin()
+        worker_set.liveness.start()
         try:
-            worker_set.node.calls.ask(
+            worker_set.node.rpc.call(
                 0, lambda number: Barrier(number, f"group {name}"), f"all workers to come to '{name}'"
             )
         except DeadlineExceeded as error:
@@ -171,21 +171,21 @@ class Group:
             worker_set,
             name,
             FailureReports(store, worker_set.rank, worker_set.liveness),
-            connect(worker_set, store, address),
+            connect_gloo(worker_set, store, address),
         )
 
     def agree(self, call: CallSignature, deadline_s: float) -> list[CallSignature]:
-        """Tell all others of a call and hear theirs, by rank; blocks until all have come to it.
+        """Exchange signatures of a call with all workers and return them by rank; blocks until all have arrived.
 
-        Each is heard by itself, so that it is known who is missing.
+        Receives from each worker separately, so that errors name the missing ones.
 
         Args:
-            call: what this worker means to do.
-            deadline_s: by when all have to have come, in seconds that this worker has run.
+            call: the call of this worker.
+            deadline_s: the deadline, in seconds that this worker has run.
 
         Raises:
-            UsageError: another worker means another call. The group can be used on.
-            PeerError: a worker is gone, or has not come in time; the group is over.
+            UsageError: another worker makes another call. The group stays usable.
+            PeerError: a worker is gone, or too late; the group has failed.
         """
         words, began_s = call.words(), self.worker_set.node.waits.ran_s
         self._words[self.worker_set.rank].copy_(words)
@@ -210,13 +210,13 @@ class Group:
         require_same(call, calls, self.worker_set.rank)
         return calls
 
-    def do(
+    def run(
         self, begin: Callable[[ProcessGroup, timedelta], Work | None], call: CallSignature, deadline_s: float
     ) -> None:
-        """Have a collective of torch done; blocks until this worker's part in it is over.
+        """Run a collective of torch, which `begin` starts; blocks until this worker's part is done.
 
         Raises:
-            PeerError: a worker has died meanwhile, or is stopped; the group is over.
+            PeerError: a worker has died, or is suspended; the group has failed.
         """
         began_s = self.worker_set.node.waits.ran_s
         try:
@@ -230,31 +230,31 @@ class Group:
             raise self.failure_reports.explain(call.where, self.worker_set.others, waited_s, str(error)) from error
 
     def _waiting(self, call: CallSignature, deadline_s: float) -> AbstractContextManager[object]:
-        """Return a context in which this worker waits for the others: at the deadline all connections are ended."""
+        """Return a context that counts as a wait, and closes all connections at the deadline."""
         waits = self.worker_set.node.waits
         about = About(f"{self.name} {call.pattern}", workers=tuple(self.worker_set.others))
         return waits.during(f"{self.name}, {call.where}", about, deadline_s - waits.ran_s, self.abort)
 
     def leave(self, *, politely: bool) -> None:
-        """Say that this worker is leaving; if it is not polite, end all connections at once."""
-        self.failure_reports.give("has left the job" if politely else "has ended with an error")
+        """Report that this worker leaves; unless `politely`, close all connections at once."""
+        self.failure_reports.write("has left the job" if politely else "has ended with an error")
         if not politely:
             self.abort()
 
     def abort(self) -> None:
-        """End all connections, so that whatever waits for them fails at once. For another thread than theirs."""
+        """Close all connections, so that calls waiting on other threads fail at once."""
         for other in self.worker_set.others[:1]:
-            try:  # a wait that runs out of time has torch close every connection of the group
+            try:  # torch closes every connection of a group when a wait times out
                 self.process_group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
             except RuntimeError:
                 return
 
 
-def connect(worker_set: WorkerSet, store: Store, address: str) -> ProcessGroup:
-    """Return a process group of all workers, of which torch knows nothing globally: there may be several a process."""
+def connect_gloo(worker_set: WorkerSet, store: Store, address: str) -> ProcessGroup:
+    """Return a process group of all workers that is not registered globally: a process may have several."""
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=worker_set.patience_s)
+    options._timeout = timedelta(seconds=worker_set.timeout_s)
     try:
         backend = ProcessGroupGloo(store, worker_set.rank, worker_set.size, options)
     except RuntimeError as error:

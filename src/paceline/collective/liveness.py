@@ -1,4 +1,4 @@
-"""Whether the process of another worker still runs: each holds a file locked, which the kernel unlocks when it ends."""
+"""Liveness of workers on one machine: each holds a lock on a file, which the kernel releases when it ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weakref import WeakMethod
 
 @dataclass(slots=True, weakref_slot=True)
 class Liveness:
-    """The file of this worker in the folder of the job, beside those of the others.
+    """The lock file of this worker, beside those of the others in the folder of the job.
 
     Args:
-        run_dir: the folder; None where there is none, and nothing is known of others.
+        run_dir: the folder; None if there is none: then all workers count as alive.
         rank: number of this worker.
 
     Example:
@@ -27,24 +27,24 @@ class Liveness:
     rank: int
     _descriptor: int | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Lock this worker's file, once it has connections that others rely on. May be repeated."""
         if self.run_dir is None or self._descriptor is not None:
             return
         self._descriptor = os.open(self._path(self.run_dir, self.rank), os.O_RDWR | os.O_CREAT, 0o600)
-        # Taken for a moment by others who look. It goes with the open file, which a forked child would keep open.
+        # Blocks while another worker tests it. The lock belongs to the open file, which a forked child would keep open.
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         forget = WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: act() if (act := forget()) is not None else None)
 
-    def end(self) -> None:
-        """Unlock it: this worker has left. May be repeated."""
+    def stop(self) -> None:
+        """Unlock it, as this worker has left. May be repeated."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._forget()
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether a worker that had connections has left, or its process has ended; False if it is not known."""
+        """Return whether a worker that had connections has left or its process has ended; False if unknown."""
         if self.run_dir is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The patterns as calls of torch.distributed, on the lane's thread, once all workers agree on the call."""
+"""The collective operations as calls of torch.distributed, run on a queue's thread after all workers have agreed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.collective.call_queue import QueuedCall
 from paceline.collective.signature import Op, name_of
 from paceline.errors import UsageError
 
-# What Gloo cannot add, or would round after each addition, is added as another dtype and rounded once.
+# Dtypes that Gloo cannot add, or would round after each addition, are added as another dtype and rounded once.
 _ADDED_AS: Final = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -31,7 +31,7 @@ _REDUCE: Final = {
 
 
 def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
-    """Raise UsageError for what has no such sum: bool, the mean of whole numbers, all but sums of what is sparse."""
+    """Raise UsageError for unsupported reductions: of bool, means of integers, min and the like of sparse tensors."""
     if op not in _REDUCE:
         raise UsageError(f"{pattern} has the op {op!r}, expected one of {', '.join(_REDUCE)}.")
     whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -43,80 +43,80 @@ def require_reducible(tensor: Tensor, op: Op, pattern: str) -> None:
         raise UsageError(f"{pattern} ({op}) got a {kind} tensor, which has only {' and '.join(sums)}.")
 
 
-def broadcast(turn: QueuedCall, tensor: Tensor) -> Tensor:
+def broadcast(queued: QueuedCall, tensor: Tensor) -> Tensor:
     """Return the root's tensor."""
-    root, own = turn.call.root, turn.group.worker_set.rank
-    if not turn.call.sparse_dim:
-        return broadcast_tensor(turn, tensor.clone() if own == root else torch.empty_like(tensor), root)
-    num_values = turn.calls[root].num_values
+    root, own = queued.call.root, queued.group.worker_set.rank
+    if not queued.call.sparse_dim:
+        return broadcast_tensor(queued, tensor.clone() if own == root else torch.empty_like(tensor), root)
+    num_values = queued.calls[root].num_values
     indices, values = tensor.indices(), tensor.values()
     if own != root:
         indices = indices.new_empty((indices.shape[0], num_values))
         values = values.new_empty((num_values, *values.shape[1:]))
-    return _sparse(broadcast_tensor(turn, indices, root), broadcast_tensor(turn, values, root), turn.call.shape)
+    return _sparse(broadcast_tensor(queued, indices, root), broadcast_tensor(queued, values, root), queued.call.shape)
 
 
-def all_gather(turn: QueuedCall, tensor: Tensor) -> list[Tensor]:
+def all_gather(queued: QueuedCall, tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all workers, by rank."""
-    if not turn.call.sparse_dim:
-        return _gather(turn, tensor)
-    most = max(call.num_values for call in turn.calls)
-    indices = _gather(turn, _padded(tensor.indices().t(), most))
-    values = _gather(turn, _padded(tensor.values(), most))
+    if not queued.call.sparse_dim:
+        return _gather(queued, tensor)
+    most = max(call.num_values for call in queued.calls)
+    indices = _gather(queued, _padded(tensor.indices().t(), most))
+    values = _gather(queued, _padded(tensor.values(), most))
     return [
         _sparse(where[: call.num_values].t(), what[: call.num_values], call.shape)
-        for where, what, call in zip(indices, values, turn.calls, strict=True)
+        for where, what, call in zip(indices, values, queued.calls, strict=True)
     ]
 
 
-def all_reduce(turn: QueuedCall, tensor: Tensor) -> Tensor:
+def all_reduce(queued: QueuedCall, tensor: Tensor) -> Tensor:
     """Return the reduction of the tensors of all workers."""
-    if turn.call.sparse_dim:
-        return _sum_sparse(all_gather(turn, tensor), turn.call.op)
+    if queued.call.sparse_dim:
+        return _sum_sparse(all_gather(queued, tensor), queued.call.op)
     work = _addable(tensor)
-    reduce_in_place(turn, work)
-    return _result(work, tensor, turn)
+    reduce_in_place(queued, work)
+    return _result(work, tensor, queued)
 
 
-def reduce(turn: QueuedCall, tensor: Tensor) -> Tensor | None:
+def reduce(queued: QueuedCall, tensor: Tensor) -> Tensor | None:
     """Return the reduction of the tensors of all workers, to the root; None to the others."""
-    is_root = turn.group.worker_set.rank == turn.call.root
-    if turn.call.sparse_dim:
-        gathered = all_gather(turn, tensor)
-        return _sum_sparse(gathered, turn.call.op) if is_root else None
+    is_root = queued.group.worker_set.rank == queued.call.root
+    if queued.call.sparse_dim:
+        gathered = all_gather(queued, tensor)
+        return _sum_sparse(gathered, queued.call.op) if is_root else None
     work = _addable(tensor)
     options = ReduceOptions()
-    options.reduceOp, options.rootRank = _REDUCE[turn.call.op], turn.call.root
+    options.reduceOp, options.rootRank = _REDUCE[queued.call.op], queued.call.root
 
     def begin(group: ProcessGroup, left: timedelta) -> Work | None:
         options.timeout = left
         return group.reduce([work], options) if work.numel() else None
 
-    turn.send(begin)
-    return _result(work, tensor, turn) if is_root else None
+    queued.run(begin)
+    return _result(work, tensor, queued) if is_root else None
 
 
-def reduce_in_place(turn: QueuedCall, tensor: Tensor) -> None:
+def reduce_in_place(queued: QueuedCall, tensor: Tensor) -> None:
     """Replace a contiguous tensor on the CPU by the reduction of those of all workers."""
     options = AllreduceOptions()
-    options.reduceOp = _REDUCE[turn.call.op]
+    options.reduceOp = _REDUCE[queued.call.op]
 
     def begin(group: ProcessGroup, left: timedelta) -> Work | None:
         options.timeout = left
         return group.allreduce([tensor], options) if tensor.numel() else None
 
-    turn.send(begin)
+    queued.run(begin)
 
 
-def broadcast_bytes(turn: QueuedCall, own: bytes, root: int) -> bytes:
-    """Return the bytes of one worker; each worker has said with the call how many its own are (`num_values`)."""
-    if turn.group.worker_set.rank == root:
-        broadcast_tensor(turn, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
+def broadcast_bytes(queued: QueuedCall, own: bytes, root: int) -> bytes:
+    """Return the bytes of one worker; `num_values` of each signature is the number of its own bytes."""
+    if queued.group.worker_set.rank == root:
+        broadcast_tensor(queued, torch.frombuffer(bytearray(own), dtype=torch.uint8), root)
         return own
-    return bytes(broadcast_tensor(turn, torch.zeros(turn.calls[root].num_values, dtype=torch.uint8), root).tolist())
+    return bytes(broadcast_tensor(queued, torch.zeros(queued.calls[root].num_values, dtype=torch.uint8), root).tolist())
 
 
-def broadcast_tensor(turn: QueuedCall, tensor: Tensor, root: int) -> Tensor:
+def broadcast_tensor(queued: QueuedCall, tensor: Tensor, root: int) -> Tensor:
     """Return the tensor of one worker; those of the others have the same shape and dtype."""
     host = tensor.cpu().contiguous()
     options = BroadcastOptions()
@@ -126,26 +126,26 @@ def broadcast_tensor(turn: QueuedCall, tensor: Tensor, root: int) -> Tensor:
         options.timeout = left
         return group.broadcast([_bytes(host)], options) if host.numel() else None
 
-    turn.send(begin)
+    queued.run(begin)
     return host.to(tensor.device)
 
 
-def _gather(turn: QueuedCall, tensor: Tensor) -> list[Tensor]:
+def _gather(queued: QueuedCall, tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all workers, which have the same shape."""
     host = tensor.cpu().contiguous()
-    found = [torch.empty_like(host) for _ in turn.calls]
+    found = [torch.empty_like(host) for _ in queued.calls]
     options = AllgatherOptions()
 
     def begin(group: ProcessGroup, left: timedelta) -> Work | None:
         options.timeout = left
         return group.allgather([[_bytes(one) for one in found]], [_bytes(host)], options) if host.numel() else None
 
-    turn.send(begin)
+    queued.run(begin)
     return [one.to(tensor.device) for one in found]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor: what is only moved may have any dtype."""
+    """Return the memory of a contiguous tensor as uint8: data that is only moved may have any dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -155,15 +155,15 @@ def _addable(tensor: Tensor) -> Tensor:
     return torch.view_as_real(host) if host.is_complex() else host
 
 
-def _result(work: Tensor, given: Tensor, turn: QueuedCall) -> Tensor:
-    """Return a reduction in the form of what was given."""
-    if turn.call.op == "mean":
-        work.div_(len(turn.calls))
+def _result(work: Tensor, given: Tensor, queued: QueuedCall) -> Tensor:
+    """Return a reduction in the dtype and on the device of the given tensor."""
+    if queued.call.op == "mean":
+        work.div_(len(queued.calls))
     return (torch.view_as_complex(work) if given.is_complex() else work).to(given.device, given.dtype)
 
 
 def _sum_sparse(tensors: Sequence[Tensor], op: Op) -> Tensor:
-    """Return the sum or mean of sparse tensors: what several have of an index is added, in the order of the ranks."""
+    """Return the sum or mean of sparse tensors; values of one index are added in the order of ranks."""
     first = tensors[0]
     dtype = _ADDED_AS.get(first.dtype, first.dtype)
     indices = torch.cat([tensor.indices() for tensor in tensors], dim=1)

@@ -1,4 +1,4 @@
-"""What a worker says of a call before it sends anything: all must mean the same one."""
+"""The signature of a collective call, exchanged before any data: all workers must make the same call."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class CallSignature:
 
     Args:
         number: counts the calls of this worker on this group.
-        root: the one worker that gives or gets, -1 where none is special.
+        root: the worker that sends to all or receives from all, -1 if there is none.
         sparse_dim: of a sparse tensor; 0 for a dense one.
-        num_values: of a sparse tensor, or of what is told with the call. May differ between workers, as may `weight`,
-            which is theirs to tell.
-        digest: of what workers should have in common; `act` of the call compares it.
+        num_values: of a sparse tensor, or of data sent with the call. May differ between workers, as may `weight`.
+        digest: of data that workers should have in common; `act` of the call compares it.
     """
 
     number: int
@@ -56,7 +55,7 @@ class CallSignature:
         """Describe a call over a tensor; a sparse one is coalesced.
 
         Raises:
-            UsageError: a tensor of a dtype or with more dimensions than can be told.
+            UsageError: the dtype is not supported, or there are too many dimensions.
         """
         if tensor.dtype not in _DTYPES or tensor.ndim > _MAX_DIMS:
             raise UsageError(
@@ -69,7 +68,7 @@ class CallSignature:
         return replace(call, sparse_dim=tensor.sparse_dim(), num_values=tensor.values().shape[0])
 
     def words(self) -> Tensor:
-        """Return the call as (NUM_WORDS,) int64: what travels."""
+        """Return the call encoded as (NUM_WORDS,) int64."""
         dims = (*self.shape, *(0 for _ in range(_MAX_DIMS - len(self.shape))))
         (weight,) = struct.unpack("q", struct.pack("d", self.weight))
         words = (
@@ -80,14 +79,14 @@ class CallSignature:
 
     @staticmethod
     def read(words: Tensor) -> CallSignature:
-        """Return the call that these words tell."""
+        """Decode a call."""
         number, pattern, op, root, dtype, sparse_dim, num_values, bits, digest, num_dims, *dims = words.tolist()
         (weight,) = struct.unpack("d", struct.pack("q", bits))
         what = (number, _PATTERNS[pattern], OPS[op], root, _DTYPES[dtype], tuple(dims[:num_dims]))
         return CallSignature(*what, sparse_dim, num_values, weight, digest)
 
     def __str__(self) -> str:
-        """Say what is called: "all_reduce (sum) of float32 (3, 4)"."""
+        """Return a description: "all_reduce (sum) of float32 (3, 4)"."""
         op = f" ({self.op})" if self.op else ""
         if self.pattern == "backward":
             return "backward of an all-reduced model"
@@ -103,12 +102,12 @@ class CallSignature:
 
     @property
     def where(self) -> str:
-        """Say which call this is: "call 7, all_reduce"."""
+        """Which call this is: "call 7, all_reduce"."""
         return f"call {self.number}, {self.pattern}"
 
 
 def require_same(own: CallSignature, calls: Sequence[CallSignature], rank: int) -> None:
-    """Raise UsageError where another worker means another call than this one; nothing has been sent then."""
+    """Raise UsageError if another worker makes another call; no data has been sent then."""
     told = _comparable(own)
     for other, call in enumerate(calls):
         if _comparable(call) != told:
@@ -120,7 +119,7 @@ def require_same(own: CallSignature, calls: Sequence[CallSignature], rank: int) 
 
 
 def _comparable(call: CallSignature) -> CallSignature:
-    """Return a call without what may differ between workers."""
+    """Return a call without the fields that may differ between workers."""
     return replace(call, num_values=0, weight=0.0, digest=0)
 
 

@@ -126,7 +126,7 @@ class Dealt:
 
     def ask(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
         """Ask for a slice in the round to which this worker has come, of those that begin behind so many batches."""
-        return self.calls.begin(
+        return self.calls.start_call(
             _WORK_HOST,
             lambda number: ClaimWork(
                 number, self.work, place.epoch, place.number, sizes, self.terms, start, self.clock()
@@ -136,7 +136,7 @@ class Dealt:
     def answer(self, asked: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
         """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
         what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
-        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.answer(asked, what))
+        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.wait_answer(asked, what))
 
 
 @dataclass(slots=True)

@@ -71,7 +71,7 @@ class Mesh:
         _require_process(worker_set)
         backend, store = _register_backend(worker_set.address), worker_set.store(_NAME)
         failure_reports = _meet(worker_set, store)
-        patience, hook = timedelta(seconds=worker_set.patience_s), sys.excepthook
+        patience, hook = timedelta(seconds=worker_set.timeout_s), sys.excepthook
         try:
             dist.init_process_group(
                 backend, store=store, rank=worker_set.rank, world_size=worker_set.size, timeout=patience
@@ -161,7 +161,7 @@ class Mesh:
         """End the process groups. May be repeated."""
         if not dist.is_initialized():
             return
-        self.failure_reports.give("has left the job" if politely else "has ended with an error")
+        self.failure_reports.write("has left the job" if politely else "has ended with an error")
         if not politely:
             self.abort()
         dist.destroy_process_group()
@@ -180,7 +180,7 @@ class Mesh:
             silent = {rank for rank in silent if not store.check([f"noticed/{rank}"])}
             if any(map(self.worker_set.liveness.has_ended, silent)):
                 break
-            if all(store.check([f"account/{rank}"]) for rank in silent):
+            if all(store.check([f"failure/{rank}"]) for rank in silent):
                 break
             time.sleep(_POLL_INTERVAL_S)
         return sorted(silent) or self.worker_set.others
@@ -210,8 +210,8 @@ def _meet(worker_set: WorkerSet, store: Store) -> FailureReports:
             f"worker {worker_set.rank} held a part of the model in an earlier life: a worker that was started again "
             "cannot join the others. Start the job again."
         )
-    worker_set.liveness.begin()
-    worker_set.node.calls.ask(0, lambda number: Barrier(number, _NAME), "all workers to come to the mesh")
+    worker_set.liveness.start()
+    worker_set.node.rpc.call(0, lambda number: Barrier(number, _NAME), "all workers to come to the mesh")
     absent = worker_set.absent(store)
     if absent:
         raise PeerError(

@@ -46,7 +46,7 @@ class Marks:
             (name, held.core.tables[name].version, held.dense_tables.shards[name].version)
             for name in _initialised(held)
         ]
-        rows = [(name, held.core.tables[name].version, 0) for name in held.rows.tables]
+        rows = [(name, held.core.tables[name].version, 0) for name in held.row_tables.tables]
         return Marks(clock_of(held), tuple(sorted([*dense, *rows])))
 
 
@@ -59,7 +59,7 @@ def save_tables(held: Holdings, namespace: str, folder: Path) -> Manifest:
     """Write every table that has values to a file of its own; raises OSError or PacelineError where it cannot."""
     files = (folder / f"{number}.safetensors" for number in count())
     dense = [_save_dense(held, name, next(files)) for name in _initialised(held)]
-    rows = [_save_rows(held, name, next(files)) for name in held.rows.tables]
+    rows = [_save_rows(held, name, next(files)) for name in held.row_tables.tables]
     return Manifest(namespace, clock_of(held), (*dense, *rows))
 
 
@@ -106,10 +106,10 @@ def _restore_dense(held: Holdings, entry: ManifestEntry, hyper: tuple[Hyper, ...
 
 
 def _save_rows(held: Holdings, name: str, path: Path) -> ManifestEntry:
-    served = held.rows.tables[name]
+    served = held.row_tables.tables[name]
     if served.broken:
         raise CheckpointError(served.broken)
-    rule = row_rule(served.spec.rule, held.rows.allowed_paths)
+    rule = row_rule(served.spec.rule, held.row_tables.allowed_paths)
     walk = RowWalk(served.store, clock_of(held), served.note_changed)
     save_rows(path, served.spec, rule, walk.pieces(), len(served.store))
     hyper = msgspec.msgpack.encode(served.store.hyper)
@@ -119,9 +119,9 @@ def _save_rows(held: Holdings, name: str, path: Path) -> ManifestEntry:
 
 def _restore_rows(held: Holdings, entry: ManifestEntry, hyper: tuple[Hyper, ...], path: Path, clock: int) -> None:
     spec = _ROWS.decode(entry.spec)
-    consistency = held.rows.declare(spec)
+    consistency = held.row_tables.declare(spec)
     held.core.handle(Declared(spec.name, consistency, keyed=True), held.core.started)
-    served: ServedRowTable = held.rows.tables[spec.name]
-    for piece in load_rows(path, spec, row_rule(spec.rule, held.rows.allowed_paths)):
+    served: ServedRowTable = held.row_tables.tables[spec.name]
+    for piece in load_rows(path, spec, row_rule(spec.rule, held.row_tables.allowed_paths)):
         served.store.load(piece, clock)
     served.store.hyper = hyper

@@ -231,7 +231,7 @@ class Namespace:
         )
 
         def take_up(held: Holdings) -> None:
-            held.rows.may_spill = False
+            held.row_tables.may_spill = False
             if save is not None:
                 restore_tables(save, held)
             self._admission = Admission(self.name, generation, self._workers)

@@ -1,4 +1,4 @@
-"""How frames reach the one thread of a server: a listener thread, a reader thread per connection, one queue."""
+"""Incoming frames of a server: a listener thread and a reader thread per connection fill one queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Something for the server's thread: a frame, or the end of a connection (frame is None)."""
+    """A frame for the server's thread, or the end of a connection (frame is None)."""
 
     connection: Connection
     frame: Frame | None
@@ -24,12 +24,12 @@ class Incoming:
 
 @dataclass(slots=True)
 class Acceptor:
-    """Everything that arrives at a listener, in one queue. `close` ends all its threads and connections."""
+    """Accepts connections and queues their frames. `close` ends all its threads and connections."""
 
     listener: Listener
-    place: Place | None = None  # where bodies go that the carrier copies
-    # Bounded by what the workers may have unsettled, not by the queue: a full queue could make a reader wait for the
-    # very thread that waits for it.
+    place: Place | None = None  # allocates memory for bodies that the transport copies
+    # Bounded by how many messages workers may have unanswered, not by the queue: with a full queue a reader could wait
+    # for the very thread that waits for it.
     _queue: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue[object])
     _connections: dict[int, Connection] = field(default_factory=dict[int, Connection])
     _expelled: Collection[str] = frozenset()
@@ -44,7 +44,7 @@ class Acceptor:
         self._accepting.start()
 
     def put(self, item: object) -> None:
-        """Add an event of the server's own making."""
+        """Add an item that did not come from a connection."""
         self._queue.put(item)
 
     def get(self, timeout_s: float | None) -> object | None:
@@ -55,14 +55,14 @@ class Acceptor:
             return None
 
     def num_waiting(self) -> int:
-        """Count what is in the queue."""
+        """Return the number of items in the queue."""
         return self._queue.qsize()
 
     def close(self) -> None:
-        """Stop listening, end all connections, wait for the threads and drop what nobody took."""
+        """Stop listening, end all connections, join the threads and drop what is left in the queue."""
         self._closing.set()
         self.listener.close()
-        self._accepting.join(timeout=5.0)  # first: it may have a connection at hand that is not in the books yet
+        self._accepting.join(timeout=5.0)  # first: it may hold a connection that is not registered yet
         with self._lock:
             connections, threads = list(self._connections.values()), list(self._threads)
         for connection in connections:
@@ -77,9 +77,9 @@ class Acceptor:
             return list(self._connections.values())
 
     def expel(self, names: Collection[str]) -> list[Connection]:
-        """Take no more connections whose certificate has such a holder or serial number; return those that are open.
+        """Refuse connections whose certificate has one of these holders or serial numbers; return those that are open.
 
-        `names` are all that are revoked: they take the place of earlier ones.
+        `names` are all revoked ones, and replace earlier ones.
         """
         with self._lock:
             self._expelled = names
@@ -93,7 +93,7 @@ class Acceptor:
         with self._lock:
             self._connections.pop(id(connection), None)
 
-    def _take_care_of(self, connection: Connection) -> None:
+    def _start_reader(self, connection: Connection) -> None:
         name = f"paceline-read-{connection.peer}"
         thread = threading.Thread(target=self._read, name=name, args=(connection,), daemon=True)
         with self._lock:
@@ -105,7 +105,7 @@ class Acceptor:
             return
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads: who is turned away now may come again
+        except RuntimeError:  # the system has no thread left; the peer may connect again later
             self.drop(connection)
             return
         with self._lock:
@@ -119,7 +119,7 @@ class Acceptor:
                 continue
             except PeerError:
                 return
-            self._take_care_of(connection)
+            self._start_reader(connection)
 
     def _read(self, connection: Connection) -> None:
         while not self._closing.is_set():
@@ -130,6 +130,6 @@ class Acceptor:
             except PeerError as error:
                 self._queue.put(Incoming(connection, None, str(error)))
                 return
-            except MemoryError:  # no room for a frame now: the connection ends, and its peer says it again over another
+            except MemoryError:  # the connection ends, and the peer repeats the frame over a new one
                 self._queue.put(Incoming(connection, None, "this machine has no memory for a frame"))
                 return

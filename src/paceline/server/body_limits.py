@@ -1,4 +1,4 @@
-"""How large a body may be, by what its header says: no memory is taken for one that cannot be right."""
+"""Limits on the size of a body by its header: no memory is allocated for one that cannot be valid."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from paceline.wire.messages import PushFrame, RowPullFrame, RowPushFrame, RowsUs
 from paceline.wire.requests import Initialise, LoadState, WriteRows
 from paceline.wire.row_codec import ID_BYTES
 
-SMALL_BYTES: Final = 64 << 10  # so much is taken without a look; if it makes no sense, it is refused with a reason
-# What a worker sends of the rows of a table in one piece: a few megabytes, unless they are very wide.
+SMALL_BYTES: Final = 64 << 10  # accepted unchecked here; an invalid body is refused later, with a reason
+# One piece of a row table that a worker loads: a few megabytes, unless rows are very wide.
 MAX_PIECE_BYTES: Final = 1 << 28
 _PIECE_BYTES_BY_WIDTH: Final = 64 * 16 * 8  # the least rows of a piece, with a rule of many states in float64
-MAX_STATE_FACTOR: Final = 64  # the state of a rule is so many times as large as the values at most
+MAX_STATE_FACTOR: Final = 64  # the state of a rule is at most this many times as large as the values
 _STATE_SLACK_BYTES: Final = 16 << 20  # names, and states that do not grow with the values
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Where bodies go that the carrier copies, once their size has been found to be possible.
+    """Checks the size of a body, and allocates memory for it where the transport copies.
 
-    Asked by reader threads, while the server's thread adds tables: a table is looked up once, and is there or not.
+    Called by reader threads while the server's thread adds tables, so each call looks a table up once.
     """
 
     dense_tables: DenseTables
-    rows: RowTables
+    row_tables: RowTables
     receive_buffers: ReceiveBuffers
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | None:
-        """Return where a body goes; None leaves it to the carrier. Raises PeerError for a body that cannot be right."""
+        """Return memory for a body; None leaves it to the transport. Raises PeerError for an impossible size."""
         if size_bytes > SMALL_BYTES:
             self._check(decode(header), size_bytes)
         return self.receive_buffers.place(header, size_bytes)
@@ -62,7 +62,7 @@ class BodyLimits:
                 num_bytes = max(0, message.keys.num) * ID_BYTES
                 return num_bytes, min(num_bytes, MAX_IDS * ID_BYTES)
             case WriteRows():
-                served = self.rows.tables.get(message.table_call.table)
+                served = self.row_tables.tables.get(message.table_call.table)
                 width = 0 if served is None else served.spec.width
                 return 0, max(MAX_PIECE_BYTES, width * _PIECE_BYTES_BY_WIDTH)
             case Unsubscribe() | RowsUsed():
@@ -75,7 +75,7 @@ class BodyLimits:
         return (0, SMALL_BYTES) if memory is None else (memory.nbytes, memory.nbytes)
 
     def _rows_exactly(self, frame: RowPushFrame) -> tuple[int, int]:
-        served = self.rows.tables.get(frame.push.table)
+        served = self.row_tables.tables.get(frame.push.table)
         if served is None:
             return 0, SMALL_BYTES
         num_bytes = max(0, frame.keys.num) * (served.up.row_bytes + ID_BYTES * frame.keys.sent)

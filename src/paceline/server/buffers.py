@@ -1,4 +1,4 @@
-"""Memory in which pushes arrive over carriers that copy: used again once their update is done."""
+"""Buffer pools of a server: shared memory for values that it sends, and memory for pushes that it receives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Purpose = Literal["read", "delivery"]
 
 @dataclass(slots=True)
 class _LentBuffer:
-    """Memory shared with one worker for one table and purpose: `buffer` as long as the worker may look at it.
+    """Memory shared with one worker for one table and purpose; `buffer` is set while the worker may read it.
 
-    It was sent with `mark`, the request of a read or the clock of a delivery.
+    It was sent with `mark`: the request of a read, or the clock of a delivery.
     """
 
     pool: BufferPool
@@ -27,7 +27,7 @@ class _LentBuffer:
 
 @dataclass(slots=True)
 class SendBuffers:
-    """Shared memory by connection, table and purpose: at most one piece each, however slow the worker."""
+    """Shared memory by connection, table and purpose: at most one buffer each, however slow the worker."""
 
     transport: Transport
     poisons: bool = False
@@ -38,7 +38,7 @@ class SendBuffers:
     def lend(self, connection: Connection, table: str, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
         """Return memory for values that are sent with this mark.
 
-        While the worker may still read what was sent before, this is memory of its own, which the carrier copies.
+        While the worker may still read the previous buffer, this is private memory, which the transport copies.
         """
         key = id(connection), table, purpose
         lent_buffer = self._send_buffers.get(key)
@@ -50,44 +50,44 @@ class SendBuffers:
         lent_buffer.buffer, lent_buffer.mark = lent_buffer.pool.lend(size_bytes), mark
         return lent_buffer.buffer.memory
 
-    def give_back(self, connection: Connection, table: str, purpose: Purpose, mark: int) -> None:
-        """Note that the worker has taken in what was sent with this mark and before."""
+    def take_back(self, connection: Connection, table: str, purpose: Purpose, mark: int) -> None:
+        """Return the buffer to its pool if the worker has read everything up to this mark."""
         lent_buffer = self._send_buffers.get((id(connection), table, purpose))
         if lent_buffer is not None and lent_buffer.buffer is not None and lent_buffer.mark <= mark:
             buffer, lent_buffer.buffer = lent_buffer.buffer, None
             buffer.release()
 
     def forget(self, connection: Connection) -> None:
-        """Let go of the memory shared over a connection that has ended."""
+        """Release the memory shared over a connection that has ended."""
         self._send_buffers = {
             key: lent_buffer for key, lent_buffer in self._send_buffers.items() if key[0] != id(connection)
         }
 
     def clear(self) -> None:
-        """Let go of all memory: nobody is served any more."""
+        """Release all memory, when the server closes."""
         self._send_buffers = {}
 
 
 @dataclass(slots=True)
 class ReceiveBuffers:
-    """Lends memory to reader threads; the server's thread, which is its owner from then on, gives it back.
+    """Lends memory for pushes to reader threads; the server's thread, its next owner, returns it.
 
-    Holds only what has been given back, so a push that breaks off or is refused on the way leaves nothing behind.
+    The pool holds only returned memory, so a push that breaks off on the way leaks nothing.
     """
 
     poisons: bool = False
     pool: BufferPool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start without memory."""
+        """Create an empty pool."""
         self.pool = BufferPool(ExactPieces(fresh_buffer), poisons=self.poisons)
 
     def place(self, header: bytes, size_bytes: int) -> Buffer | None:
-        """Return where the body of a frame goes; None leaves it to the carrier, for which small ones are no work."""
+        """Return memory for the body of a frame; None (small, or no push) leaves it to the transport."""
         if size_bytes < MIN_MAPPED_BYTES or not is_push(header):
             return None
         return self.pool.lend(size_bytes)
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self.pool.clear()

@@ -1,4 +1,4 @@
-"""What a server is told by its own process: to do something between two messages, to turn somebody away, or to end."""
+"""Commands that a server gets from its own process: run a call between two messages, expel peers, or stop."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from paceline.server.row_tables import RowTables
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """All that a server has, to be looked at and changed by its own thread alone."""
+    """The core and the tables of a server, for calls that run on its thread."""
 
     core: ServerCore
     dense_tables: DenseTables
-    rows: RowTables
+    row_tables: RowTables
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """Something to be done with what a server has, in its turn."""
+    """A call to run on the server's thread."""
 
     call: Callable[[Holdings], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Expel:
-    """An end to the connections of those whose certificate has one of these holders or serial numbers."""
+    """Close connections whose certificate has one of these holders or serial numbers."""
 
     names: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Put into the inbox to end the server's loop."""
+    """End the server's loop."""

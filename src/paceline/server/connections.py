@@ -1,4 +1,4 @@
-"""Whom a server can reach: workers on the connections they made, other servers on connections it makes itself."""
+"""The outgoing side of a server: send queues to workers, which connected, and to servers, which it connects to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from paceline.wire.messages import Hello, encode
 from paceline.wire.permissions import check_server
 from paceline.wire.send_queue import SendQueue
 
-_URGENT = Held | Ticked  # a clock closes no sooner than a worker has heard these
+_URGENT = Held | Ticked  # a clock cannot complete before a worker has received these
 _CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class Connections:
-    """Connections by who is at the other end.
+    """Connections by peer.
 
-    A message to somebody who is not connected is dropped: every message of the protocol is repeated by whoever
-    needs its answer.
+    A message to a peer that is not connected is dropped: the process that needs an answer repeats its message.
     """
 
     server: int
@@ -30,37 +29,37 @@ class Connections:
     addresses: Callable[[], tuple[str, ...]]
     drop: Callable[[Connection], None]
     sent_bytes: int = 0  # in bodies, to workers
-    # By (rank, incarnation): what goes over the newest connection, and the how-many-th of that life it is.
+    # By (rank, incarnation): the number of the newest connection, and its send queue.
     _workers: dict[tuple[int, int], tuple[int, SendQueue]] = field(
         default_factory=dict[tuple[int, int], tuple[int, SendQueue]]
     )
     _servers: dict[int, SendQueue] = field(default_factory=dict[int, SendQueue])
 
     def register(self, hello: Hello, connection: Connection) -> None:
-        """Note a connection to that life of that worker, unless a newer one is known."""
+        """Use this connection to reach a worker, unless a newer one is known."""
         life = hello.rank, hello.incarnation
         newest, known = self._workers.get(life, (-1, None))
         if hello.connection < newest or (known is not None and known.connection is connection):
             return
         if known is not None:
             known.close()
-        # Mapped memory is sent as a reference and stays as it is until the worker has taken in its content.
+        # Mapped memory is sent as a reference, and does not change until the worker has read it.
         copies = not self.transport.maps_memory
-        post = SendQueue(connection, lambda: self.drop(connection), bounded=True, copies=copies)
-        self._workers[life] = hello.connection, post
+        queue = SendQueue(connection, lambda: self.drop(connection), bounded=True, copies=copies)
+        self._workers[life] = hello.connection, queue
 
     def is_current(self, hello: Hello, connection: Connection) -> bool:
-        """Say whether a worker is reached by this connection and not by a newer one."""
+        """Return whether this is the newest connection to its worker."""
         return hello.role == "worker" and self.connection_of(hello.rank, hello.incarnation) is connection
 
     def connection_of(self, worker: int, incarnation: int) -> Connection | None:
-        """Return the newest connection to that life of that worker, if there is one."""
-        _, post = self._workers.get((worker, incarnation), (0, None))
-        return None if post is None else post.connection
+        """Return the newest connection to this incarnation of a worker, None if it is not connected."""
+        _, queue = self._workers.get((worker, incarnation), (0, None))
+        return None if queue is None else queue.connection
 
     def forget(self, connection: Connection) -> None:
-        """Drop a connection that has ended."""
-        over = [life for life, (_, post) in self._workers.items() if post.connection is connection]
+        """Remove a connection that has ended."""
+        over = [life for life, (_, queue) in self._workers.items() if queue.connection is connection]
         for life in over:
             self._workers.pop(life)[1].close()
 
@@ -72,29 +71,29 @@ class Connections:
         body: memoryview = EMPTY,
         copy: Callable[[], memoryview] | None = None,
     ) -> None:
-        """Send to that life of that worker; a large body that finds no room in its queue is left out.
+        """Queue a message for this incarnation of a worker; a large body that does not fit its queue is left out.
 
-        A body that waits is copied, or is what `copy` gives, so it may change as soon as this returns; memory that the
-        carrier maps may not.
+        A body that has to wait is copied, by `copy` if given, so `body` may change as soon as this returns; memory that
+        the transport maps may not.
         """
-        _, post = self._workers.get((worker, incarnation), (0, None))
-        if post is not None:
+        _, queue = self._workers.get((worker, incarnation), (0, None))
+        if queue is not None:
             self.sent_bytes += len(body)
             urgent, owed = isinstance(message, _URGENT), message.table if isinstance(message, Delivered) else ""
-            post.send(encode(message), body, urgent=urgent, owed=owed, copy=copy)
+            queue.send(encode(message), body, urgent=urgent, owed=owed, copy=copy)
 
     def send_server(self, server: int, message: object) -> None:
-        """Send to another server, over a connection that is made when it is first needed."""
-        post = self._servers.get(server)
-        if post is None or post.is_over:
+        """Queue a message for another server; connects when first needed. Dropped if the server cannot be reached."""
+        queue = self._servers.get(server)
+        if queue is None or queue.is_over:
             try:
-                post = self._connect(server)
+                queue = self._connect(server)
             except PeerError:
                 return
-        post.send(encode(message))
+        queue.send(encode(message))
 
     def expel(self, names: frozenset[str]) -> None:
-        """Close the connections to servers whose certificate has such a holder or serial number."""
+        """Close connections to servers whose certificate has one of these holders or serial numbers."""
         for server in [
             rank for rank, known in self._servers.items() if known.connection.peer_identity.are_among(names)
         ]:
@@ -102,16 +101,16 @@ class Connections:
 
     def close(self) -> None:
         """Close all connections."""
-        for _, post in self._workers.values():
-            post.close()
+        for _, queue in self._workers.values():
+            queue.close()
         self._workers.clear()
-        for post in self._servers.values():
-            post.close()
+        for queue in self._servers.values():
+            queue.close()
         self._servers.clear()
 
     def _connect(self, server: int) -> SendQueue:
         identity = encode(Hello("server", self.server, 0, self.generation))
         connection = self.transport.connect(self.addresses()[server], identity, timeout_s=_CONNECT_TIMEOUT_S)
         check_server(connection, server)
-        post = self._servers[server] = SendQueue(connection, connection.close, bounded=True)
-        return post
+        queue = self._servers[server] = SendQueue(connection, connection.close, bounded=True)
+        return queue

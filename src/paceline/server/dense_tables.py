@@ -1,4 +1,4 @@
-"""The tables of one server: their shards, and the tensors of pushes that wait to be applied."""
+"""The dense tables of one server: their shards, and received pushes that wait to be applied."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from paceline.wire.messages import PushFrame
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """A push that is neither applied nor discarded, and the memory that it came in: to be given back if it is lent."""
+    """A received push that is neither applied nor discarded, and the memory that it came in."""
 
     contribution: Contribution
     body: memoryview
     buffer: Buffer | None
-    checksum: int  # where memory is checked, else 0
+    checksum: int  # 0 where memory is not checked
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Return the buffer to its pool."""
         if self.buffer is not None:
             self.buffer.release()
 
 
 @dataclass(slots=True)
 class DenseTables:
-    """What one server holds.
+    """All dense tables of one server. Used by the server's thread; `BodyLimits` only looks tables up.
 
     Args:
-        allocate: gives zeroed memory for values.
-        num_threads: how many threads an update may use, by the consistency of its table.
-        allowed_paths: limits which rules may be imported by path; None allows all.
-        trusts_screening: whether a worker's word that it has looked for NaN and infinity is enough. It is where pushes
-            lie in the worker's own memory: it could change them after any look.
-        checks_memory: see that the memory of a push stays as it came until it is applied.
-        same: looks whether workers push the same gradients.
+        settings: rank of this server, and how tables are partitioned.
+        allocate: returns zeroed memory for values, given its size in bytes.
+        num_threads: returns how many threads an update may use, by the consistency of its table.
+        allowed_paths: the rules that may be imported by path; None allows all.
+        trusts_screening: skip the check for NaN and infinity where the worker has done it. So it is where pushes lie
+            in the worker's own memory, which it could change after any check here.
+        checks_memory: check that the memory of a push does not change until it is applied.
+        same: warns when workers push the same gradients.
     """
 
     settings: ServerSettings
@@ -65,20 +66,20 @@ class DenseTables:
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     # The memory of each shard's values, as bytes.
     memories: dict[str, memoryview] = field(default_factory=dict[str, memoryview])
-    # Why a table takes no more pushes and is not read: an update of it failed, perhaps halfway.
+    # Why a table refuses pushes and reads: an update of it failed, perhaps halfway.
     broken: dict[str, str] = field(default_factory=dict[str, str])
     _waiting: dict[PushId, _Arrived] = field(default_factory=dict[PushId, _Arrived])
 
     @property
     def server(self) -> int:
-        """Rank of the server whose shelf this is."""
+        """Rank of this server."""
         return self.settings.server
 
     def declare(self, spec: TableSpec) -> Consistency:
-        """Make a table, or check that it is the one that exists; return its consistency.
+        """Create a table, or check that the existing one has the same settings; return its consistency.
 
         Raises:
-            UsageError: the table exists and differs, or its rule cannot be had.
+            UsageError: the table exists with other settings, its rule is not available, or memory is short.
         """
         known = self.specs.get(spec.name)
         if known is not None and known != spec:
@@ -91,7 +92,7 @@ class DenseTables:
             spec.validate()
         consistency = Consistency.parse(spec.consistency)
         if known is None:
-            rule = resolve(spec.rule, self.allowed_paths)  # first: nothing is imported that is not allowed
+            rule = resolve(spec.rule, self.allowed_paths)  # first: imports nothing that is not allowed
             parts = spans(spec, self.settings)
             span = parts[self.server]
             size_bytes = span.length * torch_dtype(spec).itemsize
@@ -101,17 +102,17 @@ class DenseTables:
                 memory = self.allocate(size_bytes)
                 values = as_tensor(memory, torch_dtype(spec))
                 shard = Shard(spec, span, rule=rule, values=values, num_threads=self.num_threads(consistency))
-            except (RuntimeError, OSError) as error:  # what torch and mmap raise when there is no memory
+            except (RuntimeError, OSError) as error:  # torch and mmap raise these when memory is short
                 raise UsageError(f"server {self.server} cannot hold table '{spec.name}': {error}") from error
             self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
-            if self.server == next(part.server for part in parts if part.length):  # one server tells it
+            if self.server == next(part.server for part in parts if part.length):  # one server warns
                 self.same.watch(spec.name, consistency)
         return consistency
 
     def accept(self, frame: PushFrame, body: memoryview, buffer: Buffer | None) -> str:
-        """Keep the tensor of a push that has just arrived; return why it may not be applied, or nothing.
+        """Store the gradient of a push; return why the push is refused, "" if it is accepted.
 
-        The memory that it came in is owned here from now on: given back at once where the tensor is not kept.
+        Takes over the buffer that it came in, and returns it to its pool at once if the push is refused.
         """
         spec, shard = self.specs.get(frame.push.table), self.shards.get(frame.push.table)
         problem = "" if spec is None or shard is None else self._keep(frame, spec, shard, body, buffer)
@@ -145,14 +146,14 @@ class DenseTables:
         return ""
 
     def has(self, push_id: PushId) -> bool:
-        """Say whether the tensor of this push waits here."""
+        """Return whether the gradient of this push waits here."""
         return push_id in self._waiting
 
     def apply(self, table: str, ids: Sequence[PushId]) -> str:
-        """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
+        """Apply these pushes in this order as one update; return why that failed, "" if it did not.
 
-        What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up), the
-        table takes no more pushes and is not read, and says why; others go on.
+        `accept` refuses what can be refused beforehand. If an update fails all the same (a rule that raises), the table
+        refuses all later pushes and reads with the reason; other tables go on.
         """
         pushes = [self._waiting.pop(push_id) for push_id in ids]
 
@@ -166,11 +167,11 @@ class DenseTables:
         return problem
 
     def settle(self, table: str) -> str:
-        """Make the updates of a table that are due; return why its values are not to be had, or nothing."""
+        """Make the deferred updates of a table; return why it cannot be read, "" if it can."""
         return self._attempt(table, self.shards[table].settle)
 
     def _attempt(self, table: str, update: Callable[[], None]) -> str:
-        """Make an update unless an earlier one has failed; return why the table is broken, or nothing."""
+        """Run an update unless an earlier one has failed; return why the table is broken, "" if it is not."""
         if table not in self.broken:
             try:
                 update()
@@ -179,38 +180,38 @@ class DenseTables:
         return self.broken.get(table, "")
 
     def _require_as_it_came(self, pushes: Sequence[_Arrived]) -> None:
-        """Raise ProtocolBug if memory is checked, and that of a push has changed while it waited."""
+        """Raise ProtocolBug if the memory of a push has changed while it waited; only where memory is checked."""
         for push in pushes if self.checks_memory else ():
             if zlib.crc32(push.body) != push.checksum:
                 raise ProtocolBug(f"the memory of a push of worker {push.contribution.worker} changed while it waited")
 
     def discard(self, push_id: PushId) -> None:
-        """Forget the tensor of a push."""
+        """Drop the gradient of a push."""
         push = self._waiting.pop(push_id, None)
         if push is not None:
             push.release()
 
     def clear(self) -> None:
-        """Let go of all tables and pushes: nobody is served any more."""
+        """Release all tables and pushes, when the server closes."""
         for shard in self.shards.values():
             shard.close()
         for content in (self.specs, self.shards, self.memories, self.broken, self._waiting):
             content.clear()
 
     def values_into(self, table: str, body: memoryview) -> None:
-        """Copy the values of a table's shard into memory of exactly their size."""
+        """Copy the values of a table's shard into `body`, which has exactly their size."""
         if len(body):
             self.shards[table].copy_values(as_tensor(body, torch_dtype(self.specs[table])))
 
     def size_bytes(self, table: str) -> int:
-        """Return the size of this server's part of a table."""
+        """Return the size in bytes of this server's shard of a table."""
         return self.shards[table].span.length * torch_dtype(self.specs[table]).itemsize
 
     def initialise(self, table: str, body: memoryview) -> None:
-        """Set the first values of a table; later ones change nothing.
+        """Set the initial values of a table; ignored if it has some already.
 
         Raises:
-            UsageError: the memory does not have the size of this server's part.
+            UsageError: `body` does not have the size of this server's shard.
         """
         shard = self.shards[table]
         if shard.initialised:
@@ -220,7 +221,7 @@ class DenseTables:
         shard.store(as_tensor(body, torch_dtype(self.specs[table])))
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """Return values and rule state of this server's part; pushes that wait for a quorum are merged before.
+        """Return values and rule state of this server's shard, after merging pushes that wait for a quorum.
 
         Raises:
             UsageError: an update of the table has failed.
@@ -232,7 +233,7 @@ class DenseTables:
 
 
 def _objection(spec: TableSpec, frame: PushFrame) -> str:
-    """Say why what came beside a gradient makes no sense, or nothing."""
+    """Return why the fields beside a gradient are invalid, "" if they are valid."""
     for count in (frame.count, frame.expected):
         if not (isfinite(count) and count >= 0):
             return f"it stands for {count} samples, expected a number >= 0"

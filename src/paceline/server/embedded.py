@@ -1,4 +1,4 @@
-"""A server in a thread of this process, for a worker that nobody launched."""
+"""A server in a thread of this process, for a script that runs without a launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.transport.memory import MemoryTransport
 
 @dataclass(slots=True)
 class Embedded:
-    """The server, its thread, and where it listens."""
+    """An embedded server: its node, its thread and its addresses."""
 
     node: ServerNode
     thread: threading.Thread
@@ -31,6 +31,6 @@ class Embedded:
         return Embedded(node, thread, addresses)
 
     def close(self, *, politely: bool) -> None:
-        """End the server and its thread, whose only worker this process is: there is nobody to be polite to."""
+        """Stop the server and join its thread; `politely` makes no difference, as this process is its only worker."""
         self.node.stop()
         self.thread.join(timeout=10.0)

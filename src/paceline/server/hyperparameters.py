@@ -1,4 +1,4 @@
-"""Whether hyperparameters that come with a push can take the place of those that a table was declared with."""
+"""Validation of hyperparameters that come with a push, against those in the declaration of the table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = 1 << 63  # of a whole number, for torch
 
 
 def objection(given: Hyper, known: Hyper) -> str:
-    """Say what is wrong with the hyperparameters of one group, or nothing.
+    """Return what is wrong with the hyperparameters of one group, "" if they are valid.
 
     >>> objection({"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
     ''
@@ -30,7 +30,7 @@ def objection(given: Hyper, known: Hyper) -> str:
 
 
 def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:
-    """Say whether a number can stand where another one stood: a tuple for a tuple, and never NaN or None for one."""
+    """Return whether a value has the kind of the declared one: tuples alike, finite numbers, None only for None."""
     if isinstance(given, tuple) and isinstance(known, tuple):
         return len(given) == len(known) and all(_is_like(*pair) for pair in zip(given, known, strict=True))
     if isinstance(given, tuple) or isinstance(known, tuple):

@@ -1,4 +1,4 @@
-"""How hard a server works: what the record of a run says of it, for whoever shares out tables by that."""
+"""The load of a server: busy time and bytes, recorded in the trace, from which shares of servers are planned."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.server.acceptor import Incoming
 
 @dataclass(slots=True)
 class LoadMeter:
-    """Counts the time that a server's thread does not wait, and what comes in meanwhile."""
+    """Counts the time in which the server's thread does not wait, and the bytes that arrive."""
 
     server: int
     now: Callable[[], float] = time.monotonic
-    _odometer: ResourceUsage = field(default_factory=ResourceUsage)
-    # From the first item to the last, and of that without work.
+    _resources: ResourceUsage = field(default_factory=ResourceUsage)
+    # Times of the first and the last item, and the idle time between them.
     _first_t: float | None = None
     _last_t: float = 0.0
     _idle_s: float = 0.0
     _received_bytes: int = 0
 
     def wait(self, get: Callable[[], object | None]) -> object | None:
-        """Return the next item, which `get` may have to wait for."""
+        """Return the next item; blocks as `get` does, and counts that as idle."""
         began_t = self.now()
         item = get()
         if not isinstance(item, Incoming):
@@ -38,14 +38,14 @@ class LoadMeter:
         self._received_bytes += 0 if item.frame is None else len(item.frame.body)
         return item
 
-    def look(self) -> None:
-        """See what connections have carried: one of them may be about to end."""
-        self._odometer.look()
+    def sample(self) -> None:
+        """Read the byte counts of connections before one of them closes."""
+        self._resources.look()
 
     def record(self, trace: Trace, sent_bytes: int) -> None:
-        """Write down the whole, unless nothing ever came."""
+        """Write the totals to the trace, unless nothing ever arrived."""
         if self._first_t is not None:
-            usage = self._odometer.usage()
+            usage = self._resources.usage()
             in_use_s = self._last_t - self._first_t
             sending_s = 0.0 if usage is None else usage.sending_s
             trace.record(

@@ -1,4 +1,4 @@
-"""A server: one thread that takes in what arrives, asks the core what to do, and does it in the order given."""
+"""A parameter server: one thread that hands each message to the core and carries out the effects in order."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ from paceline.wire.messages import (
 from paceline.wire.permissions import check_caller, check_said
 from paceline.wire.requests import Declare, ReportWait, Request, RequestDone, WholeTable
 
-# A wait that ends so long after its time shows that this process has not run: it was stopped, or its machine was.
+# A wait that ends this long after its deadline shows that the process was suspended, or its machine was.
 _OVERSLEPT_S = 1.0
-_NO_REQUEST = -1  # of a delivery, which was not asked for
-_CLOSING_TIMEOUT_S = 10.0  # for an import that is under way
+_NO_REQUEST = -1  # of a delivery, which answers no pull
+_CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
 
 
 @dataclass(slots=True)
@@ -78,11 +78,16 @@ class ServerNode:
     """One server of a job. `run` blocks until `stop` is called from another thread.
 
     Args:
-        addresses: returns the addresses of all servers, called when another server is first needed.
+        settings: rank, number of servers and workers, timeouts.
+        listener: accepts the connections of workers and of other servers.
+        transport: makes connections to other servers.
+        addresses: returns the addresses of all servers; called when another server is first needed.
+        trace: records what happens.
         full_trace: also record every event and its effects, so that the run can be replayed.
-        allowed_paths: limits which rules and functions may be imported by path; None allows all.
-        checks_memory: overwrite memory of pushes and values that becomes free, so that a late look at it shows, and
-            see that the memory of a push stays as it came.
+        allowed_paths: the rules and functions that may be imported by path; None allows all.
+        num_threads: returns how many threads an update may use, by the consistency of its table.
+        checks_memory: overwrite memory of pushes and values when it is freed, so that a read after the free shows, and
+            check that the memory of a push does not change while it waits.
     """
 
     settings: ServerSettings
@@ -101,17 +106,17 @@ class ServerNode:
     _receive_buffers: ReceiveBuffers = field(init=False)
     _snapshots: Snapshots = field(default_factory=Snapshots)
     _dense_tables: DenseTables = field(init=False)
-    _rows: RowTables = field(init=False)
+    _row_tables: RowTables = field(init=False)
     _request_handler: RequestHandler = field(init=False)
     _table_rpc: TableRpc = field(init=False)
     _load_meter: LoadMeter = field(init=False)
-    _warming: RulePreload = field(init=False)
+    _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
-    # (worker, incarnation, table): who is sent the memory of a table's values itself.
+    # (worker, incarnation, table): tables whose values this worker maps instead of receiving copies.
     _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
 
     def __post_init__(self) -> None:
-        """Join the parts."""
+        """Connect the parts; nothing runs yet."""
         self._core = ServerCore(self.settings, started=time.monotonic())
         self._send_buffers, self._receive_buffers = (
             SendBuffers(self.transport, self.checks_memory),
@@ -128,49 +133,48 @@ class ServerNode:
             checks_memory=self.checks_memory,
             same=same,
         )
-        self._rows = RowTables(self.settings.server, row_ops(), self.allowed_paths, same=same)
+        self._row_tables = RowTables(self.settings.server, row_ops(), self.allowed_paths, same=same)
         self._acceptor = Acceptor(
-            self.listener, BodyLimits(self._dense_tables, self._rows, self._receive_buffers).place
+            self.listener, BodyLimits(self._dense_tables, self._row_tables, self._receive_buffers).place
         )
         self._peers = Connections(
             self.settings.server, self.settings.generation, self.transport, self.addresses, self._acceptor.drop
         )
-        self._request_handler = RequestHandler(self._dense_tables, self._rows, self._peers.send_worker)
-        whole = WholeTables(self._dense_tables, self._rows, self._note_changed, self.allowed_paths)
+        self._request_handler = RequestHandler(self._dense_tables, self._row_tables, self._peers.send_worker)
+        whole = WholeTables(self._dense_tables, self._row_tables, self._note_changed, self.allowed_paths)
         self._table_rpc = TableRpc(whole, self._peers.send_worker, self._core.clock_of)
         self._load_meter = LoadMeter(self.settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
-        self._warming = RulePreload(lambda call: self.do(lambda _: call()))
+        self._preload = RulePreload(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
-        """Serve until `stop`; all connections, threads and shared memory are gone afterwards."""
+        """Serve until `stop`. Blocks; closes all connections, threads and shared memory before it returns."""
         self._acceptor.open()
         try:
-            while self._take_turn():
+            while self._run_once():
                 pass
         finally:
             try:
-                self._load_meter.record(
-                    self.trace, self._peers.sent_bytes
-                )  # first: connections tell it what they carried
+                # Before connections close: it reads from them how many bytes they carried.
+                self._load_meter.record(self.trace, self._peers.sent_bytes)
             finally:
                 self._close()
 
-    def _take_turn(self) -> bool:
-        """Wait for what comes next, then do what is due; False once `stop` was called.
+    def _run_once(self) -> bool:
+        """Wait for the next item and handle it, then fire timers that are due; return False once `stop` was called.
 
-        What had come when something became due goes first: a worker that is back is not given up. What comes later does
-        not: else what is due would wait until nothing comes any more.
+        Items that had arrived when a timer became due are handled before it: a worker that has just reconnected is not
+        evicted. Later ones are not: else a busy queue would delay timers for ever.
         """
         deadline, began = self._core.next_deadline(), time.monotonic()
         patience_s = None if deadline is None else max(0.0, deadline - began)
         item = self._load_meter.wait(partial(self._acceptor.get, patience_s))
         if deadline and time.monotonic() - (deadline if item is None else max(deadline, began)) > _OVERSLEPT_S:
             self._handle(Woke())
-        if not self._take_item(item):
+        if not self._handle_item(item):
             return False
         if self._is_due():
-            if not all(self._take_item(self._acceptor.get(0.0)) for _ in range(self._acceptor.num_waiting())):
+            if not all(self._handle_item(self._acceptor.get(0.0)) for _ in range(self._acceptor.num_waiting())):
                 return False
             if self._is_due():
                 self._handle(Timeout())
@@ -180,16 +184,16 @@ class ServerNode:
         deadline = self._core.next_deadline()
         return deadline is not None and deadline <= time.monotonic()
 
-    def _take_item(self, item: object | None) -> bool:
-        """Take in what came; False once `stop` was called."""
+    def _handle_item(self, item: object | None) -> bool:
+        """Handle one item of the queue; return False once `stop` was called."""
         if isinstance(item, Incoming):
-            self._take_in(item)
+            self._on_incoming(item)
         elif isinstance(item, Died):
             self._handle(item)
         elif isinstance(item, Expel):
             self._expel(item)
         elif isinstance(item, ServerCall):
-            item.call(Holdings(self._core, self._dense_tables, self._rows))
+            item.call(Holdings(self._core, self._dense_tables, self._row_tables))
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
@@ -197,29 +201,29 @@ class ServerNode:
         self._acceptor.put(Stop())
 
     def do(self, call: Callable[[Holdings], None]) -> None:
-        """Have `call` called by the thread that serves, with all that this server has; from any thread."""
+        """Have the serving thread call `call` with the core and the tables; from any thread, without waiting."""
         self._acceptor.put(ServerCall(call))
 
     def expel(self, names: frozenset[str]) -> None:
-        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        """Close connections whose certificate has one of these holders or serial numbers; from any thread."""
         self._acceptor.put(Expel(names))
 
     def report_death(self, worker: int, incarnation: int, reason: str) -> None:
-        """Say that a worker's process is known to be dead, from any thread."""
+        """Report that a worker's process has ended; from any thread."""
         self._acceptor.put(Died(worker, incarnation, reason))
 
     def _close(self) -> None:
         self._peers.close()
         self._acceptor.close()
-        self._warming.close(_CLOSING_TIMEOUT_S)
-        for content in (self._send_buffers, self._dense_tables, self._rows, self._receive_buffers):
+        self._preload.close(_CLOSING_TIMEOUT_S)
+        for content in (self._send_buffers, self._dense_tables, self._row_tables, self._receive_buffers):
             content.clear()
         self.trace.close()
 
-    # -- taking in ---------------------------------------------------------------------------------------------------
+    # -- incoming frames ---------------------------------------------------------------------------------------------
 
-    def _take_in(self, item: Incoming) -> None:
-        """Take in a frame; a peer that does not keep to the rules loses its connection, and nothing else changes."""
+    def _on_incoming(self, item: Incoming) -> None:
+        """Handle a frame; a peer that breaks the protocol loses its connection, and nothing else changes."""
         connection = item.connection
         hello: Hello | None = None
         try:
@@ -241,42 +245,44 @@ class ServerNode:
         elif isinstance(message, PushFrame):
             self._on_push(message, frame)
         elif isinstance(message, PullFrame):
-            if message.pull.table in self._rows:
-                raise PeerError(f"a worker pulls '{message.pull.table}', a table of rows, as if it had a shape")
-            self._send_buffers.give_back(connection, message.pull.table, "read", message.taken)
+            if message.pull.table in self._row_tables:
+                raise PeerError(f"dense pull of row table '{message.pull.table}'")
+            self._send_buffers.take_back(connection, message.pull.table, "read", message.taken)
             self._handle(message.pull)
         elif isinstance(message, RowPushFrame):
             self._on_row_push(message, body)
         elif isinstance(message, RowPullFrame):
             self._on_row_pull(message, body)
         elif isinstance(message, Unsubscribe):
-            self._rows.unsubscribe((hello.rank, hello.incarnation), message, body)
+            self._row_tables.unsubscribe((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, RowsUsed):
             if not self._core.lives.objection(message.sender):
-                self._rows.use((hello.rank, hello.incarnation), message, body)
+                self._row_tables.use((hello.rank, hello.incarnation), message, body)
         elif isinstance(message, Join | Leave | Clock | PieceTaken):
-            self._on_said(hello, connection, message)
+            self._on_core_message(hello, connection, message)
         elif isinstance(message, Request):
-            if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
+            if self._peers.is_current(hello, connection):  # else the worker repeats it over the newer connection
                 self._on_request(hello, message, body)
         elif isinstance(message, ReportWait):
             life = hello.rank, hello.incarnation
-            answer = self._wait_reports.take(life, message, time.monotonic())
+            answer = self._wait_reports.add(life, message, time.monotonic())
             self._peers.send_worker(*life, RequestDone(message.number), memoryview(answer))
         elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
-            self._table_rpc.ask((hello.rank, hello.incarnation), message, body)
+            self._table_rpc.handle((hello.rank, hello.incarnation), message, body)
 
-    def _on_said(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | PieceTaken) -> None:
+    def _on_core_message(
+        self, hello: Hello, connection: Connection, message: Join | Leave | Clock | PieceTaken
+    ) -> None:
         if isinstance(message, Join):
             self._peers.register(hello, connection)
         elif isinstance(message, PieceTaken):
-            self._send_buffers.give_back(connection, message.table, "delivery", message.clock)
+            self._send_buffers.take_back(connection, message.table, "delivery", message.clock)
         self._handle(message)
 
     def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
         life = hello.rank, hello.incarnation
         if isinstance(message, Declare):
-            if self._warming.holds(life, message.spec.rule, partial(self._on_request, hello, message, body)):
+            if self._preload.defer(life, message.spec.rule, partial(self._on_request, hello, message, body)):
                 return
             if message.live:
                 self._live.add((*life, message.spec.name))
@@ -287,39 +293,39 @@ class ServerNode:
 
     def _on_push(self, message: PushFrame, frame: Frame) -> None:
         push = message.push
-        if self._dense_tables.has(push.id):  # a copy of a push that is held: the core knows what to say
+        if self._dense_tables.has(push.id):  # a repeated push that is still held: the core answers it
             frame.release()
             self._handle(push)
-        elif push.table in self._rows:
+        elif push.table in self._row_tables:
             frame.release()
             self._handle(InvalidPush(push, f"'{push.table}' is a table of rows"))
         else:
-            problem = self._dense_tables.accept(message, frame.body, frame.buffer)  # whose memory it is from here on
+            problem = self._dense_tables.accept(message, frame.body, frame.buffer)  # takes over the buffer
             if not self._handle(InvalidPush(push, problem) if problem else push):
                 self._dense_tables.discard(push.id)
 
     def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
         push = frame.push
-        if self._rows.has(push.id):  # a copy of a push that is held: the core knows what to say
+        if self._row_tables.has(push.id):  # a repeated push that is still held: the core answers it
             self._handle(push)
             return
-        problem = self._rows.accept(frame, body)
+        problem = self._row_tables.accept(frame, body)
         if isinstance(problem, KeysWanted):
-            self._want_keys(push.id.sender, problem)
+            self._request_ids(push.id.sender, problem)
         elif not self._handle(InvalidPush(push, problem) if problem else push):
-            self._rows.discard(push.id)
+            self._row_tables.discard(push.id)
 
     def _on_row_pull(self, frame: RowPullFrame, body: memoryview) -> None:
         pull = frame.pull
         try:
-            wanted = self._rows.ask(frame, body)
+            wanted = self._row_tables.accept_pull(frame, body)
         except UsageError as error:
             refusal = PullRefused(pull.request, pull.table, str(error))
             self._peers.send_worker(pull.sender.worker, pull.sender.incarnation, refusal)
             return
-        self._handle(pull) if wanted is None else self._want_keys(pull.sender, wanted)
+        self._handle(pull) if wanted is None else self._request_ids(pull.sender, wanted)
 
-    def _want_keys(self, sender: Sender, wanted: KeysWanted) -> None:
+    def _request_ids(self, sender: Sender, wanted: KeysWanted) -> None:
         self._peers.send_worker(sender.worker, sender.incarnation, wanted)
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
@@ -339,16 +345,16 @@ class ServerNode:
         self._acceptor.drop(connection)
         try:
             hello = check_caller(decode(connection.identity), connection)
-        except PeerError:  # it has not been heard, and will not be
+        except PeerError:  # it never introduced itself, so there is nothing to undo
             return
         if hello.role == "worker":
             self._handle(Died(hello.rank, hello.incarnation, "its certificate was revoked"))
         self._on_lost(hello, connection)
 
-    # -- asking the core and doing what it says ----------------------------------------------------------------------
+    # -- effects of the core -----------------------------------------------------------------------------------------
 
     def _handle(self, event: ServerEvent) -> bool:
-        """Do what the core says; return whether it holds a tensor from now on."""
+        """Pass an event to the core and carry out its effects; return whether the core holds the push."""
         effects = self._core.handle(event, time.monotonic())
         if self.full_trace:
             self._record_handled(event, effects)
@@ -358,14 +364,14 @@ class ServerNode:
         return any(isinstance(effect, Hold) for effect in effects)
 
     def _perform(self, effect: ServerEffect, unapplied: set[PushId]) -> None:
-        """Do one thing of several; `unapplied` collects the pushes of updates that failed among them."""
+        """Carry out one effect; `unapplied` collects the pushes whose update failed."""
         match effect:
             case Apply():
                 unapplied.update(self._apply(effect))
             case Reply(message=Applied(id=push_id)) if push_id in unapplied:
-                pass  # its sender has been told that it is refused
+                pass  # its sender has already received a refusal
             case Hold():
-                pass  # its tensor is on the shelf already
+                pass  # its tensor is stored already
             case Discard():
                 self._discard(effect.id)
             case Reply():
@@ -380,9 +386,9 @@ class ServerNode:
                 self._on_membership(effect)
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
-        """Update a table; return the pushes of which that failed: their senders have been told."""
-        if effect.table in self._rows:
-            problem = self._rows.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
+        """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
+        if effect.table in self._row_tables:
+            problem = self._row_tables.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
         else:
             problem = self._dense_tables.apply(effect.table, effect.ids)
         if problem:
@@ -395,12 +401,12 @@ class ServerNode:
 
     def _discard(self, push_id: PushId) -> None:
         self._dense_tables.discard(push_id)
-        self._rows.discard(push_id)
+        self._row_tables.discard(push_id)
 
     def _advance(self, effect: Advanced) -> None:
         self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
-        if effect.table in self._rows:
-            self._rows.advance(effect.table, effect.clock)
+        if effect.table in self._row_tables:
+            self._row_tables.advance(effect.table, effect.clock)
         self._table_rpc.advance(effect.table, effect.clock)
 
     def _note_changed(self, table: str) -> None:
@@ -414,7 +420,7 @@ class ServerNode:
         if isinstance(message, PushRefused):
             self._discard(message.id)
         if isinstance(message, WorkerRefused):
-            self._rows.forget((effect.worker, effect.incarnation))
+            self._row_tables.forget((effect.worker, effect.incarnation))
         self._peers.send_worker(effect.worker, effect.incarnation, message)
 
     def _serve(self, effect: Serve) -> None:
@@ -423,10 +429,12 @@ class ServerNode:
             return
         message = effect.message
         request = message.request if isinstance(message, Fetched) else _NO_REQUEST
-        keyed = message.table in self._rows
+        keyed = message.table in self._row_tables
         life = effect.worker, effect.incarnation
         problem = (
-            self._rows.objection(life, message.table, request) if keyed else self._dense_tables.settle(message.table)
+            self._row_tables.check_read(life, message.table, request)
+            if keyed
+            else self._dense_tables.settle(message.table)
         )
         if problem:
             self._peers.send_worker(*life, PullRefused(request, message.table, problem))
@@ -436,8 +444,8 @@ class ServerNode:
             return
         body = self._dense_tables.memories[message.table]
         live = (effect.worker, effect.incarnation, message.table) in self._live
-        if self.transport.maps_memory and not live:  # else the worker may see all that happens, or is sent a copy
-            body = self._lend(connection, message)
+        if self.transport.maps_memory and not live:  # else the worker maps the values, or the transport copies them
+            body = self._shared_copy(connection, message)
         version = message.version, self._dense_tables.shards[message.table].version
         copy = partial(self._snapshots.of, message.table, version, body)
         self._peers.send_worker(effect.worker, effect.incarnation, message, body, copy)
@@ -445,14 +453,14 @@ class ServerNode:
     def _serve_rows(self, effect: Serve, message: Fetched | Delivered) -> None:
         life = effect.worker, effect.incarnation
         if isinstance(message, Delivered):
-            body = self._rows.delivery(life, message)
+            body = self._row_tables.pack_delivery(life, message)
         else:
-            body = self._rows.answer(life, message)
+            body = self._row_tables.answer_pull(life, message)
         if body is not None:
             self._peers.send_worker(*life, message, body)
 
-    def _lend(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
-        """Return a copy of a table's values in memory that is shared with a worker."""
+    def _shared_copy(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
+        """Return a copy of a table's values in memory shared with this worker."""
         size_bytes = self._dense_tables.size_bytes(message.table)
         if isinstance(message, Delivered):
             body = self._send_buffers.lend(connection, message.table, "delivery", message.clock, size_bytes)
@@ -469,11 +477,11 @@ class ServerNode:
         if change == "joined":
             self._table_rpc.admit(life)
         else:
-            self._load_meter.look()
+            self._load_meter.sample()
             self._request_handler.forget(life)
             self._wait_reports.forget(life)
             self._table_rpc.forget(life)
-            self._rows.forget(life)
+            self._row_tables.forget(life)
             self._live = {entry for entry in self._live if entry[:2] != life}
         self._request_handler.release(self._core.members)
 

@@ -1,4 +1,4 @@
-"""What a rule of torch needs before it can be made: a second of importing, which keeps no other client waiting."""
+"""Background import of what torch optimizers need: it takes a second, in which the server goes on serving."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from typing import Final
 from paceline.update.named_rules import runs_in_torch
 from paceline.update.rules import RuleSpec
 
-MODULE: Final = "torch._dynamo"  # which making any torch optimizer imports
+MODULE: Final = "torch._dynamo"  # imported when any torch optimizer is created
 Life = tuple[int, int]
 
 
 @dataclass(slots=True)
 class RulePreload:
-    """Imports on a thread of its own, and has requests that need it carried out afterwards.
+    """Imports on its own thread, and defers requests that need the module until it is done.
 
     Args:
-        have_done: has a call made by the server's thread, from any thread.
+        run_on_server: has the server's thread make a call; callable from any thread.
     """
 
-    have_done: Callable[[Callable[[], None]], None]
-    # What each life has asked for last, to be looked at again. Only the server's thread touches it.
+    run_on_server: Callable[[Callable[[], None]], None]
+    # By worker: its last deferred request. Only the server's thread touches it.
     _held: dict[Life, Callable[[], None]] = field(default_factory=dict[Life, Callable[[], None]])
     _thread: threading.Thread | None = None
     _is_warm: bool = field(default_factory=lambda: MODULE in sys.modules)
 
-    def holds(self, life: Life, rule: RuleSpec, again: Callable[[], None]) -> bool:
-        """Say whether a request has to wait; then `again` is called once it need not, unless another takes its place.
+    def defer(self, life: Life, rule: RuleSpec, again: Callable[[], None]) -> bool:
+        """Return whether a request has to wait for the import; `again` is then called after it.
 
-        A worker repeats what is not answered, so one of each is enough.
+        Only the last request of each worker is kept: a worker repeats what is not answered.
         """
         if self._is_warm or not runs_in_torch(rule):
             return False
         self._held[life] = again
         if self._thread is None:
-            self._thread = threading.Thread(target=self._import, name="paceline-warming", daemon=True)
+            self._thread = threading.Thread(target=self._import, name="paceline-preload", daemon=True)
             self._thread.start()
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait for an import that is under way."""
+        """Wait for an import that is running, `timeout_s` at most."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _import(self) -> None:
         try:
             importlib.import_module(MODULE)
-        finally:  # else the error is met again where the rule is made, and told
-            self.have_done(self._release)
+        finally:  # if it failed, creating the rule fails with the same error, which is reported
+            self.run_on_server(self._release)
 
     def _release(self) -> None:
         self._is_warm = True

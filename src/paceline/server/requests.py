@@ -1,4 +1,4 @@
-"""Where a server answers requests outside the protocol of clocks: tables, their state, meeting points."""
+"""Requests to a server beside the clock protocol: declarations, initial values, state, barriers, work claims."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ from paceline.wire.requests import (
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 T = TypeVar("T")
 
-# A worker waits for its answers, so one with more requests of a kind that wait for others is a misbehaving peer.
+# Pending requests of one kind by one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_WAITING = 1024
-_MAX_TOLD = 2000  # characters of what a worker tells the others of a meeting
+_MAX_REASON = 2000  # characters of the problem that a worker reports at a barrier
 
 
 @dataclass(slots=True)
 class RequestHandler:
-    """Carries out requests at once where it can, and keeps those that wait for somebody else.
+    """Carries out requests at once where possible, and keeps those that wait for other workers.
 
     A worker repeats a request until it is answered, so each of these may come again, even after it was answered.
     """
 
     dense_tables: DenseTables
-    rows: RowTables
+    row_tables: RowTables
     send: Send
     work_host: WorkQueueHost = field(init=False)
-    # Table -> who waits for its first values, and the number of their request. Invariant: no entry is empty.
+    # Table -> the workers that wait for its initial values, with their request numbers. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
-    # Table -> who waits for its declaration, and the number of their request. Invariant: no entry is empty.
+    # Table -> the workers that wait for its declaration, with their request numbers. Invariant: no entry is empty.
     _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
-    # Meeting point -> who has come, and their request. Invariant: no entry is empty.
+    # Barrier -> the workers that have reached it, with their requests. Invariant: no entry is empty.
     _meetings: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
-    # How the last meeting ended that each life was released from: a copy of its request is not another meeting.
+    # How the last barrier of each life ended: a repeated request gets this answer, and does not enter another barrier.
     _met: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
 
     def __post_init__(self) -> None:
-        """Deal out work over the same lines."""
+        """Create the work queues, which answer over the same connections."""
         self.work_host = WorkQueueHost(self.send)
 
     def handle(self, life: Life, request: Request, body: memoryview) -> Declared | None:
-        """Answer a request; return that there is a table, if it declares one."""
+        """Answer a request; return the event for the core if it declares a table."""
         try:
             return self._carry_out(life, request, body)
         except MISHAPS as error:
@@ -75,7 +75,7 @@ class RequestHandler:
             return None
 
     def release(self, members: Sequence[int]) -> None:
-        """Answer those who have waited for what is there now, given the ranks that take part."""
+        """Answer the pending requests that can be answered now; `members` are the ranks that take part."""
         for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
             present = self._meetings.pop(place)
             reason = _failure(present)
@@ -94,19 +94,19 @@ class RequestHandler:
         self.work_host.release()
 
     def meetings(self) -> dict[str, list[int]]:
-        """Return the ranks that have come to each meeting point, and wait there."""
+        """Return the ranks that wait at each barrier."""
         return {place: sorted(rank for rank, _ in present) for place, present in self._meetings.items()}
 
     def forget(self, life: Life) -> None:
-        """Drop what a worker that takes part no longer was waiting for."""
-        self.work_host.end(life)
+        """Drop the pending requests of a worker that has left."""
+        self.work_host.remove_worker(life)
         self._met.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
         self._asking = _without(self._asking, life)
         self._meetings = _without(self._meetings, life)
 
     def _ask_for_values(self, first: int) -> None:
-        """Tell the first of those that take part that nobody else will give first values, if it waits for some."""
+        """Refuse to let the lowest rank wait for initial values: it has to send them itself."""
         asked = [(table, life) for table, waiting in self._awaiting.items() for life in waiting if life[0] == first]
         for table, life in asked:
             number = self._awaiting[table].pop(life)
@@ -117,13 +117,13 @@ class RequestHandler:
     def _carry_out(self, life: Life, request: Request, body: memoryview) -> Declared | None:
         match request:
             case Declare():
-                self._refuse_second(request.spec.name, self.rows.tables, "rows")
+                self._refuse_second(request.spec.name, self.row_tables.tables, "rows")
                 consistency = self.dense_tables.declare(request.spec)
                 self._answer(life, RequestDone(request.number))
                 return Declared(request.spec.name, consistency)
             case DeclareRows():
                 self._refuse_second(request.spec.name, self.dense_tables.shards, "a shape")
-                consistency = self.rows.declare(request.spec)
+                consistency = self.row_tables.declare(request.spec)
                 self._answer(life, RequestDone(request.number))
                 return Declared(request.spec.name, consistency, keyed=True)
             case Barrier():
@@ -132,10 +132,10 @@ class RequestHandler:
                     self._answer(life, met if request.number == met.number else RequestDone(request.number))
                 else:
                     require_short("a meeting point", request.place)
-                    told = replace(request, problem=request.problem[:_MAX_TOLD])
+                    told = replace(request, problem=request.problem[:_MAX_REASON])
                     self._wait(self._meetings, request.place, life, told)
             case ClaimWork():
-                self.work_host.take(life, request)
+                self.work_host.claim(life, request)
             case AwaitValues():
                 self._wait(self._awaiting, self._known(request.table), life, request.number)
             case Describe():
@@ -157,7 +157,7 @@ class RequestHandler:
         return None
 
     def _wait(self, waiting: dict[str, dict[Life, T]], key: str, life: Life, entry: T) -> None:
-        """Note that a life waits for what this book is of."""
+        """Add a pending request of a worker; raises PacelineError if it has too many."""
         if life not in waiting.get(key, {}) and sum(life in present for present in waiting.values()) >= MAX_WAITING:
             raise PacelineError(f"worker {life[0]} waits for {MAX_WAITING} others of this kind already")
         waiting.setdefault(key, {})[life] = entry
@@ -166,7 +166,7 @@ class RequestHandler:
         self.send(*life, answer, EMPTY)
 
     def _refuse_second(self, table: str, others: Container[str], kind: str) -> None:
-        """Refuse to declare a table under the name of one of the other kind."""
+        """Raise PacelineError if a table of the other kind has this name."""
         if table in others:
             raise PacelineError(
                 f"table '{table}' exists on server {self.dense_tables.server} with {kind}; use another name"
@@ -193,15 +193,15 @@ def _is_complete(present: dict[Life, Barrier], members: Sequence[int]) -> bool:
 
 
 def _failure(present: dict[Life, Barrier]) -> str:
-    """Return why those who have come to a meeting cannot go on, or nothing."""
+    """Return why the workers at a barrier cannot go on, "" if they can."""
     told = sorted((rank, request.problem) for (rank, _), request in present.items() if request.problem)
     gone = {request.needs for request in present.values()} - {-1} - {rank for rank, _ in present}
     if told:
-        return "; ".join(f"worker {rank}: {problem}" for rank, problem in told)[:_MAX_TOLD]
+        return "; ".join(f"worker {rank}: {problem}" for rank, problem in told)[:_MAX_REASON]
     return f"worker {min(gone)} takes part no more, and what it had to give is not there" if gone else ""
 
 
 def _without(waiting: dict[str, dict[Life, T]], life: Life) -> dict[str, dict[Life, T]]:
-    """Return what is left when this life no longer waits."""
+    """Return the pending requests of all other workers."""
     rest = {key: {other: one for other, one in present.items() if other != life} for key, present in waiting.items()}
     return {key: present for key, present in rest.items() if present}

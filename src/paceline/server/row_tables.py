@@ -1,4 +1,4 @@
-"""The row tables of one server: their stores, pushes that wait to be applied, and what readers have asked for."""
+"""The row tables of one server: their stores, pushes that wait to be applied, pending reads and subscriptions."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from paceline.wire.malformed import MISHAPS, broken_story
 from paceline.wire.messages import Keys, KeysWanted, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
 from paceline.wire.row_codec import RowBodyLayout, body_layouts, ids_of
 
-_MOST_PIECES = 64  # of changed ids, before they are made one
+_MOST_PIECES = 64  # tensors of changed ids, before they are merged into one
 
 
 @dataclass(slots=True)
 class Subscription:
-    """The rows that one reader has asked for, and which of them have changed since it was last sent some."""
+    """The rows that one reader keeps, and which of them have changed since its last delivery."""
 
     ops: RowOps
     _rows: RowIndex = field(init=False)
     _changed: list[Tensor] = field(default_factory=list[Tensor])
-    _last_request: int = -1  # of the reads that were answered
+    _last_request: int = -1  # the newest read that was answered
 
     def __post_init__(self) -> None:
-        """Start with no row."""
+        """Start without rows."""
         self._rows = RowIndex(self.ops, RowColumn(1, torch.int64))
 
     def __len__(self) -> int:
@@ -51,27 +51,27 @@ class Subscription:
         return len(self._rows)
 
     def add(self, ids: Tensor, request: int) -> None:
-        """Send these rows, for which a read asked, when they change; called before anything else changes them."""
+        """Subscribe to rows that a read returns; called before they can change again."""
         self._rows.add(ids)
         self._last_request = max(request, self._last_request)
 
     def remove(self, ids: Tensor, request: int) -> None:
-        """Send these rows no longer, unless a read was answered that is not older than this one: it may be of them."""
+        """Unsubscribe from rows, unless a read as new as this request was answered: it may have returned them."""
         if request <= self._last_request:
             return
         slots = self._rows.find(ids).unique()
         self._rows.remove(slots[slots >= 0])
 
     def note(self, ids: Tensor) -> None:
-        """Note that rows have changed; each id is there once."""
+        """Note that rows have changed; ids are distinct."""
         mine = ids[self._rows.find(ids) >= 0]
         if len(mine):
             self._changed.append(mine)
         if len(self._changed) > _MOST_PIECES:
             self._changed = [self._distinct()]
 
-    def take(self) -> Tensor:
-        """Return the ids of the rows to be sent now, each once, and begin anew."""
+    def pop_changed(self) -> Tensor:
+        """Return the distinct ids of subscribed rows that have changed since the last call."""
         ids, self._changed = self._distinct(), []
         return ids[self._rows.find(ids) >= 0]
 
@@ -87,20 +87,20 @@ class Subscription:
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 
-_MAX_PARTS = 64  # tensors of ids that are put together
-# Of one worker, more reads of one table than this may not wait: a misbehaving peer.
+_MAX_PARTS = 64  # tensors of ids, before they are merged into one
+# Pending reads of one table by one worker; one with more is a misbehaving peer.
 MAX_READS = 1024
 
 
 @dataclass(slots=True)
 class _WaitingIds:
-    """The ids of pushes that wait, each at least once: a few tensors, however many pushes there are."""
+    """The ids of pushes that wait, possibly repeated, in a bounded number of tensors."""
 
     ops: RowOps
     parts: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, ids: Tensor) -> None:
-        """Note the ids of one more push."""
+        """Add the ids of one more push."""
         self.parts.append(ids)
         if len(self.parts) > _MAX_PARTS:
             self.parts = [self.ops.unique(torch.cat(self.parts))[0]]
@@ -116,28 +116,28 @@ class ServedRowTable:
     up: RowBodyLayout
     down: RowBodyLayout
     subscriptions: dict[Life, Subscription] = field(default_factory=dict[Life, Subscription])
-    # What readers that have yet to be answered asked for, by life and request; and at which clock of theirs.
+    # Pending reads by (life, request): the ids, and the clock of the reader.
     asked: dict[tuple[Life, int], tuple[Tensor, int]] = field(
         default_factory=dict[tuple[Life, int], tuple[Tensor, int]]
     )
-    # The last clock of which each reader has told what it read from its cache.
+    # By reader: the last clock for which it has reported the rows that it read from its cache.
     told: dict[Life, int] = field(default_factory=dict[Life, int])
-    # Lists of ids that a digest may stand for, by who sent them.
+    # By sender: lists of ids that later frames name by a digest.
     lists: dict[Life, KeyLists] = field(default_factory=dict[Life, KeyLists])
     # Pushes that have arrived and are neither applied nor discarded.
     waiting: dict[PushId, RowContribution] = field(default_factory=dict[PushId, RowContribution])
-    # The ids of these; None after one of them has gone, until the next has come.
+    # The ids of these; None after a push was removed, until the next one arrives.
     waiting_ids: _WaitingIds | None = None
-    # Why this table takes no more pushes and is not read: an update of it failed, perhaps halfway.
+    # Why this table refuses pushes and reads: an update of it failed, perhaps halfway.
     broken: str = ""
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of a row and its echo as they are read, before they are encoded."""
+        """Bytes of a row and its echo as a read returns them, before encoding."""
         return self.down.full_width * self.down.dtype.itemsize
 
-    def keep(self, push_id: PushId, contribution: RowContribution, ops: RowOps) -> None:
-        """Keep what a push brings; raises UsageError, and keeps nothing, if there is no room for its rows."""
+    def keep_push(self, push_id: PushId, contribution: RowContribution, ops: RowOps) -> None:
+        """Store the rows of a push; raises UsageError, and stores nothing, if there is no room for them."""
         if self.waiting_ids is None:
             self.waiting_ids = _WaitingIds(ops)
             for other in self.waiting.values():
@@ -146,27 +146,27 @@ class ServedRowTable:
         self.waiting[push_id] = contribution
         self.waiting_ids.add(contribution.ids)
 
-    def take(self, push_id: PushId) -> RowContribution:
-        """Return what a push that waits has brought, and keep it no longer."""
+    def remove_push(self, push_id: PushId) -> RowContribution:
+        """Remove and return the rows of a push that waits."""
         self.waiting_ids = None
         return self.waiting.pop(push_id)
 
     def note_changed(self, ids: Tensor) -> None:
-        """Have these rows, each once, sent to those who keep them."""
+        """Mark these rows as changed for all subscribers; ids are distinct."""
         for subscription in self.subscriptions.values():
             subscription.note(ids)
 
 
 @dataclass(slots=True)
 class RowTables:
-    """What one server holds of row tables.
+    """All row tables of one server. Used by the server's thread; `BodyLimits` only looks tables up.
 
     Args:
-        server: its rank.
-        ops: what moves rows.
-        allowed_paths: limits which rules may be imported by path; None allows all.
-        may_spill: whether workers may name a directory here, for rows that have no place in main memory.
-        same: looks whether workers push the same gradients.
+        server: rank of this server.
+        ops: gathers, scatters and sums rows.
+        allowed_paths: the rules that may be imported by path; None allows all.
+        may_spill: whether a declaration may name a directory here for rows that do not fit into main memory.
+        same: warns when workers push the same gradients.
     """
 
     server: int
@@ -177,14 +177,14 @@ class RowTables:
     tables: dict[str, ServedRowTable] = field(default_factory=dict[str, ServedRowTable])
 
     def __contains__(self, table: str) -> bool:
-        """Say whether there is a row table of this name."""
+        """Return whether there is a row table of this name."""
         return table in self.tables
 
     def declare(self, spec: RowTableSpec) -> Consistency:
-        """Make a table, or check that it is the one that exists; return its consistency.
+        """Create a table, or check that the existing one has the same settings; return its consistency.
 
         Raises:
-            UsageError: the table exists and differs, or its rule or its memory cannot be had.
+            UsageError: the table exists with other settings, its rule is not available, or memory is short.
         """
         known = self.tables.get(spec.name)
         if known is not None and known.spec != spec:
@@ -199,8 +199,8 @@ class RowTables:
         if known is None:
             if spec.life.spill and not self.may_spill:
                 raise UsageError(
-                    f"table '{spec.name}' is to spill to {spec.life.spill}, but server {self.server} writes where its "
-                    "own user says and nowhere else: declare it without memory_bytes and spill."
+                    f"table '{spec.name}' is to spill to {spec.life.spill}, but server {self.server} does not let "
+                    "workers choose where it writes: declare it without memory_bytes and spill."
                 )
             check_filters(spec.filters)
             tell_of_refused_library()
@@ -208,14 +208,14 @@ class RowTables:
             rule = row_rule(spec.rule, self.allowed_paths)
             up, down = body_layouts(spec, rule)
             self.tables[spec.name] = ServedRowTable(spec, consistency, RowStore(spec, rule, self.ops), up, down)
-            if self.server == LEAD:  # every server has rows of it, and one tells
+            if self.server == LEAD:  # every server has rows of it, and one warns
                 self.same.watch(spec.name, consistency)
         return consistency
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def accept(self, frame: RowPushFrame, body: memoryview) -> str | KeysWanted:
-        """Keep what a push brings; return why it may not be applied, or nothing, or that its ids are wanted."""
+        """Store the rows of a push; return why it is refused, "" if it is accepted, or a request for its ids."""
         served = self.tables.get(frame.push.table)
         if served is None:
             return f"there is no table of rows '{frame.push.table[:200]}' on server {self.server}"
@@ -240,24 +240,24 @@ class RowTables:
         )
         try:
             require_memory(f"rows of table '{served.spec.name}'", len(ids) * served.store.row_bytes)
-            served.keep(frame.push.id, contribution, self.ops)
+            served.keep_push(frame.push.id, contribution, self.ops)
         except UsageError as error:
             return str(error)
         self.same.note(frame.push, parcel.rows.view(-1))
         return ""
 
     def has(self, push_id: PushId) -> bool:
-        """Say whether what a push of this name brought waits here, for whichever table."""
+        """Return whether the rows of this push wait here, for any table."""
         return any(push_id in served.waiting for served in self.tables.values())
 
     def apply(self, table: str, push_ids: Sequence[PushId], clock: int) -> str:
-        """Update a table with these pushes in this order, as one update; return why that could not be done, or nothing.
+        """Apply these pushes in this order as one update; return why that failed, "" if it did not.
 
-        What can be known before is refused in `accept`. If an update fails all the same (a rule that gives up, a disk
-        that breaks), the table takes no more pushes and is not read, and says why; others go on.
+        `accept` refuses what can be refused beforehand. If an update fails all the same (a rule that raises, a disk
+        error), the table refuses all later pushes and reads with the reason; other tables go on.
         """
         served = self.tables[table]
-        contributions = [served.take(push_id) for push_id in push_ids]
+        contributions = [served.remove_push(push_id) for push_id in push_ids]
         if served.broken:
             return served.broken
         try:
@@ -269,19 +269,19 @@ class RowTables:
         return ""
 
     def discard(self, push_id: PushId) -> None:
-        """Forget what a push brought."""
+        """Drop the rows of a push."""
         for served in self.tables.values():
             if push_id in served.waiting:
-                served.take(push_id)
+                served.remove_push(push_id)
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
-    def ask(self, frame: RowPullFrame, body: memoryview) -> KeysWanted | None:
-        """Note which rows a pull asks for; return that its ids are wanted, if they are.
+    def accept_pull(self, frame: RowPullFrame, body: memoryview) -> KeysWanted | None:
+        """Store which rows a pull asks for; return a request for its ids if their digest is not known here.
 
         Raises:
-            PeerError: the ids make no sense, or the worker has too many reads waiting.
-            UsageError: the answer would be larger than one may be; nothing has changed.
+            PeerError: the ids are invalid, or the worker has too many reads waiting.
+            UsageError: the answer would be too large; nothing has changed.
         """
         served = self.tables.get(frame.pull.table)
         if served is None:
@@ -299,15 +299,15 @@ class RowTables:
         served.asked[life, request] = ids, frame.pull.clock
         return None
 
-    def objection(self, life: Life, table: str, request: int) -> str:
-        """Return why a table is not read, and forget what the request asked for; or nothing."""
+    def check_read(self, life: Life, table: str, request: int) -> str:
+        """Return why a table cannot be read, "" if it can; forgets the request if it cannot."""
         served = self.tables[table]
         if served.broken:
             served.asked.pop((life, request), None)
         return served.broken
 
-    def answer(self, life: Life, message: Fetched) -> memoryview | None:
-        """Return the rows that a read asked for; None if it is not known any more what those were."""
+    def answer_pull(self, life: Life, message: Fetched) -> memoryview | None:
+        """Return the rows that a read asked for; None if the request is not known any more."""
         served = self.tables[message.table]
         asked = served.asked.pop((life, message.request), None)
         if asked is None:
@@ -315,20 +315,20 @@ class RowTables:
         ids, clock = asked
         if served.consistency.deliver == "on_clock":
             self._subscription(served, life).add(ids, message.request)
-        # The reader may be ahead of the slowest, by whose clock rows go that were not used for long.
+        # The reader may be ahead of the slowest worker, whose clock decides which unused rows expire.
         return served.down.pack_rows(None, served.store.read(ids, max(clock, message.clock)))
 
-    def delivery(self, life: Life, message: Delivered) -> memoryview:
-        """Return the rows of a subscriber that have changed since it was last sent some."""
+    def pack_delivery(self, life: Life, message: Delivered) -> memoryview:
+        """Return the subscribed rows that have changed since the last delivery, with their ids."""
         served = self.tables[message.table]
-        ids = self._subscription(served, life).take()
+        ids = self._subscription(served, life).pop_changed()
         return served.down.pack_rows(ids, served.store.read(ids))
 
     def use(self, life: Life, message: RowsUsed, body: memoryview) -> None:
-        """Count rows as used that a worker has read from its cache, once for each clock.
+        """Count rows as used that a worker has read from its cache, once a clock.
 
         Raises:
-            PeerError: the ids make no sense.
+            PeerError: the ids are invalid.
         """
         served, ids = self.tables.get(message.table), ids_of(body)
         if served is not None and message.clock > served.told.get(life, -1):
@@ -336,22 +336,22 @@ class RowTables:
             served.store.use(ids, message.clock)
 
     def unsubscribe(self, life: Life, message: Unsubscribe, body: memoryview) -> None:
-        """Send a worker these rows no longer."""
+        """End the subscription of a worker to these rows."""
         served = self.tables.get(message.table)
         if served is not None and life in served.subscriptions:
             served.subscriptions[life].remove(ids_of(body), message.request)
 
-    # -- the course of things ----------------------------------------------------------------------------------------
+    # -- clocks and membership ---------------------------------------------------------------------------------------
 
     def advance(self, table: str, clock: int) -> None:
-        """Let rows go whose time is over; their readers are sent the values that they have from now on."""
+        """Remove expired rows, and mark them as changed for their subscribers."""
         served = self.tables[table]
         gone = served.store.advance(clock)
         if len(gone):
             served.note_changed(gone)
 
     def forget(self, life: Life) -> None:
-        """Drop what is kept for a worker that takes part no longer."""
+        """Drop everything kept for a worker that has left."""
         for served in self.tables.values():
             served.lists.pop(life, None)
             served.told.pop(life, None)
@@ -361,7 +361,7 @@ class RowTables:
                 subscription.close()
 
     def clear(self) -> None:
-        """Let go of all tables: nobody is served any more."""
+        """Release all tables, when the server closes."""
         for served in self.tables.values():
             served.store.close()
             for subscription in served.subscriptions.values():
@@ -375,7 +375,7 @@ class RowTables:
         return found
 
     def _ids(self, served: ServedRowTable, life: Life, keys: Keys, sent: Tensor | None) -> Tensor | None:
-        """Return the ids that a frame is about; None if it names a list that is not kept here."""
+        """Return the ids of a frame; None if it names a list that is not kept here."""
         if sent is not None and len(sent) != keys.num:
             raise PeerError(f"worker {life[0]} announced {keys.num} ids and sent {len(sent)}")
         if not keys.digest:
@@ -394,7 +394,7 @@ class RowTables:
 
 
 def _require_bounded(served: ServedRowTable, worker: int, num: int, num_waiting: int) -> None:
-    """Refuse a read whose answer would take too much memory, or too much beside those that are waited for."""
+    """Raise UsageError if the answer to a read, or all pending answers together, would take too much memory."""
     row_bytes, most = served.read_bytes, most_rows(served.down.full_width)
     if num > most:
         raise UsageError(
@@ -409,7 +409,7 @@ def _require_bounded(served: ServedRowTable, worker: int, num: int, num_waiting:
 
 
 def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:
-    """Say why what came beside the rows makes no sense, or nothing."""
+    """Return why the fields beside the rows are invalid, "" if they are valid."""
     for count in (frame.count, frame.expected):
         if not (isfinite(count) and count >= 0):
             return f"it stands for {count} samples, expected a number >= 0"

@@ -1,6 +1,6 @@
-"""Sees that workers push the same gradients, as happens when each trains on all samples instead of a part of them.
+"""Detection of workers that push the same gradients, as they do when each trains on all samples instead of a shard.
 
-Only the first clocks of a table are looked at, and of a gradient only some numbers, so that it costs nothing later.
+Only the first clocks of a table are checked, and only a sample of each gradient, so it costs nothing later.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
 from paceline.observe.notices import tell
 
-CLOCKS: Final = 4  # of a table that are looked at
-_SAMPLES: Final = 4096  # numbers of a gradient that are looked at
+CLOCKS: Final = 4  # of a table that are checked
+_SAMPLES: Final = 4096  # numbers of a gradient that are checked
 _MAX_WORKERS: Final = 64
 # Gradients with fewer different numbers may be alike by chance, or on purpose: counts, ones, a single weight.
 _FEWEST: Final = 8
-# Where updates show on arrival, workers have the same values in their first clock only. What is seen once has to be
-# beyond doubt.
+# Where updates are visible on arrival, workers read the same values in their first clock only, so one match has to be
+# enough.
 _FEWEST_AT_ONCE: Final = 16
 
 
@@ -31,13 +31,13 @@ _FEWEST_AT_ONCE: Final = 16
 class _Watched:
     """The digests of one table."""
 
-    held: bool  # workers read the same values in each clock
+    held: bool  # updates show clock by clock: all workers read the same values in a clock
     first: int = -1  # clock
     # By clock and worker. Invariant: 0 for a gradient that proves nothing.
     digests: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
 
     def look(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
-        """Take in a push; return another worker that pushes the same, and the clocks that show it, once they do."""
+        """Add a push; return another worker with the same gradients, and the clocks that show it, once certain."""
         self.first = clock if self.first < 0 else self.first
         if not self.first <= clock < self.first + CLOCKS:
             return None
@@ -53,7 +53,7 @@ class _Watched:
         return None
 
     def _earlier(self, worker: int, other: int, now: int) -> list[int]:
-        """Return clocks in which two workers pushed the same, but not the same as now: what never changes is meant."""
+        """Return a clock in which both pushed another gradient alike: one that never changes may be intended."""
         clocks = (
             clock
             for clock, found in self.digests.items()
@@ -64,19 +64,19 @@ class _Watched:
 
 @dataclass(slots=True)
 class SameGradients:
-    """What one server sees of workers that push the same; it is told once, for the first table."""
+    """Warns once, through `tell`, when workers push the same gradients."""
 
     tell: Callable[[str], None] = tell
     _tables: dict[str, _Watched] = field(default_factory=dict[str, _Watched])
     _is_told: bool = False
 
     def watch(self, table: str, consistency: Consistency) -> None:
-        """Look at the first pushes of a table."""
+        """Start to check the first pushes of a table."""
         if not self._is_told:
             self._tables[table] = _Watched(consistency.visible == "on_clock")
 
     def note(self, push: Push, gradient: Tensor) -> None:
-        """Take in a push of (elements here,), and tell if it is the same as that of another worker."""
+        """Add a push of (elements here,), and warn if it equals that of another worker."""
         watched = self._tables.get(push.table)
         seen = None if watched is None else watched.look(push.id.worker, push.clock, gradient)
         if seen is None:
@@ -93,7 +93,7 @@ class SameGradients:
 
 
 def _digest(gradient: Tensor, fewest: int) -> int:
-    """Return a number that is the same for the same gradient; 0 if it has fewer different numbers beside zero."""
+    """Return a digest of a gradient; 0 if it has fewer than `fewest` distinct nonzero numbers."""
     sample = gradient[:: max(1, gradient.numel() // _SAMPLES)].contiguous()
     telling = sample[sample.isfinite() & (sample != 0)]
     if len(telling.double().unique()) < fewest:

@@ -1,4 +1,4 @@
-"""Copies of values that change while they wait for a slow line: one for all who are sent the same values."""
+"""Copies of values that wait for slow connections while the table changes: one copy for all readers of a version."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.transport.buffers import fresh_buffer
 
 @dataclass(slots=True)
 class Snapshots:
-    """The newest copy of each table's values, as long as somebody looks at it. Used by one thread at a time."""
+    """The newest copy of each table's values, while it is referenced elsewhere. Used by one thread at a time."""
 
     _newest: dict[str, tuple[object, ReferenceType[memoryview]]] = field(
         default_factory=dict[str, tuple[object, ReferenceType[memoryview]]]
     )
 
     def of(self, table: str, version: object, values: memoryview) -> memoryview:
-        """Return a copy of these values; the same as before for the same version of a table, while it is there.
+        """Return a copy of these values: the existing one if it has the same version and is still referenced.
 
         >>> snapshots, values = Snapshots(), memoryview(bytearray(b"ab"))
         >>> first, second = snapshots.of("w", 7, values), snapshots.of("w", 7, values)
@@ -35,4 +35,4 @@ class Snapshots:
 
 
 def _nothing() -> None:
-    """Stand for a copy that there is not."""
+    """Stand for a missing copy."""

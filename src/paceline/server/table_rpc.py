@@ -1,7 +1,7 @@
-"""What a server does once for each time that it is asked, when the clock has come: functions, and rows as a whole.
+"""Requests about whole tables, carried out exactly once and at their clock: functions, export and import of rows.
 
-A worker repeats a request until it is answered, so copies come, early and late. Here each is carried out once: the
-answer is kept until the worker says that it has it, and copies are given that.
+A worker repeats a request until it is answered, so copies arrive, early and late. Each request runs once: its answer is
+kept until the worker confirms it, and copies get that answer.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.wire.bounds import MAX_HEARD_BYTES
 from paceline.wire.malformed import MISHAPS, story
 from paceline.wire.requests import RequestDone, RequestFailed, WholeTable
 
-# A worker waits for its answers, so one with more requests that it has no answer to is a misbehaving peer.
+# Unanswered requests of one worker, which waits for each answer; one with more is a misbehaving peer.
 MAX_OPEN = 64
 
 
 @dataclass(slots=True)
-class _Book:
-    """The errands of one life that it may still ask about."""
+class _WorkerCalls:
+    """The requests of one worker that it may still repeat."""
 
-    # Its sender has the answers to all below; a copy that still arrives is late and needs nothing.
+    # The worker has the answers to all numbers below; a copy of these that still arrives is ignored.
     settled: int = 0
     # By number; invariant: all are >= settled, none is in both.
     answers: dict[int, tuple[RequestDone | RequestFailed, memoryview]] = field(
@@ -35,7 +35,7 @@ class _Book:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept: of answers, and of what waits to be done."""
+        """Bytes of answers that are kept and of requests that wait."""
         return sum(len(body) for _, body in (*self.answers.values(), *self.waiting.values()))
 
     def settle(self, settled: int) -> None:
@@ -47,68 +47,68 @@ class _Book:
 
 @dataclass(slots=True)
 class TableRpc:
-    """Carries out errands in the order in which they may be; those that wait for one clock by rank, then number.
+    """Carries out requests as their clocks come; those of one clock by rank, then by number.
 
     Args:
-        tables: does the work.
-        send: answers a life of a worker.
+        tables: carries out requests.
+        send: sends an answer to a worker.
         clock_of: returns the clock that a table has reached.
     """
 
     tables: WholeTables
     send: Send
     clock_of: Callable[[str], int]
-    # Of those who take part.
-    _books: dict[Life, _Book] = field(default_factory=dict[Life, _Book])
+    # By worker that takes part.
+    _workers: dict[Life, _WorkerCalls] = field(default_factory=dict[Life, _WorkerCalls])
 
     def admit(self, life: Life) -> None:
-        """Take errands of a worker that takes part from now on."""
-        self._books.setdefault(life, _Book())
+        """Accept requests of a worker that has joined."""
+        self._workers.setdefault(life, _WorkerCalls())
 
     def forget(self, life: Life) -> None:
-        """Drop what a worker that takes part no longer was waiting for; what is done stays done."""
-        self._books.pop(life, None)
+        """Drop the pending requests of a worker that has left; what was carried out stays."""
+        self._workers.pop(life, None)
 
-    def ask(self, life: Life, request: WholeTable, body: memoryview) -> None:
-        """Carry out an errand, now or when its clock has come, unless this is a copy.
+    def handle(self, life: Life, request: WholeTable, body: memoryview) -> None:
+        """Carry out a request, now or when its clock has come, unless it is a copy.
 
         Raises:
-            PeerError: the worker asks for more than it can be waiting for.
+            PeerError: the worker has too many unanswered requests.
         """
-        table_call, book = request.table_call, self._books.get(life)
-        if book is None:
+        table_call, calls = request.table_call, self._workers.get(life)
+        if calls is None:
             self.send(*life, RequestFailed(table_call.number, f"worker {life[0]} takes no part"), EMPTY)
             return
-        book.settle(table_call.settled)
-        if table_call.number in book.answers:
-            self.send(*life, *book.answers[table_call.number])
+        calls.settle(table_call.settled)
+        if table_call.number in calls.answers:
+            self.send(*life, *calls.answers[table_call.number])
             return
-        if table_call.number < book.settled or table_call.number in book.waiting:
+        if table_call.number < calls.settled or table_call.number in calls.waiting:
             return
-        if len(book.answers) + len(book.waiting) >= MAX_OPEN or book.num_bytes + len(body) > MAX_HEARD_BYTES:
+        if len(calls.answers) + len(calls.waiting) >= MAX_OPEN or calls.num_bytes + len(body) > MAX_HEARD_BYTES:
             raise PeerError(
                 f"worker {life[0]} has more than {MAX_OPEN} requests about whole tables open, or more than "
                 f"{MAX_HEARD_BYTES} bytes of them"
             )
         if table_call.table in self.tables and self.clock_of(table_call.table) < table_call.needs:
-            book.waiting[table_call.number] = request, body
+            calls.waiting[table_call.number] = request, body
         else:
-            self._carry_out(life, book, request, body)
+            self._carry_out(life, calls, request, body)
 
     def advance(self, table: str, clock: int) -> None:
-        """Carry out what waited for a table to reach this clock."""
-        for life, book in sorted(self._books.items()):
-            for number, (request, body) in sorted(book.waiting.items()):
+        """Carry out the requests that waited for a table to reach this clock."""
+        for life, calls in sorted(self._workers.items()):
+            for number, (request, body) in sorted(calls.waiting.items()):
                 if request.table_call.table == table and request.table_call.needs <= clock:
-                    del book.waiting[number]
-                    self._carry_out(life, book, request, body)
+                    del calls.waiting[number]
+                    self._carry_out(life, calls, request, body)
 
-    def _carry_out(self, life: Life, book: _Book, request: WholeTable, body: memoryview) -> None:
+    def _carry_out(self, life: Life, calls: _WorkerCalls, request: WholeTable, body: memoryview) -> None:
         number = request.table_call.number
         answer: tuple[RequestDone | RequestFailed, memoryview]
         try:
             answer = RequestDone(number), self.tables.carry_out(request, body, self.clock_of)
         except MISHAPS as error:
             answer = RequestFailed(number, story(error)), EMPTY
-        book.answers[number] = answer
+        calls.answers[number] = answer
         self.send(*life, *answer)

@@ -1,4 +1,4 @@
-"""What server 0 makes of the waits that workers report: one sentence about the job, printed by one of them."""
+"""Reports of long waits: server 0 finds which workers hold up the others, and has one worker print a sentence."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.wire.requests import ReportWait
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
 
-_MAX_WHAT: Final = 300  # characters of what a worker says of its wait
+_MAX_WHAT: Final = 300  # characters of a worker's description of its wait
 _LEAST_PAUSE_S: Final = 4.0  # between two sentences
-_MORE: Final = 1.8  # the same is told again when it has lasted so many times as long
+_MORE: Final = 1.8  # the same sentence is printed again after this many times as long a wait
 _STUCK: Final = (
     "None of these can go on: have all workers make the same calls in the same order, and finish as many clocks before "
     "each barrier(), or let those that are done end"
@@ -29,13 +29,13 @@ class WaitReports:
     core: ServerCore
     request_handler: RequestHandler
     _reports: dict[Life, ReportWait] = field(default_factory=dict[Life, ReportWait])
-    # What was told last, as the workers that it comes down to, and after how long a wait.
+    # The last sentence printed: the workers that hold up the others, and the length of the wait.
     _told: frozenset[int] | None = None
     _told_after_s: float = 0.0
     _told_at: float = 0.0
 
-    def take(self, life: Life, report: ReportWait, now: float) -> bytes:
-        """Take in a report and return the answer to it."""
+    def add(self, life: Life, report: ReportWait, now: float) -> bytes:
+        """Store a report and return its answer: b"1" or b"0" (whether to print it), then the sentence."""
         current = self.core.lives.current(life[0])
         if not report.what or current is None or current.incarnation != life[1]:
             self.forget(life)
@@ -51,13 +51,13 @@ class WaitReports:
         return f"{int(tells)}{text}".encode()
 
     def forget(self, life: Life) -> None:
-        """Drop what a worker has reported: it waits no longer."""
+        """Drop the report of a worker: it no longer waits."""
         self._reports.pop(life, None)
         if not self._reports:
             self._told = None
 
     def _is_news(self, roots: frozenset[int], waited_s: float, now: float) -> bool:
-        """Return whether this is told now: when it comes down to other workers, or has lasted much longer."""
+        """Return whether to print now: other workers hold up the job, or the wait has lasted much longer."""
         same, since_s = roots == self._told, now - self._told_at
         if self._told is not None and (waited_s < _MORE * self._told_after_s if same else since_s < _LEAST_PAUSE_S):
             return False
@@ -65,7 +65,7 @@ class WaitReports:
         return True
 
     def _waiters(self) -> dict[int, Waiter]:
-        """Return what workers wait in, as they have reported, and as is seen here."""
+        """Return what each worker waits for, as reported and as seen by this server."""
         members = self.core.members
         found: dict[int, Waiter] = {}
         for place, present in self.request_handler.meetings().items():

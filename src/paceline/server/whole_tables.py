@@ -1,4 +1,4 @@
-"""What a server can do with all of its part of a table: run a function over it, count, read and write its rows."""
+"""Operations on a server's whole shard of a table: run a function, count rows, read and write them in pieces."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from paceline.wire.requests import COUNT_BYTES, NEXT_SLOT, CallFunction, CountRo
 
 @dataclass(slots=True)
 class WholeTables:
-    """The tables of one server, as a whole.
+    """Operations on whole tables of one server, of both kinds.
 
     Args:
         changed: called with the name of a table whose values have changed.
-        allowed_paths: limits which functions may be imported by path; None allows all.
+        allowed_paths: the functions that may be imported by path; None allows all.
     """
 
     dense_tables: DenseTables
-    rows: RowTables
+    row_tables: RowTables
     changed: Callable[[str], None]
     allowed_paths: frozenset[str] | None = None
 
     def __contains__(self, table: str) -> bool:
-        """Say whether there is a table of this name, of either kind."""
-        return table in self.dense_tables.shards or table in self.rows
+        """Return whether there is a table of this name, of either kind."""
+        return table in self.dense_tables.shards or table in self.row_tables
 
     def carry_out(self, request: WholeTable, body: memoryview, clock_of: Callable[[str], int]) -> memoryview:
-        """Do what is asked for, and return what goes beside the answer.
+        """Carry out a request, and return the body of the answer.
 
         Raises:
-            PacelineError: it cannot be done; the message says what and where.
-            SafetensorError: the tensors that came with it cannot be read.
+            PacelineError: it failed; the message says what and where.
+            SafetensorError: the tensors in its body cannot be read.
         """
         table = request.table_call.table
         if table not in self:
-            names = ", ".join(sorted({*self.dense_tables.shards, *self.rows.tables})) or "none"
+            names = ", ".join(sorted({*self.dense_tables.shards, *self.row_tables.tables})) or "none"
             raise UsageError(f"there is no table '{table}' on server {self.dense_tables.server}; tables: {names}")
-        broken = self.rows.tables[table].broken if table in self.rows else self.dense_tables.settle(table)
+        broken = self.row_tables.tables[table].broken if table in self.row_tables else self.dense_tables.settle(table)
         if broken:
             raise UsageError(broken)
         match request:
@@ -74,8 +74,10 @@ class WholeTables:
         table = request.table_call.table
         try:
             with torch.no_grad():
-                return self._call_over_rows(request, clock) if table in self.rows else self._call_over_range(request)
-        except BaseException as error:  # whatever a function may raise, others go on
+                return (
+                    self._call_over_rows(request, clock) if table in self.row_tables else self._call_over_range(request)
+                )
+        except BaseException as error:  # a user's function may raise anything; the server goes on
             where = f"function {request.name} over table '{table}' on server {self.dense_tables.server}"
             raise UsageError(f"{where} failed: {_story(error)}") from error
 
@@ -94,7 +96,7 @@ class WholeTables:
         return _answer(num_changed, result)
 
     def _call_over_rows(self, request: CallFunction, clock: int) -> memoryview:
-        served = self.rows.tables[request.table_call.table]
+        served = self.row_tables.tables[request.table_call.table]
         function = function_at(request.name, "rows", self.allowed_paths)
         walk = RowWalk(served.store, clock, served.note_changed)
         try:
@@ -124,14 +126,14 @@ class WholeTables:
         self.changed(table)
 
     def _rows_of(self, table: str) -> ServedRowTable:
-        served = self.rows.tables.get(table)
+        served = self.row_tables.tables.get(table)
         if served is None:
             raise UsageError(f"table '{table}' on server {self.dense_tables.server} has a shape, and no rows")
         return served
 
 
 def _num_changed(shard: Shard, values: Tensor) -> int:
-    """Return how many values a function has changed; UsageError if they cannot be those of the table."""
+    """Return how many values a function has changed; raises UsageError if they do not fit the table."""
     if values.shape != shard.values.shape or values.dtype != shard.values.dtype:
         raise UsageError(
             f"its values are {tuple(values.shape)} {values.dtype} now, expected {tuple(shard.values.shape)} "
@@ -147,7 +149,7 @@ def _num_changed(shard: Shard, values: Tensor) -> int:
 
 
 def _packed_result(result: object) -> bytes:
-    """Return the tensors that a function returned as bytes; UsageError if they are none, or too many."""
+    """Encode the tensors that a function returned; raises UsageError for other objects, or too many bytes."""
     found: object = {} if result is None else result
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor)
@@ -177,7 +179,7 @@ def _packed_piece(served: ServedRowTable, start_slot: int, *, values_only: bool)
 
 
 def _story(error: BaseException) -> str:
-    """Return what went wrong and, of code that is not ours, where."""
+    """Return what went wrong and, for errors from user code, where."""
     if isinstance(error, PacelineError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

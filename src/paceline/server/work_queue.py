@@ -1,4 +1,4 @@
-"""Where a server deals out pieces of work: the first server alone, so that each piece is dealt in one place."""
+"""Work queues of dynamic sharding: server 0 alone assigns pieces of work, so each piece is assigned in one place."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.wire.requests import ClaimWork, RequestDone, RequestFailed
 
 Send = Callable[[int, int, object, memoryview], None]
 
-MAX_WORKS = 1024  # that workers may take pieces of
-MAX_PIECES = 1 << 20  # of one work that may be free at a time
-MAX_ALL_PIECES = 1 << 22  # of all works
-MAX_HOMES = 1 << 16  # of a round
-MAX_TERMS = 64  # of an epoch
-MAX_OPEN_ROUNDS = 1 << 12  # of one work, with pieces that are free
-MAX_EPOCHS = 64  # of one work that are agreed on and not known to be over
+MAX_WORKS = 1024  # queues at a time
+MAX_PIECES = 1 << 20  # unassigned pieces of one queue
+MAX_ALL_PIECES = 1 << 22  # unassigned pieces of all queues
+MAX_HOMES = 1 << 16  # shares of a round
+MAX_TERMS = 64  # numbers that describe an epoch
+MAX_OPEN_ROUNDS = 1 << 12  # rounds of one queue with unassigned pieces
+MAX_EPOCHS = 64  # epochs of one queue that are agreed on and not known to be over
 
 
 @dataclass(frozen=True, slots=True)
 class WorkQueueEntry:
-    """What a worker gets, and what is before the first round of the epoch that it is in, for all."""
+    """The answer to a claim, and the number of batches before the first round of its epoch."""
 
     answer: WorkAnswer
     start: int
@@ -34,7 +34,7 @@ class WorkQueueEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """What those who work on an epoch agree on, and who said so first."""
+    """The settings of an epoch that all its workers share, and the rank that sent them first."""
 
     terms: tuple[int, ...]
     start: int
@@ -43,28 +43,28 @@ class _Agreement:
 
 @dataclass(slots=True)
 class WorkQueueHost:
-    """Answers those who ask for work, at once or when it is clear what they get.
+    """Answers claims of work, at once or as soon as the answer is known.
 
-    What a worker holds counts when one of its updates is applied, which carries all that it took before, or when it
-    goes on to another round: so that what is refused, by a worker or here, is not given out again.
-    A worker has one such request open at a time, and repeats it until it is answered: a copy gets the same answer.
+    The pieces that a worker holds count as done when one of its updates is applied, which contains all that it claimed
+    before, or when it goes on to another round: so pieces of a refused push are not assigned again.
+    A worker has one claim open at a time, and repeats it until it is answered: a copy gets the same answer.
     """
 
     send: Send
     _works: dict[str, WorkQueue] = field(default_factory=dict[str, WorkQueue])
-    _at: dict[Life, str] = field(default_factory=dict[Life, str])  # what each life takes pieces of
-    # By work and epoch. Invariant: that of an epoch for which somebody waits is in here.
+    _at: dict[Life, str] = field(default_factory=dict[Life, str])  # the queue from which each worker claims
+    # By queue and epoch. Invariant: contains every epoch that has a pending claim.
     _agreements: dict[tuple[str, int], _Agreement] = field(default_factory=dict[tuple[str, int], _Agreement])
-    # Invariant: a life is in one of these at most, and whoever has ended in none.
+    # Invariant: a worker is in at most one of these, one that has left in none.
     _waiting: dict[Life, ClaimWork] = field(default_factory=dict[Life, ClaimWork])
     _answers: dict[Life, tuple[int, memoryview]] = field(default_factory=dict[Life, tuple[int, memoryview]])
     _ended: set[Life] = field(default_factory=set[Life])
 
-    def take(self, life: Life, request: ClaimWork) -> None:
-        """Take a request in; `release` answers it.
+    def claim(self, life: Life, request: ClaimWork) -> None:
+        """Add a claim; `release` answers it.
 
         Raises:
-            UsageError: this worker cuts the work in another way than the others do.
+            UsageError: this worker divides the work in another way than the others.
         """
         number, answer = self._answers.get(life, (0, EMPTY))
         if life in self._ended:
@@ -72,22 +72,22 @@ class WorkQueueHost:
         elif request.number == number:
             self.send(*life, RequestDone(number), answer)
         elif request.number > number:
-            self._require_sense(request)
+            self._require_valid(request)
             self._require_agreement(life, request)
             self._go_to(life, request.work)
             self._waiting[life] = request
 
     def release(self) -> None:
-        """Answer those for whom it is clear now what they get, in the order of their ranks.
+        """Answer the claims whose answer is known now, in the order of ranks.
 
-        That one is answered, or goes on, may make it clear for those before.
+        Each answer may decide claims of lower ranks, so this repeats until none is left.
         """
         while [life for life, request in sorted(self._waiting.items()) if self._answers_now(life, request)]:
             pass
 
     def _answers_now(self, life: Life, request: ClaimWork) -> bool:
         start = self._agreements[request.work, request.epoch].start
-        answer = WorkAnswer("elsewhere", WorkRound(request.epoch, 0))  # asked again, it begins where the others began
+        answer = WorkAnswer("elsewhere", WorkRound(request.epoch, 0))  # claimed again from there
         if start == request.start:
             place = WorkRound(request.epoch, request.round)
             answer = self._works[request.work].ask(life, place, request.sizes, request.clock)
@@ -106,14 +106,14 @@ class WorkQueueHost:
         ]
 
     def settle(self, life: Life) -> None:
-        """Count what a life holds: an update of it is applied, and it has taken no piece since it sent that."""
+        """Count the pieces of a worker as done: its update is applied, and it has claimed none since it sent that."""
         work = self._at.get(life)
         if work is not None:
             self._works[work].settle(life)
             self.release()
 
-    def end(self, life: Life) -> None:
-        """Give to others what a worker that takes part no longer has not delivered."""
+    def remove_worker(self, life: Life) -> None:
+        """Make the unfinished pieces of a worker that has left available to others."""
         self._ended.add(life)
         self._waiting.pop(life, None)
         self._answers.pop(life, None)
@@ -122,15 +122,15 @@ class WorkQueueHost:
             work_queue.end(life)
 
     def _go_to(self, life: Life, work: str) -> None:
-        """Let a life work on this; what it holds of another work it has delivered, or has no more use for."""
+        """Move a worker to this queue; its pieces of another queue count as done."""
         before = self._at.get(life, work)
         if before != work:
             self._works[before].settle(life)
         self._works.setdefault(work, WorkQueue())
         self._at[life] = work
 
-    def _require_sense(self, request: ClaimWork) -> None:
-        """Refuse work that is cut so that no job could have cut it so."""
+    def _require_valid(self, request: ClaimWork) -> None:
+        """Raise UsageError for numbers that no valid claim can have."""
         require_short("work", request.work)
         if len(request.sizes) > MAX_HOMES or len(request.terms) > MAX_TERMS:
             raise UsageError(
@@ -159,9 +159,12 @@ class WorkQueueHost:
             )
 
     def _require_agreement(self, life: Life, request: ClaimWork) -> None:
-        """Refuse work that is cut otherwise; or begun otherwise, unless by one who begins again in the middle."""
+        """Raise UsageError if settings or start differ from other workers'; a restarted worker may start later."""
         begins, works = life[1] == 0, {work for work, _ in self._agreements}
-        if (request.work, request.epoch) not in self._agreements:  # older epochs are over: nobody begins one before
+        if (
+            request.work,
+            request.epoch,
+        ) not in self._agreements:  # older epochs are over and do not start again
             kept = {(waiting.work, waiting.epoch) for waiting in self._waiting.values()}
             self._agreements = {
                 (work, epoch): agreed
@@ -169,8 +172,8 @@ class WorkQueueHost:
                 if work != request.work or epoch >= request.epoch - 1 or (work, epoch) in kept
             }
             if sum(work == request.work for work, _ in self._agreements) >= MAX_EPOCHS:
-                raise UsageError(f"{MAX_EPOCHS} epochs of {request.work} are begun and not over: finish one before")
-        start = request.start if begins or request.work not in works else 0  # only the first epoch begins elsewhere
+                raise UsageError(f"{MAX_EPOCHS} epochs of {request.work} are begun and not over: finish one first")
+        start = request.start if begins or request.work not in works else 0  # only the first epoch starts in the middle
         new = _Agreement(request.terms, start, life[0])
         agreed = self._agreements.setdefault((request.work, request.epoch), new)
         if agreed.terms != request.terms:
@@ -187,5 +190,5 @@ class WorkQueueHost:
 
 
 def read_answer(body: memoryview) -> WorkQueueEntry:
-    """Return what the first server has answered."""
+    """Decode the answer of server 0 to a claim."""
     return msgspec.msgpack.decode(body, type=WorkQueueEntry)

@@ -15,7 +15,7 @@ from paceline.training.state import StateOf
 from paceline.training.weights import Weights
 from paceline.update.table import Hyper
 from paceline.worker.pushes import PushBuffer, PushOutcome
-from paceline.worker.table import PulledLater, Table
+from paceline.worker.table import PendingRead, Table
 
 BUCKET_BYTES = 4 << 20  # what is sent while backward runs on: large beside a message, small beside a model
 
@@ -36,7 +36,7 @@ class Bucket:
     _reserved: PushBuffer | None = None  # the memory of the next push, until it is made
     # The push of the step under way, once it is made, with what it was made from.
     _sent: _Sent | None = None
-    _asked: PulledLater | None = None
+    _asked: PendingRead | None = None
 
     def reserve(self) -> None:
         """Have memory for the next gradients; blocks as long as there is none."""
@@ -107,7 +107,7 @@ class Bucket:
     def ask(self, *, refresh: bool) -> None:
         """Ask for the values of the next step; `arrive` waits for them."""
         self.arrive()
-        self._asked = self.table.ask(refresh=refresh)
+        self._asked = self.table.start_read(refresh=refresh)
 
     def look(self) -> None:
         """Do what can be done while values are under way, if nothing but waiting for them comes next."""
@@ -118,7 +118,7 @@ class Bucket:
         """Wait for the values that were asked for, if any, and set the parameters to them."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            self.table.take(asked, self.weights.take)
+            self.table.finish_read(asked, self.weights.take)
             self.reserve()
 
     def own(self, state: StateOf) -> StateOf:

@@ -93,7 +93,7 @@ class DDPReplica:
         self._watched: list[RemovableHandle] = []
         _require_combinable(model, named, settings.name)
         self._call_queue = job.exchange.open_call_queue(settings.name)
-        self._group = job.exchange.meet(f"{settings.name}, its model")
+        self._group = job.exchange.connect_group(f"{settings.name}, its model")
         self._trained = _trained(named)
         self._ddp = self._attached(first=True)
         self._copy_buffers()
@@ -299,7 +299,7 @@ class DDPReplica:
     def _call(self, call: CallSignature, act: Callable[[QueuedCall], T], what: str) -> T:
         """Make a call with all workers; blocks until it is over."""
         with self._job.communicating():
-            return self._call_queue.wait(self._call_queue.ask(call, act), f"{what} of '{self._settings.name}'")
+            return self._call_queue.wait(self._call_queue.submit(call, act), f"{what} of '{self._settings.name}'")
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.is_grad_enabled():
@@ -357,7 +357,7 @@ class DDPReplica:
 
         weight, digest = self._own_weight(), digest_of_values(list(self.named.values())) if compared else 0
         call = CallSignature(0, "backward", "sum", weight=weight, digest=digest)
-        return StepRound(weight, self._call_queue.ask(call, act))
+        return StepRound(weight, self._call_queue.submit(call, act))
 
     def _own_weight(self) -> float:
         """Return what the gradients of a backward weigh: as the script says, or the new samples, or as those before."""

@@ -27,7 +27,7 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
 from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, some_parameters
-from paceline.worker.table import PulledLater, Table
+from paceline.worker.table import PendingRead, Table
 
 
 @dataclass(slots=True)
@@ -216,7 +216,7 @@ class DownpourOptimizer(Distributed):
         self._weights = Weights(self._flat, self._table)
         job.keep(self._weights)
         self._buffers = self._open_buffers(model)
-        self._asked: PulledLater | None = None
+        self._asked: PendingRead | None = None
         self._waits_in_forward = self._wait_in_forward(model)
         if how.warm_start_steps:
             self._start_after_first(how.warm_start_steps)
@@ -266,7 +266,7 @@ class DownpourOptimizer(Distributed):
         if asked is None:
             return
         with self._job.communicating():
-            self._table.take(asked, self._weights.take)
+            self._table.finish_read(asked, self._weights.take)
             self._accrual.descend(self._rates())
             if self._buffers is not None:
                 self._buffers.push()
@@ -362,7 +362,7 @@ class DownpourOptimizer(Distributed):
 
     def _ask(self) -> None:
         self.arrive()
-        self._asked = self._table.ask()
+        self._asked = self._table.start_read()
 
     def _push(self) -> None:
         accrual = self._accrual

@@ -25,7 +25,7 @@ from paceline.update.summing import num_nonfinite, zeroed
 from paceline.update.table import Segment, TableSpec
 from paceline.worker.cache import TableCache
 from paceline.worker.pushes import PushOutcome
-from paceline.worker.table import PulledLater, Table
+from paceline.worker.table import PendingRead, Table
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Fragment:
     weights: Weights = field(init=False)
     # (elements of all,): the servers' values as this worker took them last. What it has done is the way from there.
     _anchor: Tensor = field(init=False)
-    _asked: PulledLater | None = None
+    _asked: PendingRead | None = None
     _is_owing: bool = False  # whether what was asked for is without this worker's steps, which it has yet to push
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Fragment:
 
     def ask(self, *, is_owing: bool) -> None:
         """Ask for the values of this round; `take` waits for them."""
-        self._asked, self._is_owing = self.table.ask(), is_owing
+        self._asked, self._is_owing = self.table.start_read(), is_owing
 
     def take(self, merge: float) -> None:
         """Wait for the values that were asked for, if any, and go on from them.
@@ -92,7 +92,7 @@ class Fragment:
         if asked is None:
             return
         before = self._anchor.clone() if self._is_owing else None
-        self.table.take(asked, self._note)
+        self.table.finish_read(asked, self._note)
         if before is not None:
             self._add(self._anchor - before)
         elif merge == 1.0:

@@ -31,7 +31,7 @@ def fetch_state(table: Table) -> StateOf:
     """Return the state of a table's update rule as the "state" of the plain torch optimizer; blocks."""
     layout = spans(table.spec, table.node.settings)
     what = f"the servers' state of table '{table.name}'"
-    bodies = table.node.calls.ask_all(lambda number: SaveState(number, table.name), what)
+    bodies = table.node.rpc.call_all(lambda number: SaveState(number, table.name), what)
     parts = [
         (span, read_answer_of(span.server, what, lambda body: load(bytes(body)), body))
         for span, body in zip(layout, bodies, strict=True)
@@ -47,7 +47,7 @@ def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
     for span in spans(table.spec, table.node.settings):
         part = split_optimizer(table.spec, {"state": state, "param_groups": []}, span)
         bodies.append(memoryview(save({**part, "values": values[span.start : span.stop].clone()})))
-    table.node.calls.ask_all(
+    table.node.rpc.call_all(
         lambda number: LoadState(number, table.name), f"servers to load table '{table.name}'", bodies
     )
 

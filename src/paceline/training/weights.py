@@ -56,7 +56,7 @@ class Weights:
     def look(self) -> None:
         """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
         copies: list[TableCache] = []
-        self.table.node.look(self.table.name, copies.append)
+        self.table.node.use_cache(self.table.name, copies.append)
         self._written = self._was_written(copies[0])  # not under the lock: the servers' answers are heard meanwhile
 
     def _was_written(self, cache: TableCache) -> bool:
@@ -136,7 +136,7 @@ class Weights:
             self._viewed = cache
         self._tell_autograd()
         for reading in self.device_copies.queued():
-            cache.note_reading(reading)
+            cache.note_device_read(reading)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
         """Copy values into a tensor, or make it a view of them."""

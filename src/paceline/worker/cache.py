@@ -1,4 +1,4 @@
-"""A worker's copy of a table: the values it was sent last, and its own updates that those do not contain yet."""
+"""A worker's cache of a dense table: the last values received, and own updates that they do not contain yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.update.table import Hyper, TableSpec
 
 @dataclass(slots=True)
 class _Own:
-    """One own update; `missing` are the servers whose values do not contain it yet."""
+    """One own update; `missing` are the servers whose values lack it."""
 
     change: Tensor
     missing: set[int]
@@ -29,19 +29,19 @@ class _Own:
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """Values of a table where they lie: tensors, each with the element of the table at which it starts, in order."""
+    """Values of a table in place: (first element, tensor) of each contiguous part, in order."""
 
     parts: tuple[tuple[int, Tensor], ...]
 
     def slice(self, start: int, stop: int) -> Tensor:
-        """Return the elements from `start` to `stop`: a view if they lie in one piece, else a tensor of their own."""
+        """Return the elements from `start` to `stop`: a view if they are contiguous, else a copy."""
         found = self._pieces(start, stop)
-        if start == stop:  # of a parameter without elements, which may lie at either end of a part
+        if start == stop:  # a parameter without elements may lie at either end of a part
             return self.parts[0][1][:0]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def lie_together(self, start: int, stop: int) -> bool:
-        """Say whether the elements from `start` to `stop` lie in one piece."""
+        """Return whether the elements from `start` to `stop` are contiguous in memory."""
         return start == stop or len(self._pieces(start, stop)) == 1
 
     def _pieces(self, start: int, stop: int) -> list[Tensor]:
@@ -57,11 +57,11 @@ class Readable:
         return tuple(values.data_ptr() for _, values in self.parts)
 
 
-class Reading(Protocol):
-    """Somebody who reads values while this process goes on: a device."""
+class DeviceRead(Protocol):
+    """An asynchronous read of values by a device."""
 
     def query(self) -> bool:
-        """Say whether it is done."""
+        """Return whether it is done."""
         ...
 
     def synchronize(self) -> None:
@@ -71,29 +71,29 @@ class Reading(Protocol):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class TableCache:
-    """The cached copy of one table. Used under the lock of the worker node.
+    """The cache of one dense table. Used under the lock of the worker node.
 
-    With `reads_own_writes`, a read adds the worker's own updates that the copy lacks. That needs a rule whose effect
-    the worker can compute itself: adding, and plain SGD. With `live` nothing is copied: what servers send is their own
-    memory, in which values change as updates are applied.
+    With `reads_own_writes`, a read adds the worker's own updates that the cache lacks. That needs a rule whose effect
+    the worker can compute itself: addition, and plain SGD. With `live` nothing is copied: servers send references to
+    their own memory, in which values change as updates are applied.
     """
 
     spec: TableSpec
     spans: tuple[Range, ...]
     reads_own_writes: bool
     live: bool = False
-    # What each server sent last. Invariant: unless live, these are the parts of one flat tensor.
+    # The last values of each server. Invariant: unless live, these are the parts of one flat tensor.
     _parts: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     _bodies: dict[int, memoryview] = field(default_factory=dict[int, memoryview])  # of a live copy, by server
     _flat: Tensor | None = None
     _memory: memoryview = EMPTY  # of the flat tensor
     _lockstep: bool = field(init=False)
     _own: dict[int, _Own] = field(default_factory=dict[int, _Own])
-    # Who reads the flat tensor beside this process, or has done so.
-    _row_reads: list[Reading] = field(default_factory=list[Reading])
+    # Reads of the flat tensor by devices, which may have ended.
+    _device_reads: list[DeviceRead] = field(default_factory=list[DeviceRead])
 
     def __post_init__(self) -> None:
-        """Start with zeros; nothing is read before the first values have come."""
+        """Start with zeros; no read ends before the first values have arrived."""
         self._lockstep = Consistency.parse(self.spec.consistency).lockstep
         if not self.live:
             dtype = torch_dtype(self.spec)
@@ -103,26 +103,26 @@ class TableCache:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The servers that hold a part of the table; the first where it has no elements at all."""
+        """The servers that hold a part of the table; server 0 if it has no elements at all."""
         return holders(self.spans)
 
     def part(self, flat: Tensor, server: int) -> Tensor:
-        """Return the view of a flat tensor that belongs to a server."""
+        """Return a server's part of a flat tensor, as a view."""
         return flat[self.spans[server].start : self.spans[server].stop]
 
-    def receive_buffers(self, server: int, size_bytes: int) -> memoryview | None:
-        """Return the memory of a server's part, for values under way to be received into; None if that may not be.
+    def receive_buffer(self, server: int, size_bytes: int) -> memoryview | None:
+        """Return the memory of a server's part, to receive values into; None if that is not allowed.
 
-        It may be where values change only while all workers wait for them: then nobody reads the copy meanwhile.
+        It is allowed where values change only while all workers wait for them: then no thread reads them meanwhile.
         """
         if self.live or not self._lockstep or size_bytes != self._parts[server].nbytes:
             return None
-        self._finish_row_reads()
+        self._wait_for_devices()
         span, item = self.spans[server], self._parts[server].itemsize
         return self._memory[span.start * item : span.stop * item]
 
     def install(self, server: int, body: memoryview, settled: int, includes: tuple[int, ...]) -> None:
-        """Take in values from a server; they contain the own pushes below `settled` and those in `includes`."""
+        """Store values from a server, which contain own pushes below `settled` and those in `includes`."""
         values = as_tensor(body, torch_dtype(self.spec))
         if values.numel() != self.spans[server].length:
             raise PeerError(
@@ -132,7 +132,7 @@ class TableCache:
         if self.live:
             self._parts[server], self._bodies[server] = values, body
         elif values.data_ptr() != self._parts[server].data_ptr():
-            self._finish_row_reads()
+            self._wait_for_devices()
             self._parts[server].copy_(values)
         for seq, own in list(self._own.items()):
             if seq < settled or seq in includes:
@@ -142,17 +142,17 @@ class TableCache:
 
     @property
     def memory(self) -> Tensor | None:
-        """The memory of this process that values are copied to; None where they are live."""
+        """The memory of this process that holds the values; None where they are live."""
         return self._flat
 
-    def note_reading(self, reading: Reading) -> None:
-        """Have the values in `memory` stay until this is done; whoever brings new ones waits for it."""
-        self._row_reads = [*(other for other in self._row_reads if not other.query()), reading]
+    def note_device_read(self, read: DeviceRead) -> None:
+        """Keep the values in `memory` unchanged until this read is done; the thread with new values waits for it."""
+        self._device_reads = [*(other for other in self._device_reads if not other.query()), read]
 
-    def _finish_row_reads(self) -> None:
-        """Wait for all; the threads of several servers may at once, and each has to."""
-        for reading in self._row_reads:
-            reading.synchronize()
+    def _wait_for_devices(self) -> None:
+        """Wait for all reads by devices; the threads of several servers may do so at once, and each has to."""
+        for read in self._device_reads:
+            read.synchronize()
 
     def note_own(self, seq: int, gradient: Tensor, absent: tuple[int, ...], hyper: tuple[Hyper, ...]) -> None:
         """Remember an own update until the values contain it."""
@@ -161,11 +161,11 @@ class TableCache:
             self._own[seq] = _Own(_change(self.spec, gradient, absent, groups), set(self.servers))
 
     def forget_own(self, seq: int) -> None:
-        """Forget an own update that was refused: it will never be in the values."""
+        """Forget an own update that was refused: no values will contain it."""
         self._own.pop(seq, None)
 
     def read_into(self, out: Tensor) -> None:
-        """Copy the values, with own updates added where they are missing, into a flat tensor."""
+        """Copy the values, plus own updates that they lack, into a flat tensor."""
         for server, values in self._parts.items():
             self.part(out, server).copy_(values)
         for own in self._own.values():
@@ -173,25 +173,25 @@ class TableCache:
                 self.part(out, server).add_(self.part(own.change, server))
 
     def was_written(self, at: Sequence[int] = ()) -> bool:
-        """Say whether this process may have written to the memory of a live copy; see `PeerMemory.was_written`."""
+        """Return whether this process may have written to live values; see `PeerMemory.was_written`."""
         return any(memory.was_written(at) for memory in self._peer_memory())
 
     def was_written_anywhere(self) -> bool:
-        """Say so after looking at every page."""
+        """Return whether this process has written to live values, after checking every page."""
         return any(memory.was_written_anywhere() for memory in self._peer_memory())
 
     def forget_writes(self) -> None:
-        """Show the servers' values again, whatever this process has written to a live copy; takes 1 ms for 100 MB."""
+        """Discard what this process has written to live values, if anything; takes 1 ms for 100 MB."""
         if self.was_written_anywhere():
             self.reread()
 
     def reread(self) -> None:
-        """Forget what this process wrote to the memory of a live copy."""
+        """Discard what this process has written to live values."""
         for memory in self._peer_memory():
             memory.reread()
 
     def keep(self) -> None:
-        """Make the memory of a live copy this process's own, in its place: no other process changes it any more."""
+        """Replace live values by private memory at the same addresses: other processes no longer change them."""
         for memory in self._peer_memory():
             memory.keep()
 
@@ -199,9 +199,9 @@ class TableCache:
         return [body.obj for body in list(self._bodies.values()) if isinstance(body.obj, PeerMemory)]
 
     def readable(self) -> Readable:
-        """Return the values, with own updates, without a copy where that is possible.
+        """Return the values, with own updates, without a copy where possible.
 
-        To be used under the lock; the memory of a live copy stays for as long as somebody holds a view of it.
+        Use them under the lock; live memory stays mapped as long as a view of it exists.
         """
         if self._own:
             whole = torch.empty(self.spec.numel, dtype=torch_dtype(self.spec))
@@ -213,19 +213,19 @@ class TableCache:
 
 
 def can_replay(spec: TableSpec, consistency: Consistency) -> bool:
-    """Say whether a worker can compute the effect of its own pushes on this table."""
+    """Return whether a worker can compute the effect of its own pushes on this table."""
     at_once = consistency.visible == "on_arrival" and spec.rule.quorum is None
     return at_once and _is_plain(spec.rule.name, spec.rule.groups)
 
 
 def _is_plain(rule: str, groups: tuple[Hyper, ...]) -> bool:
-    """Say whether a push changes the values by itself times a number: adding, and SGD without more."""
+    """Return whether a push changes the values by a multiple of itself: addition, and plain SGD."""
     more = ("momentum", "weight_decay", "nesterov", "maximize")
     return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for group in groups for key in more))
 
 
 def _change(spec: TableSpec, gradient: Tensor, absent: tuple[int, ...], groups: tuple[Hyper, ...]) -> Tensor:
-    """Return what one push of this gradient adds to the values."""
+    """Return what a push of this gradient adds to the values."""
     change = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if spec.nonfinite == "zero" else gradient.clone()
     for index, (segment, start) in enumerate(zip(spec.segments, spec.offsets, strict=True)):
         part = change[start : start + segment.numel]

@@ -1,4 +1,4 @@
-"""What a user says of a table, as the plain data that all members of a job compare."""
+"""Table declarations: arguments of the user, validated and turned into specs that all processes compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AT: Final = re.compile(r" - at `.*`")
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What is said of dense tables and of tables of rows alike; see `TableSpec`."""
+    """The arguments that dense tables and row tables share; see `TableSpec`."""
 
     name: str
     dtype: DType
@@ -33,7 +33,7 @@ class Declaration:
     nonfinite: NonFinite
 
     def __post_init__(self) -> None:
-        """Refuse what is no name, or no rule."""
+        """Validate name and rule."""
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
             raise UsageError(f"a table is named {brief(self.name)}, expected a text that is unique in the job.")
         if not isinstance(self.rule, RuleSpec):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
@@ -43,7 +43,7 @@ class Declaration:
             )
 
     def dense(self, shape: Sequence[int]) -> TableSpec:
-        """Return the table of one parameter of a shape."""
+        """Return the spec of a dense table with one segment of this shape."""
         if isinstance(shape, str) or not isinstance(shape, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"table '{self.name}': shape is {brief(shape)}, expected sizes such as (3, 2) or (5,).")
         segments = (Segment(self.name, tuple(shape)),)
@@ -55,10 +55,10 @@ class Declaration:
     def rows(
         self, width: int, init: float | Tensor | First, life: Lifecycle, filters: tuple[FilterSpec, ...]
     ) -> RowTableSpec:
-        """Return the table of rows of `width` numbers."""
+        """Return the spec of a row table with `width` numbers a row."""
         if isinstance(init, Tensor):
             raise UsageError(
-                f"table '{self.name}': init is a tensor, but nobody knows the ids of rows in advance: give a number, "
+                f"table '{self.name}': init is a tensor, but the ids of rows are not known in advance: give a number, "
                 "or what makes the first values of any row, paceline.first.normal(0.01) for example."
             )
         if not isinstance(init, First | int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -86,10 +86,10 @@ class Declaration:
 
 
 def _require_types(spec: TableSpec | RowTableSpec) -> None:
-    """Refuse settings that servers could not even read, which they would take for a broken connection."""
+    """Raise UsageError for settings that cannot be encoded, which servers would take for a broken connection."""
     try:
         msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=type(spec))
-    except (TypeError, OverflowError, UnicodeError) as error:  # what cannot be written at all
+    except (TypeError, OverflowError, UnicodeError) as error:  # cannot be encoded at all
         wrong = next((field.name for field in fields(spec) if not _is_plain(getattr(spec, field.name))), "")
         told = f"{_NAMED.get(wrong, wrong)} is {brief(getattr(spec, wrong))}" if wrong else "its settings are too much"
         advice = ", such as 'float32'" if wrong == "dtype" else ""

@@ -1,4 +1,4 @@
-"""What scripts give to tables: checked here, so that a mistake is told in our words at the line that made it."""
+"""Validation of the user's arguments: a mistake raises UsageError at the line that made it, with what was expected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_SHOWN: Final = 60
 
 
 def shortened(text: str) -> str:
-    """Return at most 60 characters of a text, with dots where some are left out."""
+    """Return a text cut to 60 characters."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 4]}..."
 
 
 def brief(value: object) -> str:
-    """Return what stands for any value in a message: short, whatever it is.
+    """Return a short description of any value, for messages.
 
     >>> brief(torch.zeros(3, 2)), brief("x" * 100), brief(torch.nn.Linear)
     ('a tensor (3, 2) of float32', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'the class Linear')
@@ -39,7 +39,7 @@ def brief(value: object) -> str:
 
 
 def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tensor:
-    """Return numbers as a tensor of this dtype in main memory, apart from any graph; it may share their memory.
+    """Return numbers as a detached CPU tensor of this dtype, which may share their memory.
 
     Args:
         given: a tensor, an array, or numbers in sequences.
@@ -48,7 +48,7 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
         what: the name that messages give it.
 
     Raises:
-        UsageError: complex, sparse or meta tensors, or no numbers at all.
+        UsageError: complex, sparse or meta tensors, or objects that are not numbers.
     """
     expected = f"expected a tensor, an array or a list of real numbers ({str(dtype).removeprefix('torch.')})"
     if isinstance(given, Tensor):
@@ -72,7 +72,7 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
 
 
 def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> Tensor:
-    """Return what values are written to, a tensor over its memory; raises UsageError where it does not fit."""
+    """Return a tensor over the memory of `out`; raises UsageError if it does not fit."""
     expected = f"expected {shape} of {str(dtype).removeprefix('torch.')}, dense, contiguous and on the CPU"
     if isinstance(out, np.ndarray):
         array: npt.NDArray[np.generic] = out
@@ -89,7 +89,7 @@ def as_output(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: st
 
 
 def as_count(samples: object, where: str) -> float:
-    """Return how many samples something stands for; raises UsageError for what is no number of 0 or more."""
+    """Return a number of samples; raises UsageError unless it is a finite number >= 0."""
     if isinstance(samples, Tensor | np.generic) and np.ndim(samples) == 0:
         samples = samples.item()
     if isinstance(samples, bool) or not isinstance(samples, int | float) or not isfinite(samples) or samples < 0:

@@ -1,4 +1,4 @@
-"""How the threads of a worker wait for each other: one lock, one deadline, and one failure that ends every wait."""
+"""The lock of a worker, and waiting under it: with a deadline, and ended by the failure of the worker."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import DeadlineExceeded, PeerError, ServerLost
 from paceline.stopwatch import Stopwatch
 from paceline.transport.deadline import seconds
-from paceline.worker.waits import ADVICE, TURN_S, About, OpenWait, Waits, print_lines
+from paceline.worker.waits import ADVICE, PERIOD_S, About, OpenWait, Waits, print_lines
 
-_LAST_WORDS_S: Final = 1.0  # that server 0 has to say what a wait is for that is given up
+_LAST_ANSWER_S: Final = 1.0  # deadline of server 0 to explain a wait that has timed out
 _SAVE_ADVICE: Final = (
     "Values that were pulled before can still be read: save them in the script's except or finally, and start again "
     "from there"
@@ -22,12 +22,14 @@ _SAVE_ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How patient a worker is, in seconds: with other workers (`wait_timeout_s`), with a broken connection.
+    """Timeouts and callbacks of a worker.
 
-    What it is waiting for unusually long is told to `tell`.
-
-    With `checks_memory` it overwrites memory of pushes that becomes free, and tells servers what pushes add up to.
-    `how_ended` returns how a server of this rank has ended where that is known, else nothing: it is not tried again.
+    Args:
+        wait_timeout_s: the shortest deadline of a wait for other workers.
+        reconnect_timeout_s: for how long it tries to restore a broken connection.
+        checks_memory: overwrite memory of pushes when it is freed, and send checksums with pushes.
+        how_ended: returns how a server of this rank has ended, "" if unknown; an ended one is not connected to again.
+        tell: prints lines about unusually long waits.
     """
 
     wait_timeout_s: float = WAIT_TIMEOUT_S
@@ -39,11 +41,11 @@ class WorkerOptions:
 
 @dataclass(slots=True)
 class WorkerLock:
-    """The lock of a worker, and waiting under it.
+    """The lock of a worker, with its condition and its failure.
 
     Args:
         worker: its rank, for messages.
-        waits: how long each may take.
+        waits: measures and reports waits.
         clock: returns the worker's clock, for messages.
     """
 
@@ -53,7 +55,7 @@ class WorkerLock:
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     failure: str = ""
     failed_as: type[PeerError] = PeerError
-    gave_up: bool = False  # a wait has reached its deadline
+    gave_up: bool = False  # a wait has timed out
 
     @property
     def is_failing(self) -> bool:
@@ -61,38 +63,38 @@ class WorkerLock:
         return self.gave_up or (bool(self.failure) and self.failed_as is ServerLost)
 
     def wait(self, done: Callable[[], bool], what: str, about: About = About()) -> None:  # noqa: B008 - it is frozen
-        """Wait, under the lock, until `done`; whatever happens this ends by the deadline."""
+        """Wait under the lock until `done()`; raises DeadlineExceeded, or PeerError if the worker fails."""
         if done():
             return
         with self.waits.during(what, about) as wait:
-            watch = Stopwatch(TURN_S)
+            watch = Stopwatch(PERIOD_S)
             while not done():
                 self.check()
                 waited_s, limit_s = watch.look(), self.waits.limit_s
                 if waited_s >= limit_s:
                     raise self._too_late(wait, limit_s)
-                self.changed.wait(min(limit_s - waited_s, TURN_S))
+                self.changed.wait(min(limit_s - waited_s, PERIOD_S))
 
     def _too_late(self, wait: OpenWait, limit_s: float) -> DeadlineExceeded:
-        """Return the error of a wait that is given up, with what server 0 knows of it."""
+        """Return the error of a wait that has timed out, with the explanation of server 0."""
         self.gave_up = True
         self.waits.report(wait)
         answer, watch = wait.answer, Stopwatch()
-        while answer is not None and not answer.done() and (left_s := _LAST_WORDS_S - watch.look()) > 0:
+        while answer is not None and not answer.done() and (left_s := _LAST_ANSWER_S - watch.look()) > 0:
             self.changed.wait(left_s)
         if answer is not None and answer.done():
-            self.waits.heard(wait)
+            self.waits.read_answer(wait)
         about = f": {wait.known}" if wait.known else ""
         return DeadlineExceeded(
             f"worker {self.worker} (clock {self.clock()}) waited {seconds(limit_s)} for {wait.what}{about}. {ADVICE}"
         )
 
     def check(self) -> None:
-        """Raise PeerError if this worker cannot go on."""
+        """Raise PeerError if this worker has failed."""
         if self.failure:
             raise self.error()
 
     def error(self) -> PeerError:
-        """Return why this worker cannot go on."""
+        """Return the failure of this worker as an error."""
         advice = f". {_SAVE_ADVICE}" if self.failed_as is ServerLost else ""
         return self.failed_as(f"worker {self.worker} (clock {self.clock()}): {self.failure}{advice}")

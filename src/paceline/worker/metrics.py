@@ -1,4 +1,4 @@
-"""What one clock of a worker cost: samples, loss, time, and how much of it went to communication and waiting."""
+"""Metrics of a worker, clock by clock: samples, loss, time, and the shares of communication and waiting."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ STATE_INTERVAL_S: Final = 2.0
 
 @dataclass(slots=True)
 class StepMetrics:
-    """Collects what happens during a clock and records it when the clock is finished.
+    """Collects the metrics of a clock, and records them in the trace when the clock is finished.
 
     Attributes:
-        odometer: of the process; to be looked at while nobody can have left yet.
+        resources: of the process; read before the first worker can leave, as connections end then.
     """
 
     trace: Trace
@@ -39,11 +39,11 @@ class StepMetrics:
     now: Callable[[], float] = time.monotonic
     samples: int = 0
     loss: float | None = None
-    odometer: ResourceUsage = field(default_factory=ResourceUsage)
+    resources: ResourceUsage = field(default_factory=ResourceUsage)
     tell: Callable[[str], None] = tell
     refusals: Refusals = field(init=False)
     open_clocks: OpenClocks = field(init=False)
-    # Both are of the clock under way. Invariant: wait_s <= comm_s <= what the clock has taken, at its end.
+    # Both are of the current clock. Invariant at its end: wait_s <= comm_s <= its duration.
     wait_s: float = 0.0
     comm_s: float = 0.0
     _since: float = field(init=False)
@@ -54,20 +54,20 @@ class StepMetrics:
     _states: PeriodicThread = field(init=False)
 
     def __post_init__(self) -> None:
-        """Let the first clock begin now."""
+        """Start the first clock."""
         self._since = self._computing_since = self.now()
         self.refusals = Refusals(self.worker, self.tell)
         self.open_clocks = OpenClocks(self.worker, self.tell)
         self._states = PeriodicThread(STATE_INTERVAL_S, self.record_state)
 
-    def begin(self) -> None:
-        """Let the first clock begin now: opening tables and meeting before it are no part of the training."""
+    def start_training(self) -> None:
+        """Start the first clock again: opening tables and barriers before it do not count."""
         if not self._has_finished:
             self._begin_clock(self.now())
 
     @contextmanager
     def communicating(self) -> Generator[None]:
-        """Count the time inside as communication, waiting included; uses within another count once.
+        """Count the time inside the context as communication, waiting included; nested contexts count once.
 
         For one thread at a time: the one that trains, or one of autograd while that waits for it.
         """
@@ -102,10 +102,10 @@ class StepMetrics:
         self.trace.record(records.RowRead(self.now(), self.worker, table, clock, num_rows, waited_s))
 
     def finish_clock(self, clock: int) -> None:
-        """Record the clock that ends now, before anybody is told of it, and start the next.
+        """Record the clock that ends now, before its tick is sent, and start the next.
 
-        A step pushes, calls this, and then pulls for the clock that follows. So communication under way is divided
-        here: what came before counts for the clock that ends, the rest, and what it waits, for the next.
+        A step pushes, calls this, and then pulls for the next clock. So communication in progress is divided here: time
+        until now counts for the clock that ends, the rest, with its waits, for the next.
         """
         now = self.now()
         self._count_communication(now)
@@ -117,7 +117,7 @@ class StepMetrics:
         self._begin_clock(now)
 
     def note_loss(self, clock: int, loss: float | None) -> None:
-        """Take the loss of the clock under way; one that was told before for the same clock is recorded by itself."""
+        """Set the loss of the current clock; an earlier one of the same clock is recorded by itself."""
         self._record_loss(clock)
         self.loss = _finite(loss)
         if loss is not None and self.loss is None:
@@ -125,13 +125,13 @@ class StepMetrics:
             self.trace.record(records.Reported(self.now(), self.worker, clock, None, text))
 
     def watch_push(self, table: str, consistency: str, clock: int, pushed: Future[PushOutcome]) -> Future[PushOutcome]:
-        """Record and tell of this push if it is refused; return it. One that a quorum went on without is usual.
+        """Record and print a refusal of this push; return the push. Late pushes under a quorum are usual, and left out.
 
-        Also tell of a clock that has very many, which wait for its end.
+        Also warn of a clock with very many pushes, which wait for its end.
         """
 
         def look(done: Future[PushOutcome]) -> None:
-            if done.exception() is None and not done.result().applied:  # else the worker has failed, and is told
+            if done.exception() is None and not done.result().applied:  # else the worker has failed, and raises
                 reason = done.result().reason
                 if not (is_late(reason) and Consistency.parse(consistency).backups):
                     self.note_refused("push", table, clock, reason)
@@ -146,7 +146,7 @@ class StepMetrics:
     def note_refused(
         self, kind: Literal["push", "step"], table: str, clock: int, reason: str, *, is_told: bool = True
     ) -> None:
-        """Record a push or a step of this worker that was not applied, and tell of it unless others do."""
+        """Record a push or a step that was not applied, and print that if `is_told`."""
         self.trace.record(records.Refusal(self.now(), records.NO_SERVER, self.worker, table, reason))
         if is_told:
             self.refusals.note_refused(kind, table, clock, reason)
@@ -157,26 +157,26 @@ class StepMetrics:
         self.trace.flush()
 
     def note_end(self, clock: int) -> None:
-        """Record a loss that no clock will take, and what this process has used; tell what was refused in all."""
+        """Record a loss that belongs to no clock, and the resources used; print how much was refused in all."""
         self._record_loss(clock)
         self.refusals.tell_all()
-        used = self.odometer.usage()
+        used = self.resources.usage()
         if used is not None:
             self.trace.record(
                 records.Resources(self.now(), self.worker, used.peak_bytes, used.sent_bytes, used.received_bytes)
             )
 
     def start_states(self) -> None:
-        """Record from now on what this worker does, whenever it has done one thing for a while."""
+        """Start to record the state of this worker whenever it has not changed for a while."""
         self._states.start()
 
     def stop_states(self) -> None:
-        """Record that no more: before the trace is closed."""
+        """Stop recording states, before the trace is closed."""
         self._states.stop()
         self._states.join()
 
     def record_state(self) -> bool:
-        """Record what this worker does, if it has for a while, and write out what was recorded; True."""
+        """Record the state of this worker if it has not changed for a while, and flush the trace; return True."""
         now, communicating_since = self.now(), self._communicating_since
         since = self._computing_since if communicating_since is None else communicating_since
         if now - max(since, self._since) >= STATE_INTERVAL_S:

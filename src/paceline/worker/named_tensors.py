@@ -1,4 +1,4 @@
-"""Tensors on the servers that nobody declares: the first who adds to a name makes it."""
+"""Named tensors on the servers: the first push to a name creates the tensor, without a declaration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES: tuple[DType, ...] = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor of a shape, laid flat into a table that may have more elements."""
+    """A tensor stored flat in a table, which may have more elements."""
 
     table: Table
     shape: tuple[int, ...]
@@ -39,13 +39,13 @@ class _Tensor:
 
 @dataclass(slots=True)
 class NamedTensors:
-    """The named tensors of one worker. A read contains every push that was acknowledged before it was asked for."""
+    """The named tensors of one worker. A read contains every push that was acknowledged before it started."""
 
     opening: TableOpener
     _tensors: dict[str, _Tensor] = field(default_factory=dict[str, _Tensor])
 
     def push(self, name: str, tensor: Tensor) -> Future[PushOutcome]:
-        """Add a tensor to the one of this name; blocks to make it if need be, and while two pushes are under way.
+        """Add a tensor to the one of this name; blocks to create it if needed, and while two pushes are in flight.
 
         Raises:
             UsageError: the tensor is of another shape or dtype than the first, sparse, of whole numbers, or not finite.
@@ -67,12 +67,12 @@ class NamedTensors:
         return found.push(tensor)
 
     def pull(self, name: str) -> Tensor:
-        """Return the tensor of this name; blocks until somebody has pushed to it for the first time, and it is here."""
+        """Return the tensor of this name; blocks until it exists and its values have arrived."""
         found = self._opened(name)
         return found.cut(found.table.pull())
 
     def pull_later(self, name: str) -> Future[Tensor]:
-        """Ask for the tensor of this name; blocks until somebody has pushed to it for the first time."""
+        """Request the tensor of this name; blocks until it exists, but not for its values."""
         found = self._opened(name)
         result: Future[Tensor] = Future()
 
@@ -90,12 +90,12 @@ class NamedTensors:
         return self._tensors.get(name) or self._open(name, self._described(name))
 
     def _open(self, name: str, spec: TableSpec) -> _Tensor:
-        self._tensors[name] = _Tensor(self.opening.shared(spec, (spec.numel,)), spec.segments[0].shape)
+        self._tensors[name] = _Tensor(self.opening.open_shared(spec, (spec.numel,)), spec.segments[0].shape)
         return self._tensors[name]
 
     def _described(self, name: str) -> TableSpec:
-        calls = self.opening.node.calls
-        told = calls.ask(0, lambda number: Describe(number, _PREFIX + name), f"somebody to push to '{name}'")
+        rpc = self.opening.node.rpc
+        told = rpc.call(0, lambda number: Describe(number, _PREFIX + name), f"the first push to '{name}'")
         return read_answer_of(0, f"the settings of '{name}'", decode_table, told)
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType) -> TableSpec:

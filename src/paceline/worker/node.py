@@ -1,4 +1,4 @@
-"""A worker: the user's calls and the servers' answers meet here, under one lock, around a worker core."""
+"""A worker: a core under one lock, driven by the user's calls and by the frames of servers."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ from paceline.worker.pushes import (
     PushOutcome,
     Slots,
     allocate,
+    finished_push,
     objection,
     refuse_endless_clock,
-    settled,
 )
 from paceline.worker.reads import ReadOutcome, Reads
 from paceline.worker.rows.client import RowClient
 from paceline.worker.rows.opened import CacheOptions, OpenedRows
 from paceline.worker.rpc import Rpc
-from paceline.worker.waits import TURN_S, About, Waits
+from paceline.worker.waits import PERIOD_S, About, Waits
 
 
 def _refuse(reason: str) -> None:
@@ -67,15 +67,15 @@ def _refuse(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FrameHandler:
-    """Takes in the frames of one server, under the lock of the worker whose parts these are.
+    """Handles the frames of one server, under the worker's lock.
 
-    `fail` is told why the worker cannot go on, where a frame makes no sense; without it that is raised.
+    `fail` is called with the reason if a frame is invalid; by default that raises PeerError.
     """
 
     server: int
-    waiting: WorkerLock
+    lock: WorkerLock
     core: WorkerCore
-    calls: Rpc
+    rpc: Rpc
     reads: Reads
     rows: RowClient
     caches: dict[str, TableCache]
@@ -83,9 +83,9 @@ class FrameHandler:
     fail: Callable[[str], None] = _refuse
 
     def on_frame(self, frame: Frame) -> None:
-        """Take in a frame; whoever waits is told."""
+        """Handle a frame, and wake the waiting threads."""
         message = decode(frame.header)
-        with self.waiting.changed:
+        with self.lock.changed:
             try:
                 self._take_in(message, frame)
             except MISHAPS as error:
@@ -93,16 +93,16 @@ class FrameHandler:
                     f"server {self.server} sent a {type(message).__name__} that makes no sense here ({story(error)}): "
                     f"{str(message)[:500]}"
                 )
-            self.waiting.changed.notify_all()
+            self.lock.changed.notify_all()
 
     def _take_in(self, message: object, frame: Frame) -> None:
         if isinstance(message, RequestDone):
-            self.calls.answered(message.number, frame.body)
+            self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
-            self.calls.failed(message.number, Refused(f"server {self.server} refused: {message.reason}"))
+            self.rpc.fail_call(message.number, Refused(f"server {self.server} refused: {message.reason}"))
         elif isinstance(message, KeysWanted):
             self.rows.on_keys_wanted(self.server, message)
-        elif not self.waiting.failure:
+        elif not self.lock.failure:
             self.handle(Arrived(self.server, message), frame.body)
         if isinstance(message, Ticked):
             self.rows.on_ticked(self.server, message.clock)
@@ -110,38 +110,38 @@ class FrameHandler:
             self.reads.note_taken(self.server, message)
 
     def place(self, header: bytes, size_bytes: int) -> memoryview | None:
-        """Return where the body of a frame goes: the values that a read waits for into the copy of their table.
+        """Return memory for the body of a frame: values that a read waits for go straight into the table's cache.
 
-        Without the lock: who holds it may be waiting for this thread to leave the connection. What is asked here
-        about this server changes only on this thread, but for a read that begins, which then waits as well.
+        Without the lock: its holder may be waiting for this thread to leave the connection. The state that is read
+        here changes only on this thread, except when a read starts, which then waits as well.
         """
         message = decode(header)
         if isinstance(message, Fetched) and self.core.awaits(self.server, message):
-            return self.caches[message.table].receive_buffers(self.server, size_bytes)
+            return self.caches[message.table].receive_buffer(self.server, size_bytes)
         return None
 
     def on_reconnected(self, use: Callable[[], None]) -> None:
-        """Say again, over the connection that `use` takes into use, what may have been lost with the one before.
+        """Switch to a new connection by calling `use`, and send again what may have been lost with the old one.
 
-        Under one lock, under which everything is sent: a new push may not go before an older one (E7).
+        All under the lock under which everything is sent: a new push may not overtake an older one (E7).
         """
-        with self.waiting.changed:
+        with self.lock.changed:
             use()
             self.rows.on_reconnected(self.server)
             self.handle(Connected(self.server), EMPTY)
-            self.calls.repeat(self.server)
+            self.rpc.repeat(self.server)
 
 
-_SLOTS = 2  # pushes of one table under way
+_SLOTS = 2  # pushes of one table in flight
 _CONNECT_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
 class WorkerNode:
-    """One worker of a job.
+    """One worker of a job: its connections, tables and clock.
 
-    Every call that waits raises `DeadlineExceeded` after `wait_timeout_s`, or three times the longest clock where that
-    is longer, naming what it waited for, and `PeerError` as soon as it is known that this will not come.
+    Every call that blocks raises `DeadlineExceeded` after `wait_timeout_s`, or three times the longest clock if that is
+    longer, with what it waited for; and `PeerError` as soon as the worker has failed.
     """
 
     settings: WorkerSettings
@@ -149,11 +149,11 @@ class WorkerNode:
     addresses: Sequence[str]
     options: WorkerOptions = field(default_factory=WorkerOptions)
     _core: WorkerCore = field(init=False)
-    calls: Rpc = field(init=False)
-    _links: list[ReconnectingConnection] = field(default_factory=list[ReconnectingConnection])
+    rpc: Rpc = field(init=False)
+    _connections: list[ReconnectingConnection] = field(default_factory=list[ReconnectingConnection])
     waits: Waits = field(init=False)
-    _waiting: WorkerLock = field(init=False)
-    # Guards everything below, and the core. Reader threads and the user's thread take it in turn.
+    _lock: WorkerLock = field(init=False)
+    # Guards everything below, and the core; used by the reader threads and the user's threads.
     _changed: threading.Condition = field(init=False)
     _caches: dict[str, TableCache] = field(default_factory=dict[str, TableCache])
     _pushes: Pushes = field(default_factory=Pushes)
@@ -161,21 +161,21 @@ class WorkerNode:
     rows: RowClient = field(init=False)
     _joined: bool = False
     _left: bool = False
-    _timekeeper: PeriodicThread = field(init=False)
+    _periodic: PeriodicThread = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the core; nothing is connected yet."""
+        """Create the core; nothing is connected yet."""
         self._core = WorkerCore(self.settings)
         rank = self.settings.sender.worker
-        self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.calls.begin(0, make))
-        self._waiting = WorkerLock(rank, self.waits, lambda: self._core.clock)
-        self._changed = self._waiting.changed
-        self.calls = Rpc(self._send_request, self._waiting, len(self.addresses), self.settings.retry_s)
+        self.waits = Waits(rank, self.options.wait_timeout_s, lambda make: self.rpc.start_call(0, make))
+        self._lock = WorkerLock(rank, self.waits, lambda: self._core.clock)
+        self._changed = self._lock.changed
+        self.rpc = Rpc(self._send_request, self._lock, len(self.addresses), self.settings.retry_s)
         ops = row_ops()
-        owners = RowSharding(ops, len(self.addresses), self.settings.shares)
-        self.rows = RowClient(self._core, self._waiting, ops, owners, self._send_request, self._handle, self._fail)
-        # A quarter of the first pause is fine enough for pauses that double.
-        self._timekeeper = PeriodicThread(min(self.settings.retry_s / 4, TURN_S), self._take_turn)
+        sharding = RowSharding(ops, len(self.addresses), self.settings.shares)
+        self.rows = RowClient(self._core, self._lock, ops, sharding, self._send_request, self._handle, self._fail)
+        # Retry intervals double, so a quarter of the first one is fine enough.
+        self._periodic = PeriodicThread(min(self.settings.retry_s / 4, PERIOD_S), self._run_due)
 
     def __repr__(self) -> str:
         return f"WorkerNode(worker {self.settings.sender.worker}, {len(self.addresses)} server(s), clock {self.clock})"
@@ -195,25 +195,25 @@ class WorkerNode:
     @property
     def is_failing(self) -> bool:
         """Whether a call has raised, or the next one will, because a server is lost or has not answered in time."""
-        return self._waiting.is_failing
+        return self._lock.is_failing
 
     def join(self) -> int:
-        """Connect to all servers and take part; return the clock at which. Blocks until every server agrees."""
+        """Connect to all servers and join the job; return the clock to start at. Blocks until every server agrees."""
         sender = self.settings.sender
         hello = Hello("worker", sender.worker, sender.incarnation, sender.generation)
         for server, address in enumerate(self.addresses):
             arrivals = FrameHandler(
                 server,
-                self._waiting,
+                self._lock,
                 self._core,
-                self.calls,
+                self.rpc,
                 self._reads,
                 self.rows,
                 self._caches,
                 self._handle,
                 self._fail,
             )
-            link = ReconnectingConnection(
+            connection = ReconnectingConnection(
                 server,
                 address,
                 hello,
@@ -225,25 +225,28 @@ class WorkerNode:
                 on_lost=partial(self._fail, as_error=ServerLost),
                 how_ended=partial(self.options.how_ended, server),
             )
-            link.open(_CONNECT_TIMEOUT_S)
-            self._links.append(link)
-        self._timekeeper.start()
+            connection.open(_CONNECT_TIMEOUT_S)
+            self._connections.append(connection)
+        self._periodic.start()
         with self._changed:
             self._handle(WantJoin())
-            self._waiting.wait(lambda: self._joined, "all servers to let this worker take part")
+            self._lock.wait(lambda: self._joined, "all servers to let this worker take part")
             return self._core.clock
 
     def open_table(self, spec: TableSpec, *, reads_own_writes: bool = True, live: bool = False) -> TableCache:
-        """Declare a table to all servers and work with it from now on.
+        """Declare a dense table to all servers and open it; blocks until all have agreed.
 
-        With `live`, and over a carrier that maps memory, reads see the servers' own memory instead of a copy.
+        Args:
+            spec: the declaration, the same on all workers.
+            reads_own_writes: reads contain own pushes that servers have not applied yet, where the rule allows that.
+            live: over a transport that maps memory, reads see the servers' own memory instead of a copy.
 
         Raises:
-            Refused: it exists with other settings; the message lists the first differences.
+            Refused: the table exists with other settings; the message lists the first differences.
         """
         layout = spans(spec, self.settings)
         live = live and self.transport.maps_memory
-        self.calls.ask_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
+        self.rpc.call_all(lambda number: Declare(number, spec, live), f"servers to agree on table '{spec.name}'")
         consistency = Consistency.parse(spec.consistency)
         with self._changed:
             cache = TableCache(spec, layout, not live and reads_own_writes and can_replay(spec, consistency), live)
@@ -256,18 +259,18 @@ class WorkerNode:
         return cache
 
     def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
-        """Declare a row table to all servers and work with it from now on; raises as `open_table` does."""
-        self.calls.ask_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
-        return self.rows.open(spec, options)
+        """Declare a row table to all servers and open it; blocks and raises as `open_table` does."""
+        self.rpc.call_all(lambda number: DeclareRows(number, spec), f"servers to agree on table '{spec.name}'")
+        return self.rows.open_table(spec, options)
 
     def reserve(self, table: str) -> PushBuffer:
-        """Return memory for the next push of a table, to be given to `push_reserved`.
+        """Return memory for the next push of a table, for `push_reserved` or `return_buffer`.
 
-        Blocks while two earlier pushes of this table are under way. Memory that was used before comes back first, so
-        who always waits for a push to be applied is given the same piece every time.
+        Blocks while two earlier pushes of this table are in flight. Returned memory is reused first, so a caller that
+        waits for each push gets the same buffer every time.
 
         Raises:
-            UsageError: servers keep no more pushes of this table before this worker has finished its clock.
+            UsageError: servers hold no more pushes of this table before this worker has finished its clock.
         """
         return self._reserve(table, shown=True)
 
@@ -275,12 +278,12 @@ class WorkerNode:
         self._cache(table)
         with self._changed:
             clock = self._core.clock
-            self._waiting.wait(
+            self._lock.wait(
                 lambda: self._may_push(table) and self._pushes.has_slot(table, clock),
                 f"servers to apply earlier pushes of table '{table}'",
                 About(f"push {table}", table, self._core.oldest_push(table) + 1),
             )
-            return self._pushes.take(table, shown=shown)
+            return self._pushes.lend(table, shown=shown)
 
     def _may_push(self, table: str) -> bool:
         if self._core.may_push(table):
@@ -288,13 +291,13 @@ class WorkerNode:
         refuse_endless_clock(self._core, table)
         return False
 
-    def give_back(self, table: str, buffer: PushBuffer) -> None:
-        """Give back reserved memory without a push."""
+    def return_buffer(self, table: str, buffer: PushBuffer) -> None:
+        """Return reserved memory without a push."""
         with self._changed:
-            self._pushes.give(table, buffer)
+            self._pushes.take_back(table, buffer)
 
     def parts(self, table: str, buffer: PushBuffer) -> list[memoryview]:
-        """Return what of reserved memory belongs to each server, by rank."""
+        """Return each server's part of reserved memory, by rank."""
         item = buffer.gradient.itemsize
         return [buffer.memory[span.start * item : span.stop * item] for span in self._cache(table).spans]
 
@@ -309,13 +312,13 @@ class WorkerNode:
     ) -> Future[PushOutcome]:
         """Send an update; the future ends when every server has applied or refused its part.
 
-        Blocks only while two earlier pushes of this table are still under way. `gradient` is (elements of the table,)
-        and may be overwritten as soon as this returns. The future ends with `PeerError` when this worker fails first:
-        then it is not known whether the push was applied.
+        Blocks only while two earlier pushes of this table are in flight. `gradient` is (elements of the table,), and
+        may be overwritten as soon as this returns. The future ends with `PeerError` if this worker fails first: then
+        it is unknown whether the push was applied.
         """
         problem = self._objection(table, gradient)
         if problem:
-            return settled(PushOutcome(applied=False, reason=problem))
+            return finished_push(PushOutcome(applied=False, reason=problem))
         buffer = self._reserve(table, shown=False)
         buffer.gradient.copy_(gradient)
         return self._push(table, buffer, count, absent, hyper)
@@ -330,50 +333,50 @@ class WorkerNode:
         hyper: tuple[Hyper, ...] = (),
         expected: float = 0.0,
     ) -> Future[PushOutcome]:
-        """Send an update as `push` does, from memory that `reserve` gave: it is the servers' to read from now on."""
+        """Send an update as `push` does, from memory that `reserve` returned, which servers read from now on."""
         problem = self._objection(table, buffer.gradient)
         if problem:
-            self.give_back(table, buffer)
-            return settled(PushOutcome(applied=False, reason=problem))
+            self.return_buffer(table, buffer)
+            return finished_push(PushOutcome(applied=False, reason=problem))
         return self._push(table, buffer, count, absent, hyper, expected)
 
     def tick(self) -> None:
         """Finish the current clock.
 
-        Blocks while rows that have to go before wait for a budget, and while servers have to answer many ticks that
-        said which rows were read from a cache.
+        Blocks while rows that must be sent before wait for their budget, and while many reports of rows read from
+        caches are unanswered.
         """
         with self._changed:
             self.rows.budgeted.send_due(self._core.clock)
             self.rows.end_clock(self._core.clock)
-            self._waiting.check()
+            self._lock.check()
             self._handle(WantClock())
             self.waits.note_clock()
 
-    def begin_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
-        """Ask for values; the future ends when the copy of the table is fresh enough. Does not block."""
+    def start_read(self, table: str, *, refresh: bool = True, exact: bool = False) -> Future[ReadDone]:
+        """Request values; the future ends when the cache of the table is fresh enough. Does not block."""
         self._cache(table)
         with self._changed:
-            self._waiting.check()
-            future = self._reads.begin(self._core.next_request, table)
+            self._lock.check()
+            future = self._reads.add(self._core.next_request, table)
             self._handle(WantRead(table, refresh, exact))
         return future
 
     def read(
         self, table: str, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False
     ) -> ReadOutcome:
-        """Have `take` called with the copy of a table, under the lock; blocks until it is fresh enough."""
+        """Call `take` with the cache of a table, under the lock, once it is fresh enough; blocks until then."""
         clock = self._core.clock
-        return self.finish_read(table, clock, self.begin_read(table, refresh=refresh, exact=exact), take)
+        return self.finish_read(table, clock, self.start_read(table, refresh=refresh, exact=exact), take)
 
     def finish_read(
         self, table: str, clock: int, future: Future[ReadDone], take: Callable[[TableCache], None]
     ) -> ReadOutcome:
-        """Do what `read` does for a read that was begun at `clock`."""
+        """Finish a read that `start_read` started at `clock`; blocks as `read` does."""
         began = time.monotonic()
         with self._changed:
             cache = self._cache(table)
-            self._waiting.wait(
+            self._lock.wait(
                 future.done,
                 f"values of table '{table}' at clock {clock} ({cache.spec.consistency})",
                 About(f"pull {table}", table, self._core.needs(table)),
@@ -383,8 +386,8 @@ class WorkerNode:
             take(cache)
         return ReadOutcome(clock, done.clock, done.source, waited_s)
 
-    def look(self, table: str, call: Callable[[TableCache], None]) -> None:
-        """Have `call` called with the copy of a table as it is, under the lock. Does not wait."""
+    def use_cache(self, table: str, call: Callable[[TableCache], None]) -> None:
+        """Call `call` with the cache of a table as it is, under the lock. Does not wait for fresh values."""
         with self._changed:
             call(self._cache(table))
 
@@ -392,7 +395,7 @@ class WorkerNode:
         """Block until every push made so far is applied or refused by every server.
 
         Raises:
-            UsageError: a push waits for this worker's own `tick`.
+            UsageError: a push is applied only when this worker finishes its clock.
         """
         with self._changed:
             self.rows.budgeted.send_all(self._core.clock)
@@ -402,60 +405,60 @@ class WorkerNode:
                     f"worker {self.settings.sender.worker} has pushed to table '{next(iter(held))}' during clock "
                     f"{self._core.clock}, which is applied when the clock is finished: call clock() first"
                 )
-            self._waiting.wait(
+            self._lock.wait(
                 lambda: not self._pushes and not self.rows.num_under_way(),
                 "servers to settle this worker's pushes",
                 About("settle", needs=self._core.oldest_push() + 1),
             )
 
     def unfinished(self) -> dict[str, int]:
-        """Return how many pushes of each table wait for this worker to finish its clock."""
+        """Return by table how many pushes wait for this worker to finish its clock."""
         with self._changed:
             clock = self._core.clock
             return {**self._pushes.held_at(clock), **self.rows.held_at(clock)}
 
     def leave(self) -> None:
-        """Stop taking part, after everything pushed is settled. Blocks until every server agrees."""
+        """Leave the job once all pushes are settled. Blocks until every server agrees."""
         with self._changed:
             self.rows.budgeted.send_all(self._core.clock)
             self._handle(WantLeave())
-            self._waiting.wait(
+            self._lock.wait(
                 lambda: self._left,
                 "all servers to settle this worker's pushes and let it leave",
                 About("leave", needs=self._core.oldest_push() + 1),
             )
 
     def close(self) -> None:
-        """End all connections and threads and let go of all memory; what is not settled stays as it is."""
-        self._timekeeper.stop()
+        """Close all connections and threads and release all memory, without waiting for pushes in flight."""
+        self._periodic.stop()
         self._fail("this worker has closed its connections")
-        for link in self._links:
-            link.close()
-        self._timekeeper.join()
+        for connection in self._connections:
+            connection.close()
+        self._periodic.join()
         self._caches.clear()
         self.rows.close()
         self._pushes = Pushes()
 
     def abandon(self, reason: str) -> None:
-        """Refuse every further call, in a process that was forked from the worker: all else belongs to that one."""
-        self._waiting.changed = self._changed = threading.Condition()  # another thread may have held it at the fork
-        self._waiting.failure = reason
+        """Refuse all further calls, in a forked child: connections and memory belong to the parent."""
+        self._lock.changed = self._changed = threading.Condition()  # may be held by a thread of the parent
+        self._lock.failure = reason
 
     def _fail(self, reason: str, as_error: type[PeerError] = PeerError) -> None:
-        """Give up, for the first reason: every call that waits for anything raises it."""
+        """Fail this worker, for the first reason given: every blocked or later call raises it."""
         with self._changed:
-            if self._waiting.failure:
+            if self._lock.failure:
                 return
-            self._waiting.failed_as, self._waiting.failure = as_error, reason
-            error = self._waiting.error()
+            self._lock.failed_as, self._lock.failure = as_error, reason
+            error = self._lock.error()
             self._pushes.abandon(error)
             self._reads.abandon(error)
             self.rows.abandon(error)
-            self.calls.abandon(error)
+            self.rpc.abandon(error)
             self._changed.notify_all()
 
     def _cache(self, table: str) -> TableCache:
-        self._waiting.check()
+        self._lock.check()
         cache = self._caches.get(table)
         if cache is None:
             names = ", ".join(sorted(self._caches)) or "none"
@@ -467,7 +470,7 @@ class WorkerNode:
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def _objection(self, table: str, gradient: Tensor) -> str:
-        """Say why a gradient is not sent, or nothing; raises UsageError where the table is to halt then."""
+        """Return why a gradient is not sent, "" if it is; raises UsageError under nonfinite="halt"."""
         spec = self._cache(table).spec
         problem = objection(spec, gradient)
         if problem and spec.nonfinite == "halt":
@@ -487,7 +490,7 @@ class WorkerNode:
         parts = self.parts(table, buffer)
         bodies = {server: parts[server] for server in cache.servers}
         with self._changed:
-            self._waiting.check()
+            self._lock.check()
             checksums = tuple(map(zlib.crc32, parts)) if self.options.checks_memory else ()
             frame = PushFrame(NO_PUSH, count, absent, hyper, screened=True, checksums=checksums, expected=expected)
             future = self._pushes.prepare(buffer, bodies, frame)
@@ -495,24 +498,24 @@ class WorkerNode:
             self._handle(WantPush(table))
         return future
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- timers and effects of the core ------------------------------------------------------------------------------
 
-    def _take_turn(self) -> bool:
-        """Repeat and tell what is due. Goes on after a failure: collective calls may still have to be given up."""
+    def _run_due(self) -> bool:
+        """Send repeats and report waits that are due; also after a failure, as collective calls go on."""
         self._repeat_due()
-        lines = self.waits.turn()
+        lines = self.waits.report_due()
         if lines:
             self.options.tell(lines)
         return True
 
     def _repeat_due(self) -> None:
         with self._changed:
-            if self._waiting.failure:
+            if self._lock.failure:
                 return
             deadline = self._core.next_deadline()
             if deadline is not None and deadline <= time.monotonic():
                 self._handle(Timeout())
-            self.calls.repeat_due()
+            self.rpc.repeat_due()
 
     def _handle(self, event: WorkerEvent, body: memoryview = EMPTY) -> None:
         for effect in self._core.handle(event, time.monotonic()):
@@ -537,23 +540,23 @@ class WorkerNode:
             case Fail():
                 self._fail(effect.reason)
             case InstallRows() | Forget():
-                raise ProtocolBug(f"no row table of worker {self.settings.sender.worker} has a use for {effect}")
+                raise ProtocolBug(f"no row table of worker {self.settings.sender.worker} expects {effect}")
 
     def _send(self, effect: Send) -> None:
         message = effect.message
         if not isinstance(message, Push):
             said = self._reads.frame(effect.server, message) if isinstance(message, Pull) else message
-            # A tick that overtakes a read could have it answered with values of the next clock.
+            # A tick that overtakes a read could let the read be answered with values of the next clock.
             urgent = isinstance(message, Clock) and not self.rows.awaits_fixed_rows()
-            self._links[effect.server].send(encode(said), urgent=urgent)
+            self._connections[effect.server].send(encode(said), urgent=urgent)
             return
         outgoing = self._pushes.outgoing(message)
         if outgoing is not None:
             body = EMPTY if effect.bare else outgoing.bodies[effect.server]
-            self._links[effect.server].send(encode(outgoing.frame), body)
+            self._connections[effect.server].send(encode(outgoing.frame), body)
 
     def _release(self, effect: Release) -> None:
-        """Reuse the memory of a part that is answered; end the push when all parts are."""
+        """Note the answer to one part of a push; end the push when all parts are answered."""
         outgoing = self._pushes.release(effect)
         if outgoing is None:
             return
@@ -562,4 +565,6 @@ class WorkerNode:
         outgoing.future.set_result(outgoing.answers.outcome())
 
     def _send_request(self, server: int, request: object, body: memoryview) -> None:
-        self._links[server].send(encode(request), body, urgent=isinstance(request, RowsUsed))  # as the tick after it
+        self._connections[server].send(
+            encode(request), body, urgent=isinstance(request, RowsUsed)
+        )  # like the tick that follows it

@@ -1,4 +1,4 @@
-"""How a worker opens tables: all workers declare the same, and one of them gives the first values."""
+"""Opening of tables: all workers declare the same tables, and one of them sends the initial values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paceline.worker.waits import About
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A table that a worker has opened, with what it was asked for."""
+    """A table that a worker has opened, with its declaration."""
 
     spec: TableSpec | RowTableSpec
-    options: str  # of this worker alone, as they are said in messages
+    options: str  # of this worker alone, as messages show them
     table: Table | RowTable
 
 
@@ -41,7 +41,7 @@ class TableOpener:
     node: WorkerNode
     meter: StepMetrics
     _opened: dict[str, _Opened] = field(default_factory=dict[str, _Opened])
-    _claimed: set[str] = field(default_factory=set[str])  # by what has tables whose names begin so
+    _claimed: set[str] = field(default_factory=set[str])  # prefixes of the names of tables
 
     def default_name(self, base: str) -> str:
         """Return a name that is still free: `base`, else `base`-2, and so on.
@@ -53,7 +53,7 @@ class TableOpener:
 
     @contextmanager
     def claiming(self, name: str) -> Generator[None]:
-        """Keep a name for what opens tables inside; it is free again if that is refused before it has opened one.
+        """Reserve a name while tables are opened inside the context; freed if that fails before one is opened.
 
         Raises:
             UsageError: the name is taken.
@@ -72,11 +72,11 @@ class TableOpener:
                 self._claimed.discard(name)
             raise
 
-    def known(self, spec: TableSpec | RowTableSpec, options: str) -> Table | RowTable | None:
-        """Return the table that this worker has opened with the same settings; None if it has none of this name.
+    def find(self, spec: TableSpec | RowTableSpec, options: str) -> Table | RowTable | None:
+        """Return the open table with the same declaration; None if no table of this name is open.
 
         Raises:
-            UsageError: it has one of this name with other settings.
+            UsageError: the open table of this name has other settings.
         """
         known = self._opened.get(spec.name)
         if known is None:
@@ -89,7 +89,7 @@ class TableOpener:
             )
         return known.table
 
-    def dense(
+    def open_dense(
         self,
         spec: TableSpec,
         shape: tuple[int, ...],
@@ -99,9 +99,9 @@ class TableOpener:
         live: bool,
         first: int = 0,
     ) -> Table:
-        """Declare a table and wait for its first values, which one worker sends, or the first that still takes part.
+        """Declare a dense table, and wait for its initial values.
 
-        That worker has `write_first` write them to a flat tensor.
+        Worker `first` sends them, or the lowest rank that still takes part: it calls `write_first` with a flat tensor.
         """
         self._require_new(spec.name)
         spec.validate()
@@ -110,30 +110,30 @@ class TableOpener:
             self._give_values(spec.name, write_first)
         try:
             self._await_values(spec.name, first)
-        except Refused:  # that one is gone, and this worker is the first of those that are left
+        except Refused:  # that worker is gone, and this one has the lowest rank of those that are left
             self._give_values(spec.name, write_first)
             self._await_values(spec.name, first)
-        self.meter.begin()
+        self.meter.start_training()
         table = Table(spec, shape, self.node, self.meter)
         self._opened[spec.name] = _Opened(spec, dense_options(read_my_writes=read_my_writes, live=live), table)
         return table
 
-    def shared(self, spec: TableSpec, shape: tuple[int, ...]) -> Table:
-        """Declare a table that begins with zeros, whoever comes first: no other worker is waited for.
+    def open_shared(self, spec: TableSpec, shape: tuple[int, ...]) -> Table:
+        """Declare a dense table of zeros, without waiting for other workers.
 
-        May be repeated after it was refused.
+        May be repeated after a refusal.
         """
         spec.validate()
         self.node.open_table(spec)
-        self._give_values(spec.name, Tensor.zero_)  # those of others are the same, and count only once
+        self._give_values(spec.name, Tensor.zero_)  # servers ignore those of other workers, which are the same
         return Table(spec, shape, self.node, self.meter)
 
-    def rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
-        """Declare a table of rows. Nobody gives first values: they follow from the declaration."""
+    def open_rows(self, spec: RowTableSpec, options: CacheOptions) -> RowTable:
+        """Declare a row table; the initial values of its rows follow from the declaration."""
         self._require_new(spec.name)
         spec.validate()
         opened = self.node.open_rows(spec, options)
-        self.meter.begin()
+        self.meter.start_training()
         table = RowTable(spec, opened, self.node, self.meter)
         self._opened[spec.name] = _Opened(spec, row_options(options), table)
         return table
@@ -146,17 +146,17 @@ class TableOpener:
             )
 
     def _give_values(self, table: str, write: Callable[[Tensor], object]) -> None:
-        buffer = self.node.reserve(table)  # the memory of pushes, so that first values cost none of their own
+        buffer = self.node.reserve(table)  # memory of pushes, so that initial values need none of their own
         write(buffer.gradient)
-        self.node.calls.ask_all(
+        self.node.rpc.call_all(
             lambda number: Initialise(number, table),
             f"servers to take the first values of table '{table}'",
             self.node.parts(table, buffer),
         )
-        self.node.give_back(table, buffer)
+        self.node.return_buffer(table, buffer)
 
     def _await_values(self, table: str, first: int) -> None:
-        self.node.calls.ask_all(
+        self.node.rpc.call_all(
             lambda number: AwaitValues(number, table),
             f"the first values of table '{table}'",
             about=About(workers=(first,)),
@@ -164,7 +164,7 @@ class TableOpener:
 
 
 def _changed(spec: TableSpec | RowTableSpec, options: str, known: _Opened) -> Sequence[str]:
-    """Say in what a table is asked for differently than it was opened, a sentence each."""
+    """Return the differences between a declaration and that of the open table, a sentence each."""
     match spec, known.spec:
         case TableSpec() as ours, TableSpec() as theirs:
             problems = differences(ours, theirs)
@@ -178,12 +178,12 @@ def _changed(spec: TableSpec | RowTableSpec, options: str, known: _Opened) -> Se
 
 
 def dense_options(*, read_my_writes: bool, live: bool) -> str:
-    """Return what one worker alone chooses of a table of a shape."""
+    """Return the options of a dense table that each worker chooses for itself, as text."""
     return f"read_my_writes={read_my_writes}, view={live}"
 
 
 def row_options(options: CacheOptions) -> str:
-    """Return what one worker alone chooses of a table of rows."""
+    """Return the options of a row table that each worker chooses for itself, as text."""
     return (
         f"cache={options.keep}, cache_rows={options.max_rows}, read_my_writes={options.reads_own_writes}, "
         f"communication={options.communication}"
@@ -191,7 +191,7 @@ def row_options(options: CacheOptions) -> str:
 
 
 def first_values(init: float | Tensor | First, spec: TableSpec, shape: tuple[int, ...]) -> Tensor:
-    """Return the first values of a dense table as a flat tensor.
+    """Return the initial values of a dense table as a flat tensor.
 
     Raises:
         UsageError: `init` has another shape, or is for rows.

@@ -1,4 +1,4 @@
-"""A thread that does something again and again until it is stopped."""
+"""A thread that calls a function at intervals until it is stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class PeriodicThread:
-    """Calls `act` every `pause_s` seconds, in a thread of its own, until `stop` or until it returns False."""
+    """Calls `act` every `pause_s` seconds on its own thread, until `stop` or until it returns False."""
 
     pause_s: float
     act: Callable[[], bool]
@@ -19,15 +19,15 @@ class PeriodicThread:
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the thread; it is not started yet."""
+        """Create the thread without starting it."""
         self._thread = threading.Thread(target=self._run, name="paceline-time", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Call no more; does not wait for a call under way."""
+        """Make no more calls; does not wait for one that is running."""
         self._stopping.set()
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""Pushes on their way: the memory that carries them, and who has yet to answer."""
+"""Pushes of dense tables in flight: their memory, and the servers that have not answered yet."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NONFINITE_ADVICE = (
 )
 
 
-def promise(kind: type[T]) -> Future[T]:
-    """Return a future that ends when a server has answered; it cannot be cancelled, what is sent is sent."""
+def pending_future(kind: type[T]) -> Future[T]:
+    """Return a future for an answer of servers; it cannot be cancelled, as its message may be sent already."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -40,9 +40,9 @@ def promise(kind: type[T]) -> Future[T]:
 class PushOutcome:
     """How a push ended: applied everywhere, or refused with a reason.
 
-    `applied_on`: the ranks of servers that have applied their part of a push that others refused. It is not empty only
-    where updates are visible on arrival, after a refusal that a worker cannot foresee: each part is then applied as it
-    comes, and stays.
+    `applied_on`: the ranks of servers that have applied their part of a push that others refused. Not empty only where
+    updates are visible on arrival, after a refusal that a worker cannot foresee: each server then applies its part when
+    it arrives, and keeps it.
     """
 
     applied: bool
@@ -52,13 +52,13 @@ class PushOutcome:
 
 @dataclass(slots=True)
 class Answers:
-    """What servers have answered to the parts of one push."""
+    """The answers of servers to the parts of one push."""
 
     _refusals: dict[int, str] = field(default_factory=dict[int, str])  # by server
     applied_on: list[int] = field(default_factory=list[int])  # servers
 
     def note(self, effect: Release) -> None:
-        """Note that a server has answered its part for good."""
+        """Note the final answer of a server to its part."""
         if effect.refused:
             self._refusals[effect.server] = effect.refused
         else:
@@ -70,10 +70,10 @@ class Answers:
         return bool(self._refusals)
 
     def outcome(self) -> PushOutcome:
-        """Return how the push ended, once all have answered."""
+        """Return how the push ended, once all servers have answered."""
         if not self._refusals:
             return PushOutcome(applied=True)
-        server, reason = next(iter(self._refusals.items()))  # others may only follow the first
+        server, reason = next(iter(self._refusals.items()))  # later refusals may only follow from the first
         ranks = tuple(sorted(self.applied_on))
         if ranks:
             where = ", ".join(map(str, ranks))
@@ -81,16 +81,16 @@ class Answers:
         return PushOutcome(applied=False, reason=reason, applied_on=ranks)
 
 
-def settled(outcome: PushOutcome) -> Future[PushOutcome]:
-    """Return a future that has ended already."""
-    future = promise(PushOutcome)
+def finished_push(outcome: PushOutcome) -> Future[PushOutcome]:
+    """Return a future that holds this outcome already."""
+    future = pending_future(PushOutcome)
     future.set_result(outcome)
     return future
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PushBuffer:
-    """Memory in which one push of a table travels, to all servers at once; `gradient` is (elements of the table,)."""
+    """Memory of one push of a table, sent to all servers from here; `gradient` is (elements of the table,)."""
 
     memory: memoryview
     gradient: Tensor
@@ -105,7 +105,7 @@ def allocate(transport: Transport, spec: TableSpec) -> PushBuffer:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One push between the user's call and the last server's answer."""
+    """One push from the user's call to the last server's answer."""
 
     frame: PushFrame
     buffer: PushBuffer
@@ -116,7 +116,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class UnderWay:
-    """How many pushes of each table are under way, by the clock they were made in: known without a look at each."""
+    """Counts of pushes in flight, by table and by the clock in which they were made."""
 
     _counts: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
 
@@ -125,32 +125,32 @@ class UnderWay:
         self._counts.setdefault(push.table, Counter())[push.clock] += 1
 
     def remove(self, push: Push) -> None:
-        """Count a push that is answered no longer."""
+        """Stop counting a push that is answered."""
         counts = self._counts[push.table]
         counts[push.clock] -= 1
         if not counts[push.clock]:
             del counts[push.clock]
 
     def num(self, table: str, clock: int | None = None) -> int:
-        """Return how many pushes of a table are under way, of one clock or of all."""
+        """Return how many pushes of a table are in flight, of one clock or of all."""
         counts = self._counts.get(table, Counter[int]())
         return counts.total() if clock is None else counts[clock]
 
     def is_older(self, table: str, clock: int) -> bool:
-        """Return whether a push of a table is under way that was made before a clock."""
+        """Return whether a push of a table from before a clock is in flight."""
         return any(made < clock for made in self._counts.get(table, ()))
 
     def clear(self) -> None:
-        """Count none."""
+        """Reset all counts."""
         self._counts.clear()
 
 
 @dataclass(slots=True)
 class Slots:
-    """Memory for the pushes of one table: at most `limit` pushes are under way at a time.
+    """Buffers for the pushes of one table: at most `limit` pushes are in flight at a time.
 
-    Where pushes are applied clock by clock (`held`), those of the current clock do not count: they are under way until
-    the worker itself finishes the clock.
+    Where servers hold pushes until their clock is complete (`held`), those of the current clock do not count: they
+    remain in flight until this worker finishes the clock.
     """
 
     limit: int
@@ -158,29 +158,29 @@ class Slots:
     make: Callable[[], PushBuffer]
     poisons: bool = False
     _free: list[PushBuffer] = field(default_factory=list[PushBuffer])
-    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # and whether it is shown
+    _lent: dict[PushBuffer, bool] = field(default_factory=dict[PushBuffer, bool])  # -> shown
 
     @property
     def available(self) -> bool:
-        """Say whether there is memory for one more push within the limit."""
+        """Return whether there is a buffer for one more push within the limit."""
         return bool(self._free) or self.num_made < self.limit
 
     @property
     def num_made(self) -> int:
-        """Number of pieces that there are, free or not."""
+        """The number of buffers, free and lent."""
         return len(self._free) + len(self._lent)
 
-    def take(self, *, shown: bool) -> PushBuffer:
-        """Return memory, the piece given back last if there is one; make it if need be, also beyond the limit.
+    def lend(self, *, shown: bool) -> PushBuffer:
+        """Return a buffer: the one returned last, else a new one, also beyond the limit.
 
-        What is `shown` may be looked at until it is written to again, as a gradient that lies in it is.
+        The content of one that is `shown` may be read after its push, until it is overwritten: a gradient lies in it.
         """
         buffer = self._free.pop() if self._free else self.make()
         self._lent[buffer] = shown
         return buffer
 
-    def give(self, buffer: PushBuffer) -> None:
-        """Take memory back: nothing that is under way needs its content any more.
+    def take_back(self, buffer: PushBuffer) -> None:
+        """Return a lent buffer: no push in flight needs its content any more.
 
         Raises:
             ProtocolBug: it is not lent.
@@ -195,7 +195,7 @@ class Slots:
 
 
 def refuse_endless_clock(core: WorkerCore, table: str) -> None:
-    """Raise UsageError if no more pushes of a table can be made before this worker finishes its clock."""
+    """Raise UsageError if servers hold no more pushes of a table before this worker finishes its clock."""
     if core.waits_for_own_clock(table):
         raise UsageError(
             f"worker {core.settings.sender.worker} has made {WINDOW} pushes of table '{table}' in clock {core.clock}, "
@@ -204,7 +204,7 @@ def refuse_endless_clock(core: WorkerCore, table: str) -> None:
 
 
 def objection(spec: TableSpec, gradient: Tensor) -> str:
-    """Say why a gradient may not be pushed: its shape, its type, or values that are not finite."""
+    """Return why a gradient is not pushed, "" if it is; raises UsageError for a wrong shape or dtype."""
     if gradient.shape != (spec.numel,) or gradient.dtype != torch_dtype(spec):
         raise UsageError(
             f"a push to table '{spec.name}' is {tuple(gradient.shape)} {gradient.dtype}, "
@@ -222,14 +222,14 @@ def objection(spec: TableSpec, gradient: Tensor) -> str:
 
 
 def _where(spec: TableSpec, gradient: Tensor) -> str:
-    """Name the parameters with values that are not finite, where a table has several."""
+    """Name the parameters with nonfinite values, where a table has several."""
     parts = zip(spec.segments, gradient.split([segment.numel for segment in spec.segments]), strict=True)
     bad = [segment.name for segment, part in parts if not part.isfinite().all()]
     return "" if bad == [spec.name] else f", in {some_parameters(bad, len(spec.segments))}"
 
 
 def some_parameters(bad: Sequence[str], num: int) -> str:
-    """Name the first of some parameters, and how many of all there are.
+    """Name the first of some parameters, and count the others.
 
     >>> some_parameters(["0.weight", "0.bias"], 4)
     "parameter '0.weight' and 1 more of 4"
@@ -237,13 +237,13 @@ def some_parameters(bad: Sequence[str], num: int) -> str:
     return f"parameter '{bad[0]}'" + (f" and {len(bad) - 1} more of {num}" if len(bad) > 1 else "")
 
 
-# In the place of an identity that is not known yet.
+# Placeholder for a push whose identity is not known yet.
 NO_PUSH = Push(PushId(0, 0, 0, 0), "", 0, 0)
 
 
 @dataclass(slots=True)
 class Pushes:
-    """All that is between a push and its last answer. Used under the lock of the worker node."""
+    """All pushes of dense tables in flight. Used under the lock of the worker node."""
 
     _slots: dict[str, Slots] = field(default_factory=dict[str, Slots])
     _under_way: dict[PushId, Outgoing] = field(default_factory=dict[PushId, Outgoing])
@@ -251,38 +251,38 @@ class Pushes:
     _next: Outgoing | None = None
 
     def __len__(self) -> int:
-        """Count the pushes under way."""
+        """Count the pushes in flight."""
         return len(self._under_way)
 
     def open(self, table: str, slots: Slots) -> None:
-        """Have memory for pushes of a table."""
+        """Add the buffers of a table."""
         self._slots[table] = slots
 
-    def take(self, table: str, *, shown: bool) -> PushBuffer:
-        """Return memory for one more push of a table; see `Slots.take`."""
-        return self._slots[table].take(shown=shown)
+    def lend(self, table: str, *, shown: bool) -> PushBuffer:
+        """Return a buffer for one more push of a table; see `Slots.lend`."""
+        return self._slots[table].lend(shown=shown)
 
-    def give(self, table: str, buffer: PushBuffer) -> None:
-        """Take back memory for pushes of a table that was not used."""
-        self._slots[table].give(buffer)
+    def take_back(self, table: str, buffer: PushBuffer) -> None:
+        """Return a buffer that was not pushed."""
+        self._slots[table].take_back(buffer)
 
     def has_slot(self, table: str, clock: int) -> bool:
-        """Say whether there is memory for one more push during this clock, without waiting for earlier ones."""
+        """Return whether one more push can be made in this clock without waiting for earlier ones."""
         slots = self._slots[table]
         return slots.available or (slots.held and not self._counts.is_older(table, clock))
 
     def held_at(self, clock: int) -> dict[str, int]:
-        """Return how many pushes each table has that are applied when this clock is finished, of tables with any."""
+        """Return by table how many pushes are applied when this clock is finished, without zeros."""
         nums = {table: self._counts.num(table, clock) for table, slots in self._slots.items() if slots.held}
         return {table: num for table, num in nums.items() if num}
 
     def prepare(self, buffer: PushBuffer, bodies: dict[int, memoryview], frame: PushFrame) -> Future[PushOutcome]:
-        """Have a push ready that is given its identity by the next call of `outgoing`."""
-        self._next = Outgoing(frame, buffer, bodies, promise(PushOutcome))
+        """Prepare a push; the next call of `outgoing` gives it its identity."""
+        self._next = Outgoing(frame, buffer, bodies, pending_future(PushOutcome))
         return self._next.future
 
     def outgoing(self, push: Push) -> Outgoing | None:
-        """Return what a push consists of; None when it is answered or was given up."""
+        """Return a push in flight; None if it is answered or abandoned."""
         if self._next is not None:
             self._next.frame = replace(self._next.frame, push=push)
             self._under_way[push.id], self._next = self._next, None
@@ -290,7 +290,7 @@ class Pushes:
         return self._under_way.get(push.id)
 
     def release(self, effect: Release) -> Outgoing | None:
-        """Note that a server has answered; when all have, reuse the memory and return the push."""
+        """Note the answer of a server; once all have answered, free the buffer and return the push."""
         outgoing = self._under_way.get(effect.id)
         if outgoing is None:
             return None
@@ -298,12 +298,12 @@ class Pushes:
         outgoing.answers.note(effect)
         if outgoing.bodies:
             return None
-        self._slots[outgoing.frame.push.table].give(outgoing.buffer)
+        self._slots[outgoing.frame.push.table].take_back(outgoing.buffer)
         self._counts.remove(outgoing.frame.push)
         return self._under_way.pop(effect.id)
 
     def abandon(self, error: PacelineError) -> None:
-        """End all pushes with an error: whether they were applied will not be known."""
+        """End all pushes with an error: whether they were applied is unknown."""
         while self._under_way:
             _, outgoing = self._under_way.popitem()
             outgoing.future.set_exception(error)

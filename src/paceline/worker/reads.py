@@ -1,4 +1,4 @@
-"""Reads of a worker that are under way, and what it has taken in of the values sent to it."""
+"""Reads of dense tables in flight, and the last values received from each server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.core.effects import ReadDone
 from paceline.core.messages import Fetched, Pull
 from paceline.errors import PacelineError
 from paceline.wire.messages import PullFrame
-from paceline.worker.pushes import promise
+from paceline.worker.pushes import pending_future
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """How a read ended: the clock of the reader and of the values, where they came from, how long it waited."""
+    """How a read ended: the clocks of reader and values, their source, and how long it waited."""
 
     clock: int
     value_clock: int
@@ -24,20 +24,20 @@ class ReadOutcome:
 
 @dataclass(slots=True)
 class Reads:
-    """Open reads by request. A newer read of a table takes the place of an older one, so both end together."""
+    """Open reads by request. A newer read of a table replaces an older one, so both end together."""
 
     _open: dict[int, tuple[str, Future[ReadDone]]] = field(default_factory=dict[int, tuple[str, Future[ReadDone]]])
-    # By (server, table): the last request whose values were taken in.
+    # By (server, table): the last request whose values have arrived.
     _taken: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
 
-    def begin(self, request: int, table: str) -> Future[ReadDone]:
-        """Note a read that begins; the future ends when it does."""
-        future = promise(ReadDone)
+    def add(self, request: int, table: str) -> Future[ReadDone]:
+        """Add a read; the future ends when it does."""
+        future = pending_future(ReadDone)
         self._open[request] = table, future
         return future
 
     def finish(self, done: ReadDone) -> None:
-        """End a read, and those of the same table before it."""
+        """End a read, and earlier ones of the same table."""
         ended = [request for request, (table, _) in self._open.items() if table == done.table]
         for request in ended:
             if request <= done.request:
@@ -45,16 +45,16 @@ class Reads:
                 future.set_result(done)
 
     def abandon(self, error: PacelineError) -> None:
-        """End all open reads with an error: nothing will come any more."""
+        """End all open reads with an error."""
         while self._open:
             _, (_, future) = self._open.popitem()
             future.set_exception(error)
 
     def frame(self, server: int, pull: Pull) -> PullFrame:
-        """Return a pull as it is sent to this server."""
+        """Return the frame of a pull for this server."""
         return PullFrame(pull, self._taken.get((server, pull.table), -1))
 
     def note_taken(self, server: int, message: Fetched) -> None:
-        """Note that values have been taken in, or were of no use: their memory may be written to again."""
+        """Note that values were stored or dropped: the server may reuse their memory."""
         key = server, message.table
         self._taken[key] = max(message.request, self._taken.get(key, -1))

@@ -1,4 +1,4 @@
-"""A table as its user sees it: pull and push."""
+"""The user's handle of a dense table: pull, push, view, call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Array = Tensor | npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
-class PulledLater:
-    """A read under way, and the clock of the worker when it was begun."""
+class PendingRead:
+    """A read in flight, and the clock of the worker when it was started."""
 
     clock: int
     future: Future[ReadDone]
@@ -155,22 +155,22 @@ class Table:
         return found[0]
 
     def read(self, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
-        """Have `take` called with this worker's copy of the table once it is fresh enough; blocks until then.
+        """Call `take` with this worker's cache of the table once it is fresh enough; blocks until then.
 
-        For who reads without a tensor of the whole table; otherwise as `pull`.
+        For callers that read without a tensor of the whole table; otherwise as `pull`.
         """
         with self.meter.communicating():
             outcome = self.node.read(self.name, take, refresh=refresh, exact=exact)
         if not exact:
             self.meter.note_read(self.name, outcome)
 
-    def ask(self, *, refresh: bool = True) -> PulledLater:
-        """Begin a read that `take` ends: what is computed in between hides the way of the values. Does not block."""
+    def start_read(self, *, refresh: bool = True) -> PendingRead:
+        """Start a read for `finish_read`; computing in between hides its latency. Does not block."""
         with self.meter.communicating():
-            return PulledLater(self.node.clock, self.node.begin_read(self.name, refresh=refresh))
+            return PendingRead(self.node.clock, self.node.start_read(self.name, refresh=refresh))
 
-    def take(self, asked: PulledLater, take: Callable[[TableCache], None]) -> None:
-        """Do what `read` does, for a read that `ask` began."""
+    def finish_read(self, asked: PendingRead, take: Callable[[TableCache], None]) -> None:
+        """Finish a read that `start_read` started; blocks as `read` does."""
         with self.meter.communicating():
             outcome = self.node.finish_read(self.name, asked.clock, asked.future, take)
         self.meter.note_read(self.name, outcome)
@@ -184,14 +184,14 @@ class Table:
         hyper: tuple[Hyper, ...],
         expected: float = 0.0,
     ) -> Future[PushOutcome]:
-        """Push from memory that `node.reserve` gave, without a copy; it must not be written to any more."""
+        """Push from memory that `node.reserve` returned, without a copy; do not write to it any more."""
         with self.meter.communicating():
             return self._watched(
                 self.node.push_reserved(self.name, buffer, count=samples, absent=absent, hyper=hyper, expected=expected)
             )
 
     def pull_later(self, *, refresh: bool = True) -> Future[Tensor]:
-        """Ask for the values without blocking; the future holds them. One such request a table at a time."""
+        """Request the values without blocking; the future holds them. One such request a table at a time."""
         result: Future[Tensor] = Future()
 
         def finish(done: Future[ReadDone]) -> None:
@@ -200,10 +200,10 @@ class Table:
                 result.set_exception(error)
                 return
             values = self._new()
-            self.node.look(self.name, lambda cache: cache.read_into(values.view(-1)))
+            self.node.use_cache(self.name, lambda cache: cache.read_into(values.view(-1)))
             result.set_result(values)
 
-        self.node.begin_read(self.name, refresh=refresh).add_done_callback(finish)
+        self.node.start_read(self.name, refresh=refresh).add_done_callback(finish)
         return result
 
     def call(
@@ -213,9 +213,9 @@ class Table:
 
         Each server runs it once for this call, between two updates, as soon as it has every update of the clocks below
         this worker's (that of its own current clock may be missing); servers do not wait for each other. Under bsp the
-        function sees exactly the clocks below. What it changes counts as an update of the current clock: who calls
+        function sees exactly the clocks below. What it changes counts as an update of the current clock: the caller
         sees it from now on, others as soon as the consistency makes them wait for this clock, maybe earlier. Let one
-        worker call what changes values, and meet at a `barrier` where others have to see it at once.
+        worker call functions that change values, with a `barrier` after it where others must see the change at once.
 
         Args:
             function: "summary", "top", "sample", "scale" or "soft_threshold", or the import path of one of your own,
@@ -225,7 +225,7 @@ class Table:
 
         Raises:
             Refused: it failed on a server, which goes on and keeps its values; another may have carried it out.
-            UsageError: what is given are no numbers.
+            UsageError: an argument is not a number.
             DeadlineExceeded: not all servers have answered in time.
             PeerError: a server is gone, or this worker was given up.
 
@@ -240,7 +240,7 @@ class Table:
         with self.meter.communicating():
             servers = holders(spans(self.spec, self.node.settings))
             called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
-            if called.num_changed:  # the copy that is kept here is older
+            if called.num_changed:  # the cache here is older
                 self.node.read(self.name, lambda _: None, refresh=True)
         return called.results
 

@@ -1,7 +1,7 @@
-"""The waits of one worker: how long each may take, and what is told when one takes unusually long.
+"""Waits of one worker: their deadlines, and reports of unusually long ones.
 
-Server 0 knows which worker keeps which waiting, so an unusual wait is reported to it. It answers with the state of the
-job in a sentence, and has one of the workers that wait print it.
+Server 0 knows which workers hold up which, so an unusual wait is reported to it. It answers with a sentence on the job,
+and has one of the waiting workers print it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from paceline.errors import PacelineError, UsageError
 from paceline.observe.notices import printable
 from paceline.wire.requests import ReportWait
 
-TURN_S: Final = 0.5  # between two looks
-_LONGEST_TURN_S: Final = 2.0  # a longer one shows that this process was stopped meanwhile, and counts for so much
-_BUSY_SHARE: Final = 0.1  # of the time that a wait takes meanwhile
-_FLOOR_S: Final = 5.0  # no wait that is shorter is reported
+PERIOD_S: Final = 0.5  # between two checks
+_LONGEST_PERIOD_S: Final = 2.0  # a longer one shows that this process was suspended, and counts as this much
+_BUSY_SHARE: Final = 0.1  # how much time counts in which this process computes
+_FLOOR_S: Final = 5.0  # shorter waits are not reported
 _FIRST_FLOOR_S: Final = 10.0  # before the first clock, when processes still start
-_TIMES: Final = 3.0  # a wait is unusual, or too long, from so many times what was observed
-_HALF_LIFE_S: Final = 600.0  # after which an observed wait counts for half, where it says what is usual
-_ANSWER_S: Final = 2.0  # that server 0 has to answer a report
-_MAX_TOLD: Final = 2000  # characters of what server 0 says
+_TIMES: Final = 3.0  # a wait is unusual, or too long, from this many times the longest observed
+_HALF_LIFE_S: Final = 600.0  # of an observed wait, as a measure of what is usual
+_ANSWER_S: Final = 2.0  # deadline of server 0 for the answer to a report
+_MAX_ANSWER: Final = 2000  # characters
 
 ADVICE: Final = "To allow longer waits: paceline run --timeout SECONDS, PACELINE_TIMEOUT_S, or init(timeout_s=...)"
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a wait is for, so that server 0 can tell which workers it is for.
+    """What a wait is for, from which server 0 finds the workers that hold it up.
 
     Args:
         kind: waits of one kind usually take equally long.
-        table: whose values or pushes are waited for.
-        needs: the wait is over when every worker has finished the clocks below this one; 0 where clocks do not matter.
-        workers: whose part is waited for.
-        computes: the calling thread also computes meanwhile: then time in which this process is busy counts little.
+        table: the table whose values or pushes it waits for.
+        needs: the wait ends once every worker has finished the clocks below this one; 0 if clocks do not matter.
+        workers: the workers that it waits for.
+        computes: the calling thread also computes: then time in which this process is busy counts little.
     """
 
     kind: str = ""
@@ -54,12 +54,12 @@ class About:
 
 @dataclass(slots=True, eq=False)
 class OpenWait:
-    """A wait that is under way; `known` is what server 0 has last said of it."""
+    """A wait in progress; `known` is the last answer of server 0."""
 
     what: str
     about: About
     began_s: float
-    due_s: float  # it is reported when it has taken so long
+    due_s: float  # reported when it has taken this long
     limit_s: float | None = None
     give_up: Callable[[], None] | None = None
     waited_s: float = 0.0
@@ -71,19 +71,19 @@ class OpenWait:
 
 @dataclass(slots=True)
 class Waits:
-    """All waits of a worker. Any thread may use it; `turn` belongs to one thread, which calls it every `TURN_S`.
+    """All waits of a worker. Any thread may use it; one thread calls `report_due` every `PERIOD_S`.
 
     Args:
         worker: its rank.
-        timeout_s: what a wait may take at least before it is given up.
-        ask: sends a report to server 0; raises PeerError once this worker cannot go on.
+        timeout_s: the shortest deadline of a wait.
+        send_report: sends a report to server 0; raises PeerError once this worker cannot go on.
         now: a monotonic clock.
         busy_s: the CPU time of this process.
     """
 
     worker: int
     timeout_s: float
-    ask: Callable[[Callable[[int], ReportWait]], Future[memoryview]]
+    send_report: Callable[[Callable[[int], ReportWait]], Future[memoryview]]
     now: Callable[[], float] = time.monotonic
     busy_s: Callable[[], float] = time.process_time
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -97,22 +97,22 @@ class Waits:
     _was_busy_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start to count."""
+        """Start the timers."""
         self._looked_s, self._was_busy_s = self.now(), self.busy_s()
 
     @property
     def limit_s(self) -> float:
-        """How long a wait may take: longer than was asked for, where the job has been seen to be slow."""
+        """The deadline of a wait in seconds: `timeout_s`, or longer if clocks or waits have taken long before."""
         return max(self.timeout_s, _TIMES * self._longest_s)
 
     @property
     def ran_s(self) -> float:
-        """For how many seconds this worker has run: time in which its process was stopped does not count."""
+        """Seconds that this worker has run, without time in which its process was suspended."""
         with self._lock:
-            return self._ran_s + min(self.now() - self._looked_s, _LONGEST_TURN_S)
+            return self._ran_s + min(self.now() - self._looked_s, _LONGEST_PERIOD_S)
 
-    def allow(self, timeout_s: float | None) -> None:
-        """Let waits take so long from now on, where the script says so; raises UsageError for what is no time."""
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Set the shortest deadline of waits, unless None; raises UsageError for a number that is not positive."""
         if timeout_s is None:
             return
         if not 0 < timeout_s < math.inf:
@@ -120,7 +120,7 @@ class Waits:
         self.timeout_s = timeout_s
 
     def note_clock(self) -> None:
-        """Note that this worker has finished a clock: what one takes says how patient to be."""
+        """Note that this worker has finished a clock; the longest one raises the deadline."""
         with self._lock:
             before, self._clock_ran_s = self._clock_ran_s, self._ran_s
             if before is not None:
@@ -134,9 +134,9 @@ class Waits:
         limit_s: float | None = None,
         give_up: Callable[[], None] | None = None,
     ) -> Generator[OpenWait]:
-        """Count the time inside as a wait for something; it is reported when it takes unusually long.
+        """Count the time inside the context as a wait; reported if it takes unusually long.
 
-        After `limit_s`, `give_up` is called once, from the thread that calls `turn`.
+        After `limit_s`, the thread that calls `report_due` calls `give_up` once.
         """
         wait = OpenWait(what, about, self.now(), self._due_s(about.kind or what), limit_s, give_up)
         with self._lock:
@@ -149,37 +149,37 @@ class Waits:
                 self._open.remove(wait)
             if wait.num_reports:
                 with suppress(PacelineError):
-                    self.ask(lambda number: ReportWait(number, 0.0, ""))
+                    self.send_report(lambda number: ReportWait(number, 0.0, ""))
 
     def report(self, wait: OpenWait) -> None:
-        """Ask server 0 what keeps a wait waiting; `turn` takes in the answer, or `heard`."""
+        """Ask server 0 what holds up a wait; `report_due` or `read_answer` handles the answer."""
         wait.num_reports += 1
         wait.asked_s, about = wait.waited_s, wait.about
         with suppress(PacelineError):
-            wait.answer = self.ask(
+            wait.answer = self.send_report(
                 lambda number: ReportWait(number, wait.waited_s, wait.what, about.table, about.needs, about.workers)
             )
 
-    def heard(self, wait: OpenWait) -> str:
-        """Take in what server 0 has answered, if it has; return what this worker is to print."""
+    def read_answer(self, wait: OpenWait) -> str:
+        """Store the answer of server 0, if there is one; return the line that this worker prints, "" for none."""
         answer, wait.answer = wait.answer, None
         if answer is None or answer.exception(timeout=0) is not None:
             return ""
-        told = bytes(answer.result(timeout=0)[: 4 * _MAX_TOLD])
-        wait.known = printable(told[1:].decode(errors="replace"))[:_MAX_TOLD]
+        told = bytes(answer.result(timeout=0)[: 4 * _MAX_ANSWER])
+        wait.known = printable(told[1:].decode(errors="replace"))[:_MAX_ANSWER]
         return self._line(wait, wait.known) if told[:1] == b"1" else ""
 
-    def turn(self) -> list[str]:
-        """Do what is due; return the lines to print."""
+    def report_due(self) -> list[str]:
+        """Report the waits that are due and handle answers; return the lines to print."""
         with self._lock:
             self._count()
             waits = list(self._open)
         return [line for wait in waits if (line := self._look_at(wait))]
 
     def _count(self) -> None:
-        """Let time pass for all waits: not that in which this process was stopped, as the others may have been."""
+        """Advance all waits, without time in which this process was suspended, as the others may have been."""
         now_s, busy_s = self.now(), self.busy_s()
-        passed_s = min(now_s - self._looked_s, _LONGEST_TURN_S)
+        passed_s = min(now_s - self._looked_s, _LONGEST_PERIOD_S)
         is_idle = busy_s - self._was_busy_s < passed_s / 2
         self._looked_s, self._was_busy_s = now_s, busy_s
         self._ran_s += passed_s
@@ -192,7 +192,7 @@ class Waits:
             act, wait.give_up = wait.give_up, None
             act()
         if wait.answer is not None and wait.answer.done():
-            return self.heard(wait)
+            return self.read_answer(wait)
         if wait.answer is not None and wait.waited_s - wait.asked_s >= _ANSWER_S:
             wait.answer = None
             wait.known = "server 0 does not answer"
@@ -213,8 +213,8 @@ class Waits:
             return max(_FIRST_FLOOR_S if self._clock_ran_s is None else _FLOOR_S, _TIMES * usual_s)
 
     def _note(self, wait: OpenWait) -> None:
-        """Learn from a wait that has ended well what is usual."""
-        if wait.waited_s < TURN_S:
+        """Update what is usual from a wait that has ended well."""
+        if wait.waited_s < PERIOD_S:
             return
         kind = wait.about.kind or wait.what
         with self._lock:
@@ -225,7 +225,7 @@ class Waits:
 
 
 def print_lines(lines: list[str]) -> None:
-    """Write lines to standard error, where there is one."""
+    """Write lines to standard error, if there is one."""
     for line in lines:
         with suppress(OSError, ValueError, AttributeError):  # its reader is gone, or the script has closed it
             sys.stderr.write(f"paceline: {line}\n")

@@ -1,4 +1,4 @@
-"""What a worker asks of all servers about a table as a whole."""
+"""Operations of a worker on whole tables: functions, statistics, export and import of rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _STATISTICS = msgspec.msgpack.Decoder(RowStatistics)
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """What a function returned on each server, by rank, and how many values or rows it changed on all."""
+class CallResult:
+    """The results of a function by server, and how many values or rows it changed in all."""
 
     results: list[dict[str, Tensor]]
     num_changed: int
@@ -31,7 +31,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class WholeCalls:
-    """One table of one worker, on all servers or on some. Every call blocks until all of them have answered.
+    """One table of one worker, on all servers or on `servers`. Every call blocks until all of them have answered.
 
     With `exact`, servers wait until they have every update of the clocks below that of this worker.
 
@@ -45,10 +45,10 @@ class WholeCalls:
     table: str
     servers: Sequence[int] | None = None
 
-    def call(self, name: str, numbers: Hyper, *, exact: bool) -> Called:
-        """Run a function on every server; UsageError when what it is given are no numbers."""
+    def call(self, name: str, numbers: Hyper, *, exact: bool) -> CallResult:
+        """Run a function on every server; raises UsageError if an argument is not a number."""
         _require_numbers(name, numbers)
-        bodies = self.node.calls.ask_all(
+        bodies = self.node.rpc.call_all(
             lambda number: CallFunction(self._table_call(number, exact=exact), name, numbers),
             f"servers to run {name} over table '{self.table}'",
             servers=self.servers,
@@ -56,14 +56,14 @@ class WholeCalls:
         num_changed = sum(int.from_bytes(body[:COUNT_BYTES], "little") for body in bodies)
         what = f"what {name} returns"
         parts = zip(self._asked, bodies, strict=True)
-        return Called(
+        return CallResult(
             [read_answer_of(server, what, _tensors, body[COUNT_BYTES:]) for server, body in parts], num_changed
         )
 
     def statistics(self, *, exact: bool) -> list[RowStatistics]:
         """Return the statistics of each server's rows, by rank."""
         what = f"statistics of table '{self.table}'"
-        bodies = self.node.calls.ask_all(lambda number: CountRows(self._table_call(number, exact=exact)), what)
+        bodies = self.node.rpc.call_all(lambda number: CountRows(self._table_call(number, exact=exact)), what)
         return [read_answer_of(server, what, _STATISTICS.decode, body) for server, body in enumerate(bodies)]
 
     def pieces(self, *, values_only: bool, exact: bool) -> Iterator[RowPiece]:
@@ -77,20 +77,20 @@ class WholeCalls:
                 start = piece.next_slot
 
     def write(self, piece: RowPiece) -> None:
-        """Write rows to the servers that they belong to, over those that are there, once earlier clocks are in."""
-        order, counts = self.node.rows.owners.split(piece.ids)
+        """Overwrite rows on their servers, after all updates of earlier clocks."""
+        order, counts = self.node.rows.sharding.split(piece.ids)
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
             for at in order.split(counts)
         ]
-        self.node.calls.ask_all(
+        self.node.rpc.call_all(
             lambda number: WriteRows(self._table_call(number, exact=True)),
             f"servers to load rows of table '{self.table}'",
             bodies,
         )
 
     def _piece(self, server: int, start: int, *, values_only: bool, exact: bool) -> RowPiece:
-        body = self.node.calls.ask(
+        body = self.node.rpc.call(
             server,
             lambda number: ReadRows(self._table_call(number, exact=exact), start, values_only),
             f"rows of table '{self.table}' from server {server}",
@@ -102,7 +102,7 @@ class WholeCalls:
         return range(self.node.num_servers) if self.servers is None else self.servers
 
     def _table_call(self, number: int, *, exact: bool) -> TableCall:
-        return TableCall(number, self.table, self.node.clock if exact else 0, self.node.calls.settled(number))
+        return TableCall(number, self.table, self.node.clock if exact else 0, self.node.rpc.settled(number))
 
 
 def _tensors(body: memoryview) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def _read_piece(body: memoryview) -> RowPiece:
 
 
 def _require_numbers(function: str, numbers: Hyper) -> None:
-    """Refuse what does not travel."""
+    """Raise UsageError for arguments that cannot be encoded."""
     for name, value in numbers.items():
         for number in value if isinstance(value, tuple) else (value,):
             is_number = number is None or type(number) in (bool, int, float)

@@ -75,7 +75,7 @@ class Rehearsal:
         node = self.world.workers[rank]
         clock = node.clock + ahead
         distinct = torch.tensor(list(dict.fromkeys(ids)), dtype=torch.int64)
-        reading = node.rows.begin("t", distinct, self.point.needs(clock), refresh=refresh)
+        reading = node.rows.start_read("t", distinct, self.point.needs(clock), refresh=refresh)
         self.asked[rank].append(Asked(reading, clock))
 
     def tick(self, rank: int) -> None:
@@ -89,7 +89,7 @@ class Rehearsal:
         node = self.world.workers[rank]
         for asked in [a for a in self.asked[rank] if a.reading.future.done() and a.clock <= node.clock]:
             self.asked[rank].remove(asked)
-            rows, clocks = node.rows.take(asked.reading)
+            rows, clocks = node.rows.finish_read(asked.reading)
             self.num_reads += len(rows)
             self.counts[f"age {clocks.min() - asked.clock}" if len(rows) else "none"] += 1
             needs = self.point.needs(asked.clock)
@@ -152,8 +152,8 @@ class Rehearsal:
     def check_final(self, last: int) -> None:
         ids = torch.arange(NUM_ROWS) - NUM_ROWS // 2
         for rank, node in self.world.workers.items():
-            reading = node.rows.begin("t", ids, last, refresh=True)
-            rows, clocks = node.rows.take(reading)
+            reading = node.rows.start_read("t", ids, last, refresh=True)
+            rows, clocks = node.rows.finish_read(reading)
             self.truth.check(rank, last, last, ids, rows, clocks, own_writes=self.own_writes)
             for row, values in zip(ids.tolist(), rows.tolist(), strict=True):
                 living = [p for p in range(self.num_workers) if p not in self.truth.dead]

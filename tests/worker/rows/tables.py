@@ -28,18 +28,18 @@ def rows_of(name: str = "r", consistency: str = "ssp:1", *, rule: RuleSpec | Non
 
 def open_rows(node: WorkerNode, spec: RowTableSpec, options: CacheOptions | None = None) -> RowTable:
     rank = node.settings.sender.worker
-    return TableOpener(rank, node, StepMetrics(Trace(None), rank)).rows(spec, options or CacheOptions())
+    return TableOpener(rank, node, StepMetrics(Trace(None), rank)).open_rows(spec, options or CacheOptions())
 
 
 def served(servers: Cluster, table: str = "r") -> list[ServedRowTable]:
     """Return what the servers hold of a table; to look at while nothing happens."""
-    return [server._rows.tables[table] for server in servers.servers]
+    return [server._row_tables.tables[table] for server in servers.servers]
 
 
 def stored(servers: Cluster, ids: Tensor, table: str = "r") -> Tensor:
     """Return rows as they lie on the servers: of each, from the one that has it."""
     parts = [each.store.read(ids, 0) for each in served(servers, table)]
-    order, counts = servers.servers[0]._rows.ops.split(ids, len(parts))
+    order, counts = servers.servers[0]._row_tables.ops.split(ids, len(parts))
     out = torch.empty_like(parts[0])
     for part, places in zip(parts, order.split(counts), strict=True):
         out[places] = part[places]

@@ -115,6 +115,6 @@ def test_rows_that_changed_are_told_of_once_and_only_where_they_are_wanted() -> 
     subscription.note(torch.tensor([99]))
     subscription.note(B)
     subscription.remove(B, request=2)
-    assert subscription.take().tolist() == A.tolist()
-    assert subscription.take().tolist() == []
+    assert subscription.pop_changed().tolist() == A.tolist()
+    assert subscription.pop_changed().tolist() == []
     subscription.close()

@@ -35,8 +35,8 @@ def train(truth: Truth, spec_options: CacheOptions, own_writes: bool) -> Callabl
             table.push(ids, marks)
             node.tick()
             needs = truth.consistency.needs(clock + 1)
-            reading = node.rows.begin("r", IDS, needs, refresh=clock % 2 == 0)
-            rows, clocks = node.rows.take(reading)
+            reading = node.rows.start_read("r", IDS, needs, refresh=clock % 2 == 0)
+            rows, clocks = node.rows.finish_read(reading)
             truth.check(rank, needs, clock + 1, IDS, rows, clocks, own_writes=own_writes)
 
     return work

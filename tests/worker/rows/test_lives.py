@@ -61,11 +61,11 @@ def test_who_declares_a_table_otherwise_is_refused_and_nobody_else_is_touched(tm
 def test_a_worker_opens_a_table_once(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_workers=1) as servers, servers.joined(0) as node:
         opening = TableOpener(0, node, StepMetrics(Trace(None), 0))
-        opening.rows(rows_of(), CacheOptions())
+        opening.open_rows(rows_of(), CacheOptions())
         with pytest.raises(UsageError, match="has already opened table 'r'"):
-            opening.rows(rows_of(), CacheOptions())
+            opening.open_rows(rows_of(), CacheOptions())
         with pytest.raises(UsageError, match="cannot do without a cache"):
-            opening.rows(rows_of("e", "essp:1"), CacheOptions(keep=False))
+            opening.open_rows(rows_of("e", "essp:1"), CacheOptions(keep=False))
 
 
 @contextmanager
@@ -225,9 +225,9 @@ def test_a_server_keeps_what_a_worker_asks_for_within_bounds_and_until_it_goes(m
     row_tables, ids = RowTables(0, row_ops()), torch.tensor([1, 2])
     row_tables.declare(rows_of())
     for request in range(3):
-        row_tables.ask(row_pull(request, Keys(2, b"", sent=True)), ids_body(ids))
+        row_tables.accept_pull(row_pull(request, Keys(2, b"", sent=True)), ids_body(ids))
     with pytest.raises(PeerError, match="has more than 3 reads of table 'r' waiting"):
-        row_tables.ask(row_pull(3, Keys(2, b"", sent=True)), ids_body(ids))
+        row_tables.accept_pull(row_pull(3, Keys(2, b"", sent=True)), ids_body(ids))
     row_tables.forget((1, 0))
     assert not row_tables.tables["r"].asked
     row_tables.clear()

@@ -16,7 +16,7 @@ from paceline.errors import PeerError
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.rows.ops import row_ops
 from paceline.update.rows.pending import PendingRows, Priority
-from paceline.worker.pushes import PushOutcome, promise
+from paceline.worker.pushes import PushOutcome, pending_future
 from paceline.worker.rows.cache import RowCache
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.throttle import BudgetedRows, SendRate, sent_bytes
@@ -37,7 +37,7 @@ class Desk:
 
     def send(self, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
         self.sent.append((ids.tolist(), rows))
-        self.answers.append(promise(PushOutcome))
+        self.answers.append(pending_future(PushOutcome))
         self.traffic += RowTraffic(pushed=WireBytes(frames=1, key_bytes=8 * len(ids), value_bytes=16 * len(ids)))
         return self.answers[-1]
 

@@ -88,7 +88,7 @@ def two_workers(tmp_path: Path, first: Callable[[WorkerNode, WorkerNode], None])
 
 def await_deliveries(node: WorkerNode, clock: int) -> None:
     with node._changed:
-        node._waiting.wait(lambda: all(node._core.rows.delivered("r", s) >= clock for s in (0, 1)), "deliveries")
+        node._lock.wait(lambda: all(node._core.rows.delivered("r", s) >= clock for s in (0, 1)), "deliveries")
 
 
 def tick(*nodes: WorkerNode) -> None:

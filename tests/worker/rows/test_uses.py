@@ -47,7 +47,7 @@ def tick(world: World, table: RowTable, num: int = 1) -> None:
 
 
 def served(world: World, server: int = 0) -> ServedRowTable:
-    return world.servers[server]._rows.tables["r"]
+    return world.servers[server]._row_tables.tables["r"]
 
 
 def num_uses(world: World) -> dict[int, int]:

@@ -138,11 +138,11 @@ class World:
         for rank in workers:
             settings = WorkerSettings(Sender(1, rank, 0), self.num_servers, retry_s=0.0, max_attempts=10**9)
             node = WorkerNode(settings, carrier, addresses, WorkerOptions(NEVER_S))  # type: ignore[arg-type]
-            node._waiting.changed = node._changed = Pump(self)
+            node._lock.changed = node._changed = Pump(self)
             self.workers[rank] = node
             for server in range(self.num_servers):
                 self.lanes[rank, server] = Lane.make(Hello("worker", rank, 0, 1))
-                node._links.append(self.lanes[rank, server])  # type: ignore[arg-type]
+                node._connections.append(self.lanes[rank, server])  # type: ignore[arg-type]
             with node._changed:
                 node._handle(WantJoin())
         roughness, self.roughness = self.roughness, 0.0
@@ -202,7 +202,7 @@ class World:
     def receive(self, worker: int, server: int, call_queue: Lane, frame: Frame, *, up: bool) -> None:
         node = self.workers.get(worker)
         if up:
-            self.servers[server]._take_in(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
+            self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
         elif node is not None:
             self.arrivals(node, server).on_frame(frame)
 
@@ -212,7 +212,7 @@ class World:
         call_queue.up.is_cut = call_queue.down.is_cut = True
         self.old.append((server, call_queue))
         hello = Hello("worker", worker, 0, 1, call_queue.hello.connection + 1)
-        self.lanes[worker, server] = node._links[server] = Lane.make(hello)  # type: ignore[call-overload]
+        self.lanes[worker, server] = node._connections[server] = Lane.make(hello)  # type: ignore[call-overload]
         self.arrivals(node, server).on_reconnected(lambda: None)
 
     def late(self) -> None:
@@ -221,19 +221,19 @@ class World:
         frame = call_queue.up.frames.popleft() if call_queue.up.frames else None
         if frame is None:
             self.old.remove((server, call_queue))
-        self.servers[server]._take_in(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
+        self.servers[server]._on_incoming(Incoming(call_queue.end, frame))  # type: ignore[arg-type]
 
     def tell(self) -> None:
         """Move a frame from server to server."""
         server, end, wire = self.dice.choice([entry for entry in self.between if entry[2].frames])
-        self.servers[server]._take_in(Incoming(end, wire.frames.popleft()))  # type: ignore[arg-type]
+        self.servers[server]._on_incoming(Incoming(end, wire.frames.popleft()))  # type: ignore[arg-type]
 
     def remind(self) -> None:
         """Let everybody say again what is unanswered."""
         for node in self.workers.values():
             with node._changed:
                 node._handle(Timeout())
-                node.calls.repeat_due()
+                node.rpc.repeat_due()
         for server in self.servers:
             server._handle(Timeout())
 
@@ -250,7 +250,7 @@ class World:
 
     def arrivals(self, node: WorkerNode, server: int) -> FrameHandler:
         return FrameHandler(
-            server, node._waiting, node._core, node.calls, node._reads, node.rows, node._caches, node._handle
+            server, node._lock, node._core, node.rpc, node._reads, node.rows, node._caches, node._handle
         )
 
     # -- lives -------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class World:
         for node in self.workers.values():
             self.discard(node)
         for server in self.servers:
-            server._rows.clear()
+            server._row_tables.clear()
             server._dense_tables.clear()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The rows of one table that a worker keeps: values, the clock at which each was fetched, and own pushes on top."""
+"""A worker's cache of a row table: values with own pushes on top, the clock of each row, and reports of its use."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from paceline.update.rows.index import RowIndex
 from paceline.update.rows.ops import RowOps
 from paceline.update.rows.sharding import RowSharding
 
-_MOST_PIECES = 64  # of ids, before they are made one
+_MOST_PIECES = 64  # tensors of ids, before they are merged into one
 
 
 @dataclass(slots=True)
 class CacheUses:
-    """Which rows were read from the cache, clock by clock, until their servers know it.
+    """Rows read from the cache, clock by clock, until their servers have confirmed the reports.
 
-    A report of a clock is sent again with every repetition of the tick that ends it, and dropped when a server has
+    The report of a clock is sent with every repetition of the tick that ends it, and dropped when the server has
     answered that tick. Used under the lock of the worker node.
     """
 
-    owners: RowSharding
+    sharding: RowSharding
     _read: list[Tensor] = field(default_factory=list[Tensor])  # since the clock began
-    # By server: (clock, distinct ids) of what it has yet to confirm, in ascending order of clocks.
+    # By server: the unconfirmed reports (clock, distinct ids), in ascending order of clocks.
     _reports: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict[int, list[tuple[int, Tensor]]])
 
     def note(self, ids: Tensor) -> None:
-        """Note a read of these rows, each once, from the cache."""
+        """Note a read of these distinct rows from the cache."""
         if len(ids):
             self._read.append(ids)
         if len(self._read) > _MOST_PIECES:
             self._read = [self._distinct()]
 
     def end_clock(self, clock: int) -> None:
-        """Make the reports of a clock; each row is in them once, however often it was read."""
+        """Make the reports of a clock; a row is in them once, however often it was read."""
         ids, self._read = self._distinct(), []
-        order, counts = self.owners.split(ids)
+        order, counts = self.sharding.split(ids)
         for server, places in enumerate(order.split(counts)):
             if len(places):
                 self._reports.setdefault(server, []).append((clock, ids[places]))
@@ -49,34 +49,34 @@ class CacheUses:
         return [report for report in self._reports.get(server, ()) if report[0] < clock]
 
     def confirmed(self, server: int, clock: int) -> None:
-        """Note that a server knows all clocks below this one, and with them their reports."""
+        """Drop the reports of a server for all clocks below this one."""
         if server in self._reports:
             self._reports[server] = [report for report in self._reports[server] if report[0] >= clock]
 
     @property
     def num_unconfirmed(self) -> int:
-        """The most reports that a server has yet to confirm."""
+        """The largest number of unconfirmed reports of a server."""
         return max((len(reports) for reports in self._reports.values()), default=0)
 
     def _distinct(self) -> Tensor:
         if not self._read:
             return torch.empty(0, dtype=torch.int64)
-        return self.owners.ops.unique(torch.cat(self._read))[0]
+        return self.sharding.ops.unique(torch.cat(self._read))[0]
 
 
-UNKNOWN = -1  # the clock of a row that is not kept
+UNKNOWN = -1  # the clock of a row that is not in the cache
 
 
 @dataclass(slots=True)
 class _OwnRows:
-    """One own push: its ids in ascending order, and what it adds to the values of each."""
+    """One own push: its ids in ascending order, and what it adds to each row."""
 
     ids: Tensor
     change: Tensor
-    missing: set[int]  # servers from which rows may come that do not contain it
+    missing: set[int]  # servers whose next rows may not contain it
 
     def add_to(self, ids: Tensor, rows: Tensor) -> None:
-        """Add the change to those of the rows that it changes."""
+        """Add the change to the rows that it changes."""
         if not len(self.ids):
             return
         at = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
@@ -88,12 +88,12 @@ class _OwnRows:
 class RowCache:
     """Rows by id. Used under the lock of the worker node.
 
-    Own pushes that the servers have not applied yet are on top of every row (`note_own` adds them to the rows that are
-    here, `install` to those that come), so that a read contains them: read-my-writes.
+    Own pushes that servers have not applied yet are added to every row (`note_own` adds them to cached rows, `install`
+    to arriving ones), so a read contains them: read-my-writes.
 
     Args:
         width: numbers a row, echo included.
-        max_rows: above so many rows the least recently used go when the next read begins; 0 means no limit.
+        max_rows: beyond this many, the least recently used rows are evicted when the next read starts; 0: no limit.
         echo_width: how many of the last numbers of a row are its echo.
     """
 
@@ -106,11 +106,11 @@ class RowCache:
     _rows: RowColumn = field(init=False)
     _clocks: RowColumn = field(init=False)  # of each row: it contains every update below
     _used: RowColumn = field(init=False)  # of each row: the number of the read that used it last
-    _read_echoes: RowColumn | None = field(init=False)  # of each row: as its last user read it, NaN where nobody has
+    _read_echoes: RowColumn | None = field(init=False)  # of each row: as last read, NaN if never read
     _num_reads: int = 0
-    # By sequence number. Invariant: no push is here that all servers have answered and that no more rows can lack.
+    # By sequence number. Invariant: no push that all servers have answered and that all arriving rows contain.
     _own: dict[int, _OwnRows] = field(default_factory=dict[int, _OwnRows])
-    # What own pushes that no server has been sent add to these rows, (n, width); they are in the rows here.
+    # Returns what own pushes that are not sent yet add to rows (n, width); cached rows contain them already.
     unsent: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -118,11 +118,11 @@ class RowCache:
         self._start()
 
     def __len__(self) -> int:
-        """Count the rows kept."""
+        """Count the cached rows."""
         return len(self._index)
 
     def clocks(self, ids: Tensor) -> Tensor:
-        """Return the clock of each row, UNKNOWN for those that are not kept."""
+        """Return the clock of each row, UNKNOWN for those not cached."""
         clocks = torch.full((len(ids), 1), UNKNOWN, dtype=torch.int64)
         self.ops.gather(self._clocks.tensor, self._index.find(ids), clocks)
         return clocks.view(-1)
@@ -130,9 +130,9 @@ class RowCache:
     def install(
         self, server: int, ids: Tensor, rows: Tensor, clock: int, settled: int, includes: tuple[int, ...]
     ) -> None:
-        """Take in rows that contain every update below `clock` and, of the own pushes, those that are named.
+        """Store rows that contain every update below `clock`, and own pushes below `settled` or in `includes`.
 
-        A server's rows come here in the order in which it has made them.
+        Rows of a server arrive in the order in which it has read them.
         """
         rows = rows.clone()
         for seq, own in list(self._own.items()):
@@ -154,18 +154,18 @@ class RowCache:
         self._mark(self._used, slots, self._num_reads)
 
     def known(self, ids: Tensor) -> Tensor:
-        """Return for each id whether its row is kept."""
+        """Return for each id whether its row is cached."""
         return self._index.find(ids) >= 0
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rows, whether each is kept); rows that are not are zeros."""
+        """Return (rows, whether each is cached); rows that are not are zeros."""
         slots = self._index.find(ids)
         rows = torch.zeros((len(ids), self.width), dtype=self.dtype)
         self.ops.gather(self._rows.tensor, slots, rows)
         return rows, slots >= 0
 
     def note_read(self, ids: Tensor, rows: Tensor) -> None:
-        """Note what the user is given of those rows that are kept: gradients will be of these."""
+        """Store the echoes of rows that the user reads, as the next gradients are of these."""
         if self._read_echoes is not None:
             slots = self._index.find(ids)
             here = slots >= 0
@@ -173,31 +173,31 @@ class RowCache:
             self.ops.scatter(self._read_echoes.tensor, slots[here], echoes)
 
     def read_echoes(self, ids: Tensor) -> Tensor:
-        """Return what the user was given last beside the values of these rows, NaN for rows that nobody has read."""
+        """Return the echoes that the user read last, NaN for rows that were never read."""
         echoes = torch.full((len(ids), self.echo_width), torch.nan, dtype=self.dtype)
         if self._read_echoes is not None:
             self.ops.gather(self._read_echoes.tensor, self._index.find(ids), echoes)
         return echoes
 
     def use(self, ids: Tensor) -> Tensor:
-        """Note that a read of these ids begins; return the ids whose rows go for that."""
+        """Note that a read of these ids starts; return the ids of rows that it evicts."""
         self._num_reads += 1
         slots = self._index.find(ids)
         self._mark(self._used, slots[slots >= 0], self._num_reads)
         return self._evict() if self.max_rows and len(self) > self.max_rows else ids[:0]
 
     def note_own(self, seq: int, ids: Tensor, change: Tensor, servers: Iterable[int]) -> None:
-        """Add an own push to the rows here, and to those that come without it. Each id is there once."""
+        """Add an own push to cached rows, and to arriving ones that lack it. Ids are distinct."""
         self.note_sent(seq, ids, change, servers)
         self.change(ids, change)
 
     def note_sent(self, seq: int, ids: Tensor, change: Tensor, servers: Iterable[int]) -> None:
-        """Add an own push, which is in the rows here already, to those that come without it. Each id is there once."""
+        """Add an own push, which cached rows contain already, to arriving ones that lack it. Ids are distinct."""
         order = torch.argsort(ids)
         self._own[seq] = _OwnRows(ids[order], change[order], set(servers))
 
     def change(self, ids: Tensor, change: Tensor) -> None:
-        """Add a change to the rows that are here. Each id is there once."""
+        """Add a change to cached rows. Ids are distinct."""
         slots = self._index.find(ids)
         here = slots >= 0
         rows = torch.zeros((int(here.sum()), self.width), dtype=self.dtype)
@@ -206,22 +206,22 @@ class RowCache:
         self.ops.scatter(self._rows.tensor, slots[here], rows)
 
     def applied_own(self, seq: int, awaited: Set[int]) -> None:
-        """Note that all servers have applied an own push: only rows that are `awaited` from some may still lack it."""
+        """Note that all servers have applied an own push: only rows still `awaited` from these servers may lack it."""
         if seq in self._own:
             self._note_contained(seq, self._own[seq].missing - awaited)
 
     def refused_own(self, seq: int, ids: Tensor) -> None:
-        """Note that an own push was refused: the rows that have it are kept no longer."""
+        """Note that an own push was refused, and drop the rows that contain it."""
         self._own.pop(seq, None)
         self.drop(ids)
 
     def drop(self, ids: Tensor) -> None:
-        """Keep these rows no longer."""
+        """Remove these rows."""
         slots = self._index.find(ids)
         self._index.remove(slots[slots >= 0])
 
     def clear(self) -> None:
-        """Keep no row; own pushes under way still count for those that come."""
+        """Remove all rows; own pushes in flight are still added to arriving ones."""
         self.close()
         self._start()
 
@@ -256,7 +256,7 @@ class RowCache:
         used = torch.empty((len(live), 1), dtype=torch.int64)
         self.ops.gather(self._used.tensor, live, used)
         used = used.view(-1)
-        # Never what the read at hand uses: it may be more than fits.
+        # Never rows of the current read, which may be more than fit.
         gone = live[torch.argsort(used, stable=True)[: len(self) - self.max_rows]]
         gone = gone[self._used.tensor.view(-1)[gone] < self._num_reads]
         ids = self._index.ids_of(gone)

@@ -1,4 +1,4 @@
-"""The row tables of a worker: which rows are asked for and pushed, and what comes back."""
+"""The row tables of a worker: its reads and pushes of rows, and the frames that answer them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from paceline.wire.bounds import MAX_IDS
 from paceline.wire.messages import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.wire.row_codec import ID_BYTES, ids_body
 from paceline.worker.lock import WorkerLock
-from paceline.worker.pushes import PushOutcome, refuse_endless_clock, settled
+from paceline.worker.pushes import PushOutcome, finished_push, refuse_endless_clock
 from paceline.worker.rows.managed import Managed
 from paceline.worker.rows.opened import CacheOptions, OpenedRows
-from paceline.worker.rows.pushes import RowPush, RowPushes, RowPushPart, Say
+from paceline.worker.rows.pushes import RowPush, RowPushes, RowPushPart, SendTo
 from paceline.worker.rows.reads import RowReadInFlight, RowReadsInFlight
 from paceline.worker.rows.throttle import BudgetedRows, BudgetedTables
 from paceline.worker.waits import About
 
-MAX_UNDER_WAY = 8  # pushes of one table that servers have yet to answer
-MAX_BURSTS_UNDER_WAY = 100  # the same under a budget, which a burst uses up for 10 ms or more: a second's worth
-MAX_READS = 1000  # of one table that are under way
-MAX_REPORTS = 32  # clocks whose reads from a cache some server has yet to be known to have heard of
+MAX_UNDER_WAY = 8  # unanswered pushes of one table
+MAX_BURSTS_UNDER_WAY = 100  # the same under a budget, where a burst lasts 10 ms or more: those of a second
+MAX_READS = 1000  # of one table in flight
+MAX_REPORTS = 32  # clocks whose reads from a cache some server has not confirmed
 
 
 @dataclass(slots=True)
 class RowClient:
-    """Reads and pushes of rows by one worker. The user's calls take the lock of its node, the others are under it."""
+    """Reads and pushes of rows by one worker. The user's calls take the worker's lock, the others run under it."""
 
     core: WorkerCore
-    waiting: WorkerLock
+    lock: WorkerLock
     ops: RowOps
-    owners: RowSharding
-    say: Say
+    sharding: RowSharding
+    send_to: SendTo
     handle: Callable[[WorkerEvent], None]
     fail: Callable[[str], None]
     _tables: dict[str, OpenedRows] = field(default_factory=dict[str, OpenedRows])
@@ -59,51 +59,51 @@ class RowClient:
 
     def __post_init__(self) -> None:
         """Start without tables."""
-        self._row_reads = RowReadsInFlight(self.owners)
-        self.budgeted = BudgetedTables(self.waiting, self.fail)
+        self._row_reads = RowReadsInFlight(self.sharding)
+        self.budgeted = BudgetedTables(self.lock, self.fail)
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
-    def open(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
-        """Work with a table that all servers have agreed on."""
+    def open_table(self, spec: RowTableSpec, options: CacheOptions) -> OpenedRows:
+        """Open a table that all servers have agreed on."""
         tell_of_refused_library()
-        with self.waiting.changed:
-            opened = OpenedRows.make(spec, options, self.owners, self.core.settings.sender.worker)
+        with self.lock.changed:
+            opened = OpenedRows.make(spec, options, self.sharding, self.core.settings.sender.worker)
             if options.communication is not None:
                 opened.budgeted = self._budgeted(opened, options.communication)
                 self.budgeted.open(opened.budgeted)
             self._tables[spec.name] = opened
-            self.handle(Opened(spec.name, opened.consistency, tuple(range(self.owners.num_servers)), keyed=True))
+            self.handle(Opened(spec.name, opened.consistency, tuple(range(self.sharding.num_servers)), keyed=True))
         return opened
 
-    def begin(self, table: str, ids: Tensor, needs: int, *, refresh: bool) -> RowReadInFlight:
-        """Begin a read of distinct ids that contains every update below the clock `needs`. Does not block."""
-        with self.waiting.changed:
+    def start_read(self, table: str, ids: Tensor, needs: int, *, refresh: bool) -> RowReadInFlight:
+        """Start a read of distinct ids that contains every update below the clock `needs`. Does not block."""
+        with self.lock.changed:
             opened = self._opened(table)
             if self._row_reads.count(table) >= MAX_READS:
                 raise UsageError(
                     f"worker {self.core.settings.sender.worker} has {MAX_READS} reads of table '{table}' under way: "
-                    "ask for more rows at a time, and take what came."
+                    "read more rows at a time, and finish earlier reads."
                 )
             if opened.cache is not None:
                 self._unsubscribe(opened, opened.cache.use(ids))
-            delivered = [self.core.rows.delivered(table, server) for server in range(self.owners.num_servers)]
+            delivered = [self.core.rows.delivered(table, server) for server in range(self.sharding.num_servers)]
             reading, want = self._row_reads.plan(opened, ids, needs, delivered, refresh=refresh)
             if opened.uses is not None:
                 opened.uses.note(reading.ids_not_of(want.fetch))
-            self._row_reads.begin(self.core.next_request, reading)
+            self._row_reads.add(self.core.next_request, reading)
             self.handle(want)
             if opened.budgeted is not None:
                 opened.budgeted.pay(time.monotonic())
         return reading
 
-    def take(self, reading: RowReadInFlight) -> tuple[Tensor, Tensor]:
-        """Return (rows with their echoes, clock of each) of a read; blocks until they are there.
+    def finish_read(self, reading: RowReadInFlight) -> tuple[Tensor, Tensor]:
+        """Return (rows with their echoes, clock of each) of a read; blocks until they have arrived.
 
-        A row goes from the cache between its read and this call when other reads need the room, or when deliveries were
-        lost with a connection; then it is asked for once more.
+        Rows may leave the cache between start and finish of a read, when other reads need the room or deliveries were
+        lost with a connection; then they are requested once more.
         """
-        with self.waiting.changed:
+        with self.lock.changed:
             opened = self._opened(reading.table)
             self._wait(reading)
             if reading.rows is not None:
@@ -117,13 +117,13 @@ class RowClient:
                 if (here & (clocks >= reading.needs)).all():
                     opened.cache.note_read(reading.ids, rows)
                     return rows, clocks
-                self._wait(self.begin(reading.table, reading.ids, reading.needs, refresh=True))
+                self._wait(self.start_read(reading.table, reading.ids, reading.needs, refresh=True))
 
     def push(
         self, table: str, ids: Tensor, rows: Tensor, *, count: float, hyper: tuple[Hyper, ...], expected: float = 0.0
     ) -> Future[PushOutcome]:
-        """Send an update of distinct ids; blocks while too many earlier ones are under way."""
-        with self.waiting.changed:
+        """Send an update of distinct ids; blocks while too many earlier ones are in flight."""
+        with self.lock.changed:
             opened = self._opened(table)
             if opened.budgeted is not None:
                 opened.refuse_hyper(hyper)
@@ -135,20 +135,20 @@ class RowClient:
             return self._send(opened, filtered, count, expected)
 
     def flush(self, table: str) -> Future[PushOutcome]:
-        """Send all that waits for a budget, for which this blocks, and all that filters have kept back."""
-        with self.waiting.changed:
+        """Send all rows that wait for a budget (blocks for that), and all that filters have kept back."""
+        with self.lock.changed:
             opened = self._opened(table)
             if opened.budgeted is not None:
                 self.budgeted.send_made_by(self.core.clock, opened.budgeted)
             self._wait_for_room(opened)
             kept = opened.pipeline.flush()
-            return self._send(opened, kept, 1.0) if len(kept.ids) else settled(PushOutcome(applied=True))
+            return self._send(opened, kept, 1.0) if len(kept.ids) else finished_push(PushOutcome(applied=True))
 
     def end_clock(self, clock: int) -> None:
-        """Have the tick of a clock say which rows were read from a cache; blocks while many such are unanswered."""
-        with self.waiting.changed:
+        """Report rows read from caches with the tick of a clock; blocks while too many reports are unconfirmed."""
+        with self.lock.changed:
             told = [opened.uses for opened in self._tables.values() if opened.uses is not None]
-            self.waiting.wait(
+            self.lock.wait(
                 lambda: all(uses.num_unconfirmed < MAX_REPORTS for uses in told),
                 f"servers to answer the ticks of the last {MAX_REPORTS} clocks",
             )
@@ -156,29 +156,29 @@ class RowClient:
                 uses.end_clock(clock)
 
     def awaits_fixed_rows(self) -> bool:
-        """Say whether a read is under way whose answer depends on the clock that servers have come to."""
+        """Return whether a read is in flight whose answer depends on the clock of the servers."""
         return any(opened.reads_are_fixed and self._row_reads.count(table) for table, opened in self._tables.items())
 
     def num_under_way(self, table: str = "") -> int:
-        """Count the pushes of a table, or of all, that some server has yet to answer."""
+        """Count the unanswered pushes of a table, or of all."""
         return self._pushes.count(table)
 
     def held_at(self, clock: int) -> dict[str, int]:
-        """Return how many pushes each table has that are applied when this clock is finished, of tables with any."""
+        """Return by table how many pushes are applied when this clock is finished, without zeros."""
         nums = {table: self._pushes.num_held(table, clock) for table in self._tables}
         return {table: num for table, num in nums.items() if num}
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- effects of the core, and frames of servers ------------------------------------------------------------------
 
     def perform(self, effect: WorkerEffect, body: memoryview) -> bool:
-        """Do what the core asks for, if it is about a row table; say whether it was."""
+        """Carry out an effect of the core if it is about a row table; return whether it was."""
         match effect:
             case Send(message=Push() as push) if push.table in self._tables:
-                self._say_push(effect.server, push, bare=effect.bare)
+                self._send_push(effect.server, push, bare=effect.bare)
             case Send(message=Pull() as pull) if pull.table in self._tables:
-                self._say_pull(effect.server, pull)
+                self._send_pull(effect.server, pull)
             case Send(message=Clock() as tick):
-                self._say_uses(effect.server, tick)
+                self._send_uses(effect.server, tick)
                 return False
             case InstallRows():
                 self._install(effect, body)
@@ -193,33 +193,33 @@ class RowClient:
         return True
 
     def on_keys_wanted(self, server: int, message: KeysWanted) -> None:
-        """Send again, with the ids, what a server could not read without them."""
+        """Send a push or a pull again with its ids, which the server does not keep."""
         if message.seq >= 0:
-            self._pushes.say_with_ids(server, message.seq, self.say)
+            self._pushes.resend_with_ids(server, message.seq, self.send_to)
             return
         asked = self.core.rows.asked(server, message.request)
         if asked is not None:
-            self._say_pull(server, asked, with_ids=True)
+            self._send_pull(server, asked, with_ids=True)
 
     def on_ticked(self, server: int, clock: int) -> None:
-        """Note that a server knows all clocks below this one."""
+        """Drop the reports of all clocks below this one: the server has confirmed them."""
         for opened in self._tables.values():
             if opened.uses is not None:
                 opened.uses.confirmed(server, clock)
 
     def on_reconnected(self, server: int) -> None:
-        """Send this server ids in full again: it may lack lists that were on their way."""
+        """Send this server full ids again: lists that were in flight may be lost."""
         for opened in self._tables.values():
             opened.forget_lists(server)
 
     def abandon(self, error: PacelineError) -> None:
-        """End all that is under way with an error."""
+        """End all reads and pushes with an error."""
         self.budgeted.abandon(error)
         self._row_reads.abandon(error)
         self._pushes.abandon(error)
 
     def close(self) -> None:
-        """Let go of all memory. Not under the lock."""
+        """Release all memory. Not under the lock."""
         self.budgeted.close()
         for opened in self._tables.values():
             opened.close()
@@ -228,14 +228,14 @@ class RowClient:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def _wait(self, reading: RowReadInFlight) -> None:
-        self.waiting.wait(
+        self.lock.wait(
             reading.future.done,
             f"rows of table '{reading.table}' of clock {reading.needs}",
             About(f"pull {reading.table}", reading.table, reading.needs),
         )
         reading.future.result(timeout=0)
 
-    def _say_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
+    def _send_pull(self, server: int, pull: Pull, *, with_ids: bool = False) -> None:
         reading = self._row_reads.get(pull.request)
         if reading is None:
             return
@@ -245,15 +245,15 @@ class RowClient:
         plain = opened.spec.width * opened.down.dtype.itemsize
         asked = WireBytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
         opened.traffic += RowTraffic(pulled=asked)
-        self.say(server, RowPullFrame(pull, keys), body)
+        self.send_to(server, RowPullFrame(pull, keys), body)
 
-    def _say_uses(self, server: int, tick: Clock) -> None:
-        """Send a server what was read from caches in the clocks that a tick ends, right before that."""
+    def _send_uses(self, server: int, tick: Clock) -> None:
+        """Send a server the reports of rows read from caches, right before the tick that ends their clock."""
         for table, opened in self._tables.items():
             for clock, ids in () if opened.uses is None else opened.uses.reports(server, tick.clock):
                 size_bytes = ID_BYTES * len(ids)
                 opened.traffic += RowTraffic(pulled=WireBytes(1, size_bytes, plain_key_bytes=size_bytes))
-                self.say(server, RowsUsed(self.core.settings.sender, table, clock), ids_body(ids))
+                self.send_to(server, RowsUsed(self.core.settings.sender, table, clock), ids_body(ids))
 
     def _install(self, effect: InstallRows, body: memoryview) -> None:
         opened = self._tables[effect.table]
@@ -270,7 +270,7 @@ class RowClient:
             opened.cache.install(effect.server, ids, parcel.together, effect.clock, effect.settled, effect.includes)
 
     def _install_delivered(self, opened: OpenedRows, effect: InstallRows, body: memoryview) -> None:
-        """Take in rows that changed; those that went from the cache meanwhile stay away."""
+        """Store delivered rows that are still in the cache."""
         num = opened.down.num_rows(len(body))
         parcel = opened.down.unpack(body, num, with_ids=True)
         plain = opened.spec.width * opened.down.dtype.itemsize
@@ -288,29 +288,29 @@ class RowClient:
             opened.cache.clear()
 
     def _delivered(self, opened: OpenedRows, ids: Tensor) -> Tensor:
-        """Return for each id the clock that the deliveries of its server have reached."""
+        """Return the clock that the deliveries of each id's server have reached."""
         clocks = torch.full((len(ids),), -1)
         if opened.is_delivered:
-            order, counts = self.owners.split(ids)
+            order, counts = self.sharding.split(ids)
             for server, places in enumerate(order.split(counts)):
                 clocks[places] = self.core.rows.delivered(opened.spec.name, server)
         return clocks
 
     def _unsubscribe(self, opened: OpenedRows, ids: Tensor) -> None:
-        """Tell the servers that rows are kept no longer; if that is lost they send in vain what changes."""
+        """Unsubscribe from rows that left the cache; if that is lost, servers only send more than needed."""
         if not opened.is_delivered or not len(ids):
             return
-        ids = ids[~torch.isin(ids, self._row_reads.ids_of(opened.spec.name))]  # those are on their way here again
-        order, counts = self.owners.split(ids)
+        ids = ids[~torch.isin(ids, self._row_reads.ids_of(opened.spec.name))]  # those were requested again
+        order, counts = self.sharding.split(ids)
         for server, places in enumerate(order.split(counts)):
             for part in places.split(MAX_IDS) if len(places) else ():
                 unsubscribe = Unsubscribe(self.core.settings.sender, opened.spec.name, self.core.next_request)
-                self.say(server, unsubscribe, ids_body(ids[part]))
+                self.send_to(server, unsubscribe, ids_body(ids[part]))
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def _values(self, opened: OpenedRows) -> Callable[[Tensor], Tensor] | None:
-        """Return what looks up rows as this worker has read them, NaN for others; None where nothing is kept."""
+        """Return a function that looks up cached rows, NaN for others; None if the filters need no values."""
         cache, width = opened.cache, opened.spec.width
         if cache is None or not opened.pipeline.needs_values:
             return None
@@ -338,13 +338,13 @@ class RowClient:
         return push.future
 
     def _parts(self, opened: OpenedRows, filtered: FilteredPush) -> dict[int, RowPushPart]:
-        """Cut a push by server, of those that get some of it, or all whose mean it counts in."""
+        """Split a push by server, without empty parts unless they count in the mean of a clock."""
         echo, everywhere = self._echo(opened, filtered.ids), opened.counts_everyone
-        if self.owners.num_servers == 1:
+        if self.sharding.num_servers == 1:
             if not (everywhere or len(filtered.ids)):
                 return {}
             return {0: RowPushPart(filtered.ids, filtered.encoded, echo, opened.hyper_for(0))}
-        order, counts = self.owners.split(filtered.ids)
+        order, counts = self.sharding.split(filtered.ids)
         return {
             server: RowPushPart(
                 filtered.ids[at], filtered.encoded[at], None if echo is None else echo[at], opened.hyper_for(server)
@@ -354,19 +354,19 @@ class RowClient:
         }
 
     def _echo(self, opened: OpenedRows, ids: Tensor) -> Tensor | None:
-        """Return what the user was given beside the values of these rows, NaN for rows that were not read."""
+        """Return the echoes of these rows as the user read them, NaN for rows that were not read."""
         if opened.cache is None or not opened.up.echo_width:
             return None
         return opened.cache.read_echoes(ids)
 
     def _note_pushed(self, opened: OpenedRows, num_given: int) -> None:
-        """Count what a push would have taken without filters."""
+        """Count the bytes that a push would take without filters."""
         item = opened.spec.width * opened.up.dtype.itemsize
         plain = WireBytes(plain_key_bytes=ID_BYTES * num_given, plain_value_bytes=item * num_given)
         opened.traffic += RowTraffic(pushed=plain)
 
-    def _say_push(self, server: int, push: Push, *, bare: bool) -> None:
-        self._pushes.say(server, push, self.say, bare=bare)
+    def _send_push(self, server: int, push: Push, *, bare: bool) -> None:
+        self._pushes.send_part(server, push, self.send_to, bare=bare)
 
     def _release(self, effect: Release) -> None:
         ended = self._pushes.release(effect)
@@ -374,7 +374,7 @@ class RowClient:
             return
         opened, cache = ended.opened, ended.opened.cache
         if ended.answers.refused:
-            opened.tell_again()
+            opened.resend_hyper()
             self._undo(ended)
         if cache is not None and ended.answers.refused:
             cache.refused_own(effect.id.seq, ended.ids)
@@ -384,43 +384,43 @@ class RowClient:
         self.budgeted.wake()
 
     def _undo(self, push: RowPush) -> None:
-        """Keep back of a refused push's rows what was kept back before it, but where a server has applied its part."""
+        """Restore what filters kept back before a refused push, except for parts that a server has applied."""
         if push.change is None:
             return
         refused = torch.ones(len(push.change.ids), dtype=torch.bool)
-        order, counts = self.owners.split(push.change.ids)
+        order, counts = self.sharding.split(push.change.ids)
         for server, places in enumerate(order.split(counts)):
             refused[places] = server not in push.answers.applied_on
         push.opened.pipeline.undo(push.change.part(refused))
 
     def _awaited(self, opened: OpenedRows) -> set[int]:
-        """Return the servers from which rows may come that they have made before this moment."""
-        name, servers = opened.spec.name, range(self.owners.num_servers)
+        """Return the servers from which older rows may still arrive."""
+        name, servers = opened.spec.name, range(self.sharding.num_servers)
         delivering = {s for s in servers if opened.is_delivered and self.core.rows.delivered(name, s) >= 0}
         return delivering | self.core.rows.awaited(name)
 
     def _wait_for_room(self, opened: OpenedRows) -> None:
-        """Wait until few enough pushes are under way; those that wait for this worker's own clock do not count."""
+        """Wait until few enough pushes are in flight, without those held until this worker finishes its clock."""
         name, clock = opened.spec.name, self.core.clock
         num_held = self._pushes.num_held(name, clock)
-        self.waiting.wait(
+        self.lock.wait(
             lambda: self._may_push(name) and self._pushes.count(name) - num_held < MAX_UNDER_WAY,
             f"servers to apply earlier pushes of table '{name}'",
             About(f"push {name}", name, self.core.oldest_push(name) + 1),
         )
 
     def _may_push(self, table: str) -> bool:
-        """Return whether servers take one more push; raises UsageError where they do not before the clock is over."""
+        """Return whether servers accept one more push; raises UsageError if they do not before the next clock."""
         if self.core.may_push(table):
             return True
         refuse_endless_clock(self.core, table)
         return False
 
     def _budgeted(self, opened: OpenedRows, settings: Managed) -> BudgetedRows:
-        """Return what lets the pushes of a table wait for a budget."""
+        """Create the queue of pushes that wait for a budget."""
         spec, cache = opened.spec, opened.cache
         assert cache is not None
-        seed = settings.seed + self.core.settings.sender.worker  # so that workers draw differently
+        seed = settings.seed + self.core.settings.sender.worker  # so that workers draw different numbers
         return BudgetedRows(
             spec.name,
             settings,
@@ -437,14 +437,14 @@ class RowClient:
         )
 
     def _push_later(self, opened: OpenedRows, budgeted: BudgetedRows, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
-        """Let a push of distinct ids wait for the budget. Does not block."""
+        """Queue a push of distinct ids for the budget. Does not block."""
         self._note_pushed(opened, len(ids))
         pushed = budgeted.push(ids, rows)
         self.budgeted.wake()
         return pushed
 
     def _opened(self, table: str) -> OpenedRows:
-        self.waiting.check()
+        self.lock.check()
         opened = self._tables.get(table)
         if opened is None:
             names = ", ".join(sorted(self._tables)) or "none"

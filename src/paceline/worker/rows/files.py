@@ -1,4 +1,4 @@
-"""A row table to a file and back, piece by piece: no process holds more of it than a piece."""
+"""Export of a row table to a file, and back, in pieces: no process holds more than one piece in memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from paceline.worker.whole_calls import WholeCalls
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """The file of a table, and the servers that hold its rows."""
+    """The file of a row table, and access to its servers."""
 
     path: Path
     spec: RowTableSpec
     whole: WholeCalls
 
     def save(self) -> None:
-        """Write all rows with their state to the file; raises as `RowTable.export` does."""
+        """Write all rows with their rule state to the file; raises as `RowTable.export` does."""
         num_rows = sum(self.whole.statistics(exact=True), RowStatistics()).num_rows
         save_rows(self.path, self.spec, row_rule(self.spec.rule, None), self._pieces(num_rows), num_rows)
 
     def load(self) -> None:
-        """Write the rows of the file to the servers that they belong to; raises as `RowTable.load` does."""
+        """Write the rows of the file to their servers; raises as `RowTable.load` does."""
         num_loaded = 0
         for piece in load_rows(self.path, self.spec, row_rule(self.spec.rule, None)):
             try:
@@ -39,7 +39,7 @@ class RowFile:
             num_loaded += len(piece.ids)
 
     def _pieces(self, num_rows: int) -> Iterator[RowPiece]:
-        """Return all rows; raise UsageError if they are not as many as were there to begin with."""
+        """Yield all rows; raises UsageError if their number has changed meanwhile."""
         num_found = 0
         for piece in self.whole.pieces(values_only=False, exact=True):
             num_found += len(piece.ids)

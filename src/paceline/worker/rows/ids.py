@@ -1,4 +1,4 @@
-"""Ids as a user gives them, made what rows are looked up by."""
+"""Conversion of the user's ids to contiguous int64 tensors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _LARGEST: Final = 2**63 - 1
 
 
 def row_ids(ids: Ids, where: str) -> Tensor:
-    """Return ids as int64, contiguous and in main memory; they may lie in the memory that was given.
+    """Return ids as a contiguous int64 tensor in main memory, which may share the memory of `ids`.
 
     Args:
-        ids: integers of any type and shape, in memory of any order, be it for reading only; unsigned ones of 64 bits
-            must be below 2**63.
-        where: says in messages whose ids these are.
+        ids: integers of any type, shape and memory layout, read-only or not; unsigned 64-bit ones must be below 2**63.
+        where: the table, worker and clock, for messages.
 
     Raises:
-        UsageError: they are no integers, or do not fit into int64.
+        UsageError: they are not integers, or do not fit into int64.
     """
     if isinstance(ids, np.ndarray):
         return torch.from_numpy(_array(ids, where))
@@ -52,7 +51,7 @@ def row_ids(ids: Ids, where: str) -> Tensor:
 
 
 def _array(ids: npt.NDArray[np.generic], where: str) -> npt.NDArray[np.int64]:
-    """Return ids as torch takes them: contiguous, writable, in this machine's order of bytes."""
+    """Return ids as an array that torch accepts: contiguous, writable, in native byte order."""
     if ids.size and ids.dtype.kind not in "iu":
         raise _wrong_type(where, str(ids.dtype))
     if ids.size and ids.dtype.kind == "u" and int(ids.max()) > _LARGEST:

@@ -1,4 +1,4 @@
-"""Managed communication: pushes of rows are summed on the worker, and sent within a clock as a budget allows."""
+"""Managed communication: settings under which a worker sums its pushes of rows, and sends them within a budget."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.update.filters.check import CODECS
 from paceline.update.rows.pending import Priority
 from paceline.update.rows.spec import RowTableSpec
 
-# Two bursts may go at once, see `Pace`. While each takes a hundredth of a second, no second carries more than 2 % above
-# the budget. Below some bytes the headers would weigh too much: small budgets are kept within longer windows.
+# Two bursts may go at once, see `SendRate`. While each takes a hundredth of a second, no second carries more than 2 %
+# above the budget. Below some bytes headers would weigh too much: small budgets are kept within longer windows.
 _BURST_S: Final = 0.01
 _LEAST_BURST_BYTES: Final = 4000
 _ALLOWED_FILTERS: Final = (*CODECS, "key_cache")  # those that send all they are given
@@ -21,7 +21,7 @@ _ALLOWED_FILTERS: Final = (*CODECS, "key_cache")  # those that send all they are
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """How a worker sends its pushes to a row table; made by `managed`."""
+    """Settings of managed communication of one worker and one row table; made by `managed`."""
 
     budget_mbps: float
     priority: Priority = "relative_magnitude"
@@ -30,7 +30,7 @@ class Managed:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Validate the settings."""
         for name, number in (("budget_mbps", self.budget_mbps), ("chunk_kb", self.chunk_kb)):
             if not (math.isfinite(number) and number > 0):
                 raise UsageError(f"Managed communication: {name} is {number}, expected a finite number above 0.")
@@ -83,7 +83,7 @@ class Managed:
 
     @property
     def burst_bytes(self) -> float:
-        """What is sent at a time, at most."""
+        """The largest number of bytes sent at a time."""
         return min(self.chunk_kb * 1000, max(_LEAST_BURST_BYTES, self.bytes_per_s * _BURST_S))
 
 
@@ -114,7 +114,7 @@ def managed(
         seed: of the draws of "random".
 
     Raises:
-        UsageError: a number that makes no sense.
+        UsageError: a number is out of range.
 
     Example:
         >>> import paceline

@@ -1,4 +1,4 @@
-"""A row table that a worker has opened: what is fixed about it, and what the worker keeps for it."""
+"""The state of an open row table on a worker: layouts, cache, filters, hyperparameters, lists of ids."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.worker.rows.throttle import BudgetedRows
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What a worker keeps of a row table, and how it sends its pushes.
+    """Options of one worker for a row table: caching, and how pushes are sent.
 
     Args:
-        keep: whether rows that were pulled are kept; by default where servers send what changes (essp), and where the
-            rule or a filter has to know what was read.
-        max_rows: how many at most; 0 means no limit.
-        reads_own_writes: whether reads contain own pushes that the servers have yet to apply.
-        communication: lets pushes wait for a budget; else each is sent at once.
+        keep: cache rows that were pulled; by default where servers deliver changes (essp), and where the rule or a
+            filter needs the rows that were read.
+        max_rows: the largest number of cached rows; 0 means no limit.
+        reads_own_writes: reads contain own pushes that servers have not applied yet.
+        communication: throttles pushes to a budget; None sends each at once.
     """
 
     keep: bool | None = None
@@ -52,24 +52,24 @@ class OpenedRows:
     down: RowBodyLayout  # of values
     cache: RowCache | None
     pipeline: FilterPipeline
-    replays: bool  # own pushes are added to rows that do not contain them yet
-    is_lazy: bool  # reads make do with kept rows that are fresh enough, unless told otherwise
-    deferral: Deferral  # how long pushes wait here, and what reads need for that
-    uses: CacheUses | None = None  # what was read from the cache, where servers decide by use which rows go
-    budgeted: BudgetedRows | None = None  # the pushes that wait, where there is a budget
+    replays: bool  # add own pushes to rows that do not contain them yet
+    is_lazy: bool  # by default, reads use cached rows that are fresh enough
+    deferral: Deferral  # how many clocks pushes wait here, and what reads need for that
+    uses: CacheUses | None = None  # rows read from the cache, where servers expire unused rows
+    budgeted: BudgetedRows | None = None  # pushes that wait for a budget
     traffic: RowTraffic = field(default_factory=RowTraffic)
     # By server: the lists of ids that it keeps, as far as this worker knows.
     _lists: dict[int, KeyLists] = field(default_factory=dict[int, KeyLists])
-    # The hyperparameters that this worker gave last, and the servers that have been told of them.
+    # The last hyperparameters of this worker, and the servers that have received them.
     _hyper: tuple[Hyper, ...] = ()
     _told: set[int] = field(default_factory=set[int])
 
     @staticmethod
-    def make(spec: RowTableSpec, options: CacheOptions, owners: RowSharding, worker: int) -> OpenedRows:
-        """Work with a table from now on."""
+    def make(spec: RowTableSpec, options: CacheOptions, sharding: RowSharding, worker: int) -> OpenedRows:
+        """Create the state of a table; raises UsageError for options that contradict the declaration."""
         consistency, rule, dtype = Consistency.parse(spec.consistency), row_rule(spec.rule, None), torch_dtype(spec)
         up, down = body_layouts(spec, rule)
-        ops = owners.ops
+        ops = sharding.ops
         pipeline = FilterPipeline(spec.filters, spec.width, dtype, ops, worker)
         deferral = Deferral(consistency)
         if options.communication is not None:
@@ -84,37 +84,37 @@ class OpenedRows:
             )
         keep = needed if options.keep is None else options.keep
         cache = RowCache(ops, down.full_width, dtype, options.max_rows, down.echo_width) if keep else None
-        admits_all = spec.life.admit_after <= 1  # else servers drop pushes, and who made them cannot tell which
+        admits_all = spec.life.admit_after <= 1  # else servers drop pushes, and the worker does not know which
         replays = keep and options.reads_own_writes and admits_all and can_replay(spec, consistency)
         is_lazy = consistency.deliver == "on_clock" or bool(options.keep)
-        uses = CacheUses(owners) if keep and use_columns(spec.life) else None
+        uses = CacheUses(sharding) if keep and use_columns(spec.life) else None
         return OpenedRows(spec, consistency, up, down, cache, pipeline, replays, is_lazy, deferral, uses)
 
     @property
     def is_held(self) -> bool:
-        """Say whether servers keep pushes until their clock is complete."""
+        """Whether servers hold pushes until their clock is complete."""
         return self.consistency.visible == "on_clock"
 
     @property
     def counts_everyone(self) -> bool:
-        """Say whether a push counts even where it brings no rows: in the mean of a clock."""
+        """Whether a push counts even on servers that get no rows of it: in the mean of a clock."""
         return self.is_held and self.spec.scale != "sum"
 
     @property
     def reads_are_fixed(self) -> bool:
-        """Say whether what a read returns is decided when it begins, and not by when it is used.
+        """Whether the result of a read is fixed when it starts, whenever it is finished.
 
-        So it is where pushes show at the end of their clock, unless servers send what changes.
+        True where pushes are visible at the end of their clock, unless servers deliver changes.
         """
         return self.is_held and not self.is_delivered
 
     @property
     def is_delivered(self) -> bool:
-        """Say whether servers send what changes, unasked."""
+        """Whether servers deliver rows that change, without a request."""
         return self.consistency.deliver == "on_clock"
 
     def keys(self, server: int, ids: Tensor, *, sent: bool = False) -> Keys:
-        """Say how ids travel: by their digest alone where the server keeps the list, unless they must be `sent`."""
+        """Return how ids travel: as a digest where the server keeps the list, unless they must be `sent`."""
         lists = self._lists.get(server) or key_lists_of(self.spec.filters)
         if lists is None:
             return Keys(len(ids), b"", sent=True)
@@ -126,21 +126,21 @@ class OpenedRows:
         return Keys(len(ids), name, sent=True)
 
     def forget_lists(self, server: int) -> None:
-        """Send this server all ids from now on: of the frames that brought lists to it some may be lost."""
+        """Send this server full ids from now on: frames with lists of ids may be lost."""
         self._lists.pop(server, None)
 
     def give_hyper(self, hyper: tuple[Hyper, ...]) -> None:
-        """Have every server told of hyperparameters with the next push that it gets, if these are any."""
+        """Send hyperparameters, if there are any, to every server with its next push."""
         if hyper:
             self._hyper = hyper
             self._told.clear()
 
-    def tell_again(self) -> None:
-        """Note that a push was refused, which may have had the hyperparameters with it."""
+    def resend_hyper(self) -> None:
+        """Send the hyperparameters again: the push that carried them was refused."""
         self._told.clear()
 
     def hyper_for(self, server: int) -> tuple[Hyper, ...]:
-        """Return the hyperparameters to go with a push to this server; none if it was told."""
+        """Return the hyperparameters for the next push to this server; none if it has received them."""
         if server in self._told:
             return ()
         self._told.add(server)
@@ -148,11 +148,11 @@ class OpenedRows:
 
     @property
     def knows_change(self) -> bool:
-        """Say whether `change` can tell, under the hyperparameters that were given last."""
+        """Whether `change` is valid under the last hyperparameters."""
         return all(is_plain(self.spec.rule.name, group) for group in self._hyper)
 
     def change(self, rows: Tensor) -> Tensor:
-        """Return what a push of these rows adds to the values, for a rule that the worker can compute itself."""
+        """Return what a push of these rows adds to the values; for addition and plain SGD."""
         if self.spec.rule.name == "add":
             return rows
         lr = (self._hyper or self.spec.rule.groups)[0]["lr"]
@@ -160,7 +160,7 @@ class OpenedRows:
         return rows * -lr
 
     def refuse_hyper(self, hyper: tuple[Hyper, ...]) -> None:
-        """Raise UsageError where a push that waits to be summed with others brings hyperparameters."""
+        """Raise UsageError for hyperparameters of a push that is summed with others."""
         if hyper:
             raise UsageError(
                 f"table '{self.spec.name}' sums pushes before it sends them, so none can bring hyperparameters of its "
@@ -168,17 +168,17 @@ class OpenedRows:
             )
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         if self.cache is not None:
             self.cache.close()
 
 
 def can_replay(spec: RowTableSpec, consistency: Consistency) -> bool:
-    """Say whether a worker can compute the effect of its own pushes: adding, and SGD without more."""
+    """Return whether a worker can compute the effect of its own pushes: addition, and plain SGD."""
     return consistency.visible == "on_arrival" and is_plain(spec.rule.name, spec.rule.groups[0])
 
 
 def is_plain(rule: str, group: Hyper) -> bool:
-    """Say whether a rule changes rows by what is pushed times a number."""
+    """Return whether a rule changes rows by a multiple of the push."""
     more = ("momentum", "weight_decay", "nesterov", "maximize")
     return rule == "add" or (rule == "torch.optim.SGD" and not any(group.get(key) for key in more))

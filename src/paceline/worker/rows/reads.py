@@ -1,4 +1,4 @@
-"""Reads of rows that are under way on a worker: which rows each asked which server for, and what has come."""
+"""Reads of rows in flight: the rows requested from each server, and those that have arrived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.events import WantRows
 from paceline.errors import PacelineError
 from paceline.update.rows.sharding import RowSharding
 from paceline.wire.row_codec import RowBody
-from paceline.worker.pushes import promise
+from paceline.worker.pushes import pending_future
 from paceline.worker.rows.cache import UNKNOWN
 from paceline.worker.rows.opened import OpenedRows
 
@@ -27,11 +27,11 @@ class RowReadInFlight:
         table: which one.
         needs: rows must contain every update below this clock.
         ids: (n,) distinct.
-        asked: by server, the positions in `ids` of the rows that it is asked for (or that its deliveries bring).
-        rows: (n, width), filled from the cache and as answers come; None where the rows are those of the cache when
-            they are used, with own pushes that were made until then.
-        clocks: (n,) of each row that is in `rows`: it contains every update below.
-        future: ends when everything has come.
+        asked: by server, the positions in `ids` of the rows that it sends, as an answer or in deliveries.
+        rows: (n, width), filled from the cache and as answers arrive; None if the rows are read from the cache when the
+            read is finished, with own pushes made until then.
+        clocks: (n,), of each row in `rows`: it contains every update below.
+        future: ends when all rows have arrived.
     """
 
     table: str
@@ -40,18 +40,18 @@ class RowReadInFlight:
     rows: Tensor | None
     clocks: Tensor
     asked: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    future: Future[ReadDone] = field(default_factory=lambda: promise(ReadDone))
+    future: Future[ReadDone] = field(default_factory=lambda: pending_future(ReadDone))
 
     def ids_for(self, server: int) -> Tensor:
-        """Return the ids that a server is asked for."""
+        """Return the ids requested from a server."""
         return self.ids[self.asked[server]]
 
     def holds(self, rows: Tensor) -> bool:
-        """Say whether these rows lie in the memory of this read."""
+        """Return whether these rows share the memory of this read."""
         return self.rows is not None and rows.untyped_storage().data_ptr() == self.rows.untyped_storage().data_ptr()
 
     def ids_not_of(self, servers: Sequence[int]) -> Tensor:
-        """Return the ids that none of these servers is asked for."""
+        """Return the ids requested from none of these servers."""
         kept = torch.ones(len(self.ids), dtype=torch.bool)
         for server in servers:
             kept[self.asked[server]] = False
@@ -62,20 +62,22 @@ class RowReadInFlight:
 class RowReadsInFlight:
     """Reads by request. Used under the lock of the worker node."""
 
-    owners: RowSharding
+    sharding: RowSharding
     _open: dict[int, RowReadInFlight] = field(default_factory=dict[int, RowReadInFlight])
 
     def plan(
         self, opened: OpenedRows, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
     ) -> tuple[RowReadInFlight, WantRows]:
-        """Return a read of distinct ids, and what to ask for it: the rows that are not kept, or not fresh enough.
+        """Return a read of distinct ids, and its event for the core: which servers to request rows from.
+
+        Requested are rows that are not cached, or not fresh enough.
 
         Args:
             opened: the table.
             ids: (n,) distinct.
             needs: as of `RowReadInFlight`.
             delivered: by server, the clock that its deliveries have reached.
-            refresh: ask for every row.
+            refresh: request every row.
         """
         cache = opened.cache
         rows: Tensor | None = None
@@ -85,7 +87,7 @@ class RowReadsInFlight:
         elif cache is None:
             rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype)
         reading = RowReadInFlight(opened.spec.name, needs, ids, rows, clocks)
-        order, counts = self.owners.split(ids)
+        order, counts = self.sharding.split(ids)
         fetch: list[int] = []
         deliver: list[int] = []
         for server, places in enumerate(order.split(counts)):
@@ -100,43 +102,43 @@ class RowReadsInFlight:
                 (deliver if brought else fetch).append(server)
         return reading, WantRows(opened.spec.name, needs, tuple(fetch), tuple(deliver))
 
-    def begin(self, request: int, reading: RowReadInFlight) -> None:
-        """Note a read that begins."""
+    def add(self, request: int, reading: RowReadInFlight) -> None:
+        """Add a read."""
         self._open[request] = reading
 
     def count(self, table: str) -> int:
-        """Count the reads of a table that are under way."""
+        """Count the reads of a table in flight."""
         return sum(reading.table == table for reading in self._open.values())
 
     def ids_of(self, table: str) -> Tensor:
-        """Return all ids of the reads of a table that are under way; they may repeat."""
+        """Return the ids of all reads of a table in flight; they may repeat."""
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *(reading.ids for reading in self._open.values() if reading.table == table)])
 
     def get(self, request: int) -> RowReadInFlight | None:
-        """Return a read that is under way."""
+        """Return a read in flight, None if it has ended."""
         return self._open.get(request)
 
     def install(self, effect: InstallRows, parcel: RowBody) -> Tensor:
-        """Take in the answer to a read; return the ids that it brings."""
+        """Store the answer of a server to a read; return the ids that it contains."""
         reading = self._open[effect.request]
         places = reading.asked[effect.server]
         reading.clocks[places] = effect.clock
-        if reading.rows is not None and len(places) == len(reading.ids) and self.owners.num_servers == 1:
+        if reading.rows is not None and len(places) == len(reading.ids) and self.sharding.num_servers == 1:
             reading.rows = parcel.together  # all of them, in the order of the ids
         elif reading.rows is not None:
-            self.owners.ops.scatter(reading.rows, places, parcel.together)
+            self.sharding.ops.scatter(reading.rows, places, parcel.together)
         return reading.ids[places]
 
     def finish(self, done: ReadDone) -> bool:
-        """End a read; say whether it is one of these."""
+        """End a read; return whether it is one of these."""
         reading = self._open.pop(done.request, None)
         if reading is not None:
             reading.future.set_result(done)
         return reading is not None
 
     def abandon(self, error: PacelineError) -> None:
-        """End all reads with an error: nothing will come any more."""
+        """End all reads with an error."""
         while self._open:
             _, reading = self._open.popitem()
             reading.future.set_exception(error)

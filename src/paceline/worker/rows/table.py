@@ -1,4 +1,4 @@
-"""A row table as its user sees it: pull and push rows by their ids."""
+"""The user's handle of a row table: pull and push rows by their ids, export, load, call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.wire.row_codec import ID_BYTES
 from paceline.worker.given import as_count, as_values, shortened
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
-from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, settled
+from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
 from paceline.worker.rows.files import RowFile
 from paceline.worker.rows.ids import Ids, row_ids
 from paceline.worker.rows.opened import OpenedRows
@@ -37,29 +37,29 @@ from paceline.worker.whole_calls import WholeCalls
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
-_MOST_READS = 64  # that one pull is cut into
+_MOST_READS = 64  # into which one pull is split
 
 
 @dataclass(slots=True)
 class RowFuture:
-    """Rows under way; made by `RowTable.pull_later`."""
+    """Rows in flight; returned by `RowTable.pull_later`."""
 
     table: RowTable
     shape: tuple[int, ...]
     inverse: Tensor | None  # of each id, its place among the distinct ones; None where no id repeats
     reading: RowReadInFlight
     clock: int  # of the training step that uses them
-    further: tuple[RowReadInFlight, ...] = ()  # of the ids that are more than one read may ask for
+    further: tuple[RowReadInFlight, ...] = ()  # of the ids beyond the limit of one read
 
     def __repr__(self) -> str:
         return f"RowFuture(ids {shortened(str(self.shape))} of {self.table!r}, clock {self.clock})"
 
     def result(self) -> Tensor:
-        """Return the rows, `(*shape of the ids, width)`, in memory of their own each time.
+        """Return the rows, `(*shape of the ids, width)`, in new memory each time.
 
-        Blocks until they are there, and raises as `pull` does. Where a push shows at the end of its clock (bsp), the
-        rows are those of the clock for which they were asked, whenever this is called; elsewhere, where rows are kept,
-        they are those that are kept now, own pushes made since then included.
+        Blocks until they have arrived, and raises as `pull` does. Under bsp the rows are those of the clock for which
+        they were requested, whenever this is called; elsewhere, if the table caches rows, they are the cached ones,
+        with own pushes made since the request.
         """
         rows = self.table.finish(self)
         return rows.clone() if self.reading.holds(rows) else rows
@@ -67,7 +67,7 @@ class RowFuture:
 
 @dataclass(slots=True)
 class RowTable:
-    """One row table of the parameter server: rows of `width` numbers under 64-bit ids, which nobody has to list.
+    """One row table of the parameter server: rows of `width` numbers under 64-bit ids that need not be listed.
 
     A row that was never pushed has the first values of the table, and reading it creates nothing.
 
@@ -109,12 +109,12 @@ class RowTable:
 
     @property
     def traffic(self) -> RowTraffic:
-        """What this worker has sent and received for this table so far, in bytes; repeats count."""
+        """Bytes that this worker has sent and received for this table so far; repeats count."""
         return self.opened.traffic
 
     @property
     def filtered(self) -> FilterCounts:
-        """What filters have done with the rows pushed so far."""
+        """How many of the rows pushed so far filters have sent and kept back."""
         return self.opened.pipeline.counts
 
     def pull(self, ids: Ids, *, refresh: bool | None = None, exact: bool = False) -> Tensor:
@@ -122,17 +122,17 @@ class RowTable:
 
         Args:
             ids: integers, any shape; they may repeat, be negative, or never have been pushed.
-            refresh: ask the servers even for rows that are kept here and fresh enough. By default so, unless the table
-                keeps rows (cache=True, or essp, where servers send what changes).
+            refresh: request even rows that are cached and fresh enough. The default, unless the table caches rows
+                (cache=True, or essp, where servers deliver changes).
             exact: wait for every update of every earlier clock, whatever the bound. For evaluation and saving, so it
-                is not counted among the reads of training. Of a table under `paceline.managed` call `barrier` before:
-                it lets every worker send what it holds back.
+                is not counted among the reads of training. For a table under `paceline.managed` call `barrier` before:
+                it makes every worker send what it holds back.
 
         Returns:
             `(*shape of ids, width)`, the table's dtype; memory of its own.
 
         Raises:
-            UsageError: ids that are no 64-bit integers.
+            UsageError: ids are not 64-bit integers.
             DeadlineExceeded: the rows did not become fresh enough in time.
             PeerError: a server is gone, or this worker was given up.
         """
@@ -143,15 +143,15 @@ class RowTable:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
-        """Ask for rows without blocking.
+        """Request rows without blocking.
 
         Args:
             ids: as for `pull`.
             refresh: as for `pull`.
-            ahead: for use so many clocks from now: the rows will be as fresh as a read at that clock demands. With 1,
-                ask for the rows of the next batch before this one is pushed; own pushes of clocks in between are in
-                them where servers wait for those (bsp), and else where this worker adds them itself (cache=True with a
-                rule that adds, or plain SGD).
+            ahead: request them for this many clocks from now: they will be as fresh as a read at that clock demands.
+                With 1, request the rows of the next batch before this one is pushed; they contain own pushes of clocks
+                in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
+                addition or plain SGD).
         """
         return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
 
@@ -160,7 +160,7 @@ class RowTable:
     ) -> Future[PushOutcome]:
         """Send an update of some rows, made during the current clock.
 
-        Blocks only while many earlier pushes of this table are under way. Under bsp the future ends after all workers
+        Blocks only while many earlier pushes of this table are in flight. Under bsp the future ends after all workers
         have finished the clock: do not wait for it before `clock()`.
 
         Args:
@@ -189,7 +189,7 @@ class RowTable:
             # Of sums: there are fewer, and none of NaN or infinity is finite.
             problem = self._objection(distinct, values)
             if problem:
-                return self._watched(settled(PushOutcome(applied=False, reason=problem)))
+                return self._watched(finished_push(PushOutcome(applied=False, reason=problem)))
             self._require_bounded(len(distinct))
             if len(distinct) == len(inverse):
                 values = values.clone()  # the caller's memory may have other numbers when it is sent again
@@ -222,7 +222,7 @@ class RowTable:
 
         Raises:
             Refused: it failed on a server, which goes on; another may have carried it out.
-            UsageError: what is given are no numbers.
+            UsageError: an argument is not a number.
             DeadlineExceeded: not all servers have answered in time.
             PeerError: a server is gone, or this worker was given up.
 
@@ -246,7 +246,7 @@ class RowTable:
         return called.results
 
     def statistics(self, *, exact: bool = True) -> RowStatistics:
-        """Return what there is on all servers, and what happened there so far; blocks for updates as `call` does."""
+        """Return the statistics of all servers together; blocks for updates as `call` does."""
         return sum(self.server_statistics(exact=exact), RowStatistics())
 
     def server_statistics(self, *, exact: bool = True) -> list[RowStatistics]:
@@ -262,7 +262,7 @@ class RowTable:
         comes back may be there twice or not at all. Meet at a `barrier` before and after to keep them from it.
 
         Args:
-            exact: have the updates of all clocks before this worker's in all of them.
+            exact: wait for the updates of all clocks before this worker's.
         """
         for piece in self._whole.pieces(values_only=True, exact=exact):
             yield piece.ids, piece.values
@@ -271,7 +271,7 @@ class RowTable:
         """Write all rows, with the state of the update rule and how they were used, to one file; blocks until it is.
 
         Called by one worker, whose updates of earlier clocks, and those of all others, are in it. Under bsp the file is
-        the table at that clock; elsewhere meet at a `barrier` before and after, so that nobody pushes meanwhile. The
+        the table at that clock; elsewhere meet at a `barrier` before and after, so that no worker pushes meanwhile. The
         file appears when it is complete. No process holds more than a few megabytes of it.
 
         Raises:
@@ -318,8 +318,8 @@ class RowTable:
         return WholeCalls(self.node, self.name)
 
     def _forget(self) -> None:
-        """Keep no row that was changed otherwise than by a push."""
-        with self.node.rows.waiting.changed:
+        """Clear the cache: rows have changed otherwise than by a push."""
+        with self.node.rows.lock.changed:
             if self.opened.cache is not None:
                 self.opened.cache.clear()
 
@@ -329,14 +329,14 @@ class RowTable:
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
     def finish(self, asked: RowFuture) -> Tensor:
-        """Return the rows of a read that was begun; they may lie in the memory of the read itself."""
+        """Return the rows of a read that was started; they may share the memory of the read."""
         began = time.monotonic()
         with self.meter.communicating():
-            taken = [self.node.rows.take(reading) for reading in (asked.reading, *asked.further)]
+            taken = [self.node.rows.finish_read(reading) for reading in (asked.reading, *asked.further)]
         rows, clocks = taken[0] if len(taken) == 1 else tuple(torch.cat(parts) for parts in zip(*taken, strict=True))
         waited_s = time.monotonic() - began
         if asked.clock >= 0:
-            contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # what `Deferral.contained` says, of each
+            contained = (clocks - self.opened.deferral.hold).clamp(min=0)  # as `Deferral.contained`, for each
             self.meter.note_row_read(self.name, asked.clock, contained, waited_s)
         values = rows[:, : self.width].contiguous()
         if asked.inverse is not None:
@@ -345,13 +345,13 @@ class RowTable:
         return values.view(*asked.shape, self.width)
 
     def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
-        # What is made here other threads write to, which torch forbids where it was made for inference alone.
+        # Other threads write to tensors made here, which torch forbids for those made in inference mode.
         with self.meter.communicating(), torch.inference_mode(mode=False):
             keys = self.keys(ids)
             distinct, inverse = self.node.rows.ops.unique(keys.view(-1))
             clock = self.node.clock + ahead
             needs = clock if exact else self.opened.deferral.needs(clock)
-            # What others held back and sent at a barrier is of a clock that rows kept here need not contain.
+            # Pushes that other workers held back until a barrier are of clocks that cached rows need not contain.
             late = exact and self.opened.budgeted is not None
             asks = (late or not self.opened.is_lazy) if refresh is None else refresh
             if len(distinct) > self._most_together:
@@ -360,7 +360,7 @@ class RowTable:
                     f"{self._most_together}: ask for some at a time."
                 )
             parts = distinct.split(self._most_a_read)
-            reading, *further = [self.node.rows.begin(self.name, part, needs, refresh=asks) for part in parts]
+            reading, *further = [self.node.rows.start_read(self.name, part, needs, refresh=asks) for part in parts]
         repeats = inverse if len(distinct) < len(inverse) else None
         return RowFuture(self, tuple(keys.shape), repeats, reading, -1 if exact else clock, tuple(further))
 
@@ -370,11 +370,11 @@ class RowTable:
 
     @property
     def _most_together(self) -> int:
-        """Rows that may be asked for before the first have come."""
+        """The largest number of rows that one pull may request."""
         return _MOST_READS * self._most_a_read
 
     def keys(self, ids: Ids) -> Tensor:
-        """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for what are no ids."""
+        """Return ids as a contiguous tensor of int64 in main memory; raises UsageError for invalid ids."""
         return row_ids(ids, self._here())
 
     def _values(self, rows: Rows, keys: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ class RowTable:
         return f"table '{self.name}', worker {self.meter.worker}, clock {self.node.clock}"
 
     def _objection(self, ids: Tensor, rows: Tensor) -> str:
-        """Say why rows are not sent, or nothing; raises UsageError where the table is to halt then."""
+        """Return why rows are not sent, "" if they are; raises UsageError under nonfinite="halt"."""
         if self.spec.nonfinite in ("zero", "ignore"):
             return ""
         num_bad = num_nonfinite(rows.view(-1))

@@ -1,4 +1,4 @@
-"""Pushes of rows that wait on their worker for a budget: those of one table, and of all."""
+"""Throttled pushes of rows: they wait on the worker until a budget of bytes a second lets them go."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.errors import PacelineError
 from paceline.update.filters.traffic import RowTraffic, WireBytes
 from paceline.update.rows.pending import PendingRows, TakenRows, relative_magnitude
 from paceline.worker.lock import WorkerLock
-from paceline.worker.pushes import PushOutcome, promise, settled
+from paceline.worker.pushes import PushOutcome, finished_push, pending_future
 from paceline.worker.rows.cache import RowCache
 from paceline.worker.rows.managed import Managed
 
 
 @dataclass(slots=True)
-class _Promise:
+class _OpenPush:
     push: int
-    future: Future[PushOutcome] = field(default_factory=lambda: promise(PushOutcome))
-    last_chunk: int = -1  # the one that had the last of it, once that is sent
+    future: Future[PushOutcome] = field(default_factory=lambda: pending_future(PushOutcome))
+    last_chunk: int = -1  # the chunk with its last rows, once that is sent
     refused: str = ""
 
     def was_sent_before(self, chunk: int) -> bool:
@@ -37,27 +37,27 @@ class _Promise:
 
 
 @dataclass(slots=True)
-class PushPromises:
-    """Futures of pushes, each of which goes out in chunks that may have parts of others too.
+class PushFutures:
+    """Futures of pushes whose rows are sent in chunks, together with rows of other pushes.
 
-    Pushes and chunks are numbered from 0. A push is answered when all of it was sent and every chunk up to then is
-    answered; if one of these was refused that may have had some of it, so was the push.
+    Pushes and chunks are numbered from 0. A push is answered when all its rows are sent and every chunk up to then is
+    answered; it is refused if one of these chunks, which may have contained some of its rows, was refused.
     """
 
-    # Both in the order of the pushes: those of which something waits, and those that are sent and not answered.
-    _waiting: deque[_Promise] = field(default_factory=deque[_Promise])
-    _sent: deque[_Promise] = field(default_factory=deque[_Promise])
+    # Both in the order of pushes: those with unsent rows, and those that are sent and not answered.
+    _waiting: deque[_OpenPush] = field(default_factory=deque[_OpenPush])
+    _sent: deque[_OpenPush] = field(default_factory=deque[_OpenPush])
     _under_way: set[int] = field(default_factory=set[int])
     _num_chunks: int = 0
 
     def make(self, push: int) -> Future[PushOutcome]:
-        """Return the future of a push, the newest."""
-        made = _Promise(push)
+        """Add the newest push; return its future."""
+        made = _OpenPush(push)
         self._waiting.append(made)
         return made.future
 
     def sent(self, answer: Future[PushOutcome], oldest_waiting: int, num_pushes: int) -> None:
-        """Note that a chunk of the pushes below `num_pushes` was sent, and nothing waits of those before the oldest."""
+        """Note that a chunk of rows of the pushes below `num_pushes` was sent; those below the oldest are complete."""
         chunk, self._num_chunks = self._num_chunks, self._num_chunks + 1
         self._under_way.add(chunk)
         while self._waiting and self._waiting[0].push < oldest_waiting:
@@ -75,7 +75,7 @@ class PushPromises:
 
     def _answered(self, chunk: int, answer: Future[PushOutcome], num_pushes: int) -> None:
         if answer.exception() is not None:
-            return  # everything is over, and `abandon` says so
+            return  # the worker has failed, and `abandon` ends all futures
         self._under_way.discard(chunk)
         refused = answer.result().reason
         for made in (*self._sent, *self._waiting) if refused else ():
@@ -92,15 +92,17 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class SendingThread:
-    """Calls `act` under the worker's lock when woken, and again as it asks for; ends with `stop`, or if it fails.
+    """Calls `act` under the worker's lock when woken, and again after the pause that it returns.
+
+    Ends with `stop`, or if `act` raises.
 
     Args:
         waiting: the lock.
-        act: does what may be done at this time; returns after how many seconds to call it again, None for when woken.
-        fail: told why nothing will be sent any more.
+        act: called with the time; returns the seconds until the next call, None to wait until woken.
+        fail: called with the reason if `act` raises.
     """
 
-    waiting: WorkerLock
+    lock: WorkerLock
     act: Callable[[float], float | None]
     fail: Callable[[str], None]
     _awake: threading.Event = field(default_factory=threading.Event)
@@ -108,17 +110,17 @@ class SendingThread:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin, if it has not."""
+        """Start the thread, once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="paceline-sending", daemon=True)
             self._thread.start()
 
     def wake(self) -> None:
-        """Have `act` called soon."""
+        """Call `act` soon."""
         self._awake.set()
 
     def stop(self) -> None:
-        """Call no more; does not wait for a call under way."""
+        """Make no more calls; does not wait for one that is running."""
         self._stopping.set()
         self._awake.set()
 
@@ -132,11 +134,11 @@ class SendingThread:
         while not self._stopping.is_set():
             self._awake.wait(pause_s)
             self._awake.clear()
-            with self.waiting.changed:
+            with self.lock.changed:
                 pause_s = self._act()
 
     def _act(self) -> float | None:
-        """Act unless stopped. An error ends the thread, and whoever waits is told before the lock is free."""
+        """Call `act` unless stopped. An error ends the thread, and fails the worker before the lock is released."""
         if self._stopping.is_set():
             return None
         has_failed = True
@@ -149,29 +151,29 @@ class SendingThread:
         return pause_s
 
 
-# Of one frame, beside its body: the prefix and the longest header seen (the names of tables count), and what the other
-# side's answer costs here, an acknowledgement by TCP.
+# Of one frame beside its body: the prefix, the longest header seen (it contains the table's name), and the TCP
+# acknowledgement of the answer.
 _FRAME_BYTES: Final = 64 + 150 + 66
-# Of one segment: Ethernet 14, IP 20, TCP with time stamps 32; with frames of 1500 bytes it carries 1448 of ours.
+# Of one segment: Ethernet 14, IP 20, TCP with time stamps 32; one of 1500 bytes carries 1448 of payload.
 SEGMENT_BYTES: Final = 66
 SEGMENT_BODY_BYTES: Final = 1448
 
 
 @dataclass(slots=True)
 class SendRate:
-    """Says when the next bytes may go, so that what is sent stays within a budget.
+    """A rate limit: returns when the next bytes may be sent within a budget.
 
-    What was sent is paid for afterwards, and unused time earns `credit_s` at most: enough to make up for a thread that
-    wakes late. So a window of W seconds carries what the budget allows in W + `credit_s`, and one burst.
+    Bytes are paid for after they are sent. Unused time earns at most `credit_s`, to make up for a thread that wakes
+    late. So a window of W seconds carries at most what the budget allows in W + `credit_s`, and one burst.
 
     Args:
         bytes_per_s: the budget.
-        credit_s: for how much time that went unused more may be sent later.
+        credit_s: the most unused time that may be used later.
 
     Example:
-        >>> pace = SendRate(bytes_per_s=1000.0, credit_s=0.0)
-        >>> pace.pay(500, now=7.0)
-        >>> pace.wait_s(now=7.0), pace.wait_s(now=8.0)
+        >>> rate = SendRate(bytes_per_s=1000.0, credit_s=0.0)
+        >>> rate.pay(500, now=7.0)
+        >>> rate.wait_s(now=7.0), rate.wait_s(now=8.0)
         (0.5, 0.0)
     """
 
@@ -180,17 +182,17 @@ class SendRate:
     _free_at: float = -inf
 
     def pay(self, size_bytes: int, now: float) -> None:
-        """Note what was sent just now."""
+        """Note that bytes were sent just now."""
         if size_bytes:
             self._free_at = max(self._free_at, now - self.credit_s) + size_bytes / self.bytes_per_s
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until something may be sent."""
+        """Return the seconds until more may be sent."""
         return max(0.0, self._free_at - now)
 
 
 def sent_bytes(traffic: RowTraffic) -> int:
-    """Return what a worker has sent for this traffic, headers included; an estimate, and rather too high.
+    """Return the bytes that a worker has sent for this traffic, headers included; an estimate, rather too high.
 
     Pushes with their ids, the ids of pulls, and acknowledgements of what came, one for two segments. Frames that are
     under way together share segments, which is not counted.
@@ -206,12 +208,12 @@ def sent_bytes(traffic: RowTraffic) -> int:
 
 
 def _wire_bytes(sent: WireBytes) -> int:
-    """Return what frames take on the wire, as if each began a segment."""
+    """Return the bytes of frames on the wire, as if each started a segment."""
     segments = sent.frames + sent.total_bytes // SEGMENT_BODY_BYTES
     return sent.total_bytes + sent.frames * _FRAME_BYTES + SEGMENT_BYTES * segments
 
 
-_NOTHING: Final = -1  # a clock at or before which nothing was made
+_NOTHING: Final = -1  # a clock before all pushes
 
 
 @dataclass(slots=True)
@@ -221,15 +223,15 @@ class BudgetedRows:
     Args:
         table: its name.
         settings: what the user chose.
-        deferral: how long updates may wait.
-        pending: those that do.
-        cache: rows as this worker has read them; with own pushes on top if `replays`.
-        change: what a push of some rows adds to their values.
-        row_bytes: of a row and its id, in a push.
-        send: makes a push of distinct ids.
-        has_room: whether one more push may be under way.
-        traffic: what this worker has sent for the table so far.
-        clock: the clock of this worker.
+        deferral: how many clocks updates may wait.
+        pending: the rows that wait.
+        cache: the worker's rows, which contain own pushes if `replays`.
+        change: returns what a push of rows adds to their values.
+        row_bytes: bytes of a row and its id in a push.
+        send: sends a push of distinct ids.
+        has_room: returns whether one more push may be in flight.
+        traffic: returns the traffic of the table so far.
+        clock: returns the clock of this worker.
     """
 
     table: str
@@ -244,70 +246,70 @@ class BudgetedRows:
     has_room: Callable[[], bool]
     traffic: Callable[[], RowTraffic]
     clock: Callable[[], int]
-    _pace: SendRate = field(init=False)
+    _rate: SendRate = field(init=False)
     _paid_bytes: int = 0
-    _due: int = _NOTHING  # somebody waits for what was made at this clock or before
-    _promises: PushPromises = field(default_factory=PushPromises)
+    _due: int = _NOTHING  # a thread waits until rows of this clock or before are sent
+    _futures: PushFutures = field(default_factory=PushFutures)
 
     def __post_init__(self) -> None:
-        """Begin with a budget that is free."""
+        """Start with an unused budget."""
         burst_s = self.settings.burst_bytes / self.settings.bytes_per_s
-        self._pace = SendRate(self.settings.bytes_per_s, credit_s=burst_s)
+        self._rate = SendRate(self.settings.bytes_per_s, credit_s=burst_s)
         if self.replays:
-            # The rows here contain what waits; those that come do not.
+            # Cached rows contain the pushes that wait; arriving ones do not.
             self.cache.unsent = self.change_of
 
     def push(self, ids: Tensor, rows: Tensor) -> Future[PushOutcome]:
-        """Take in a push of distinct ids. The future ends when all of it has been sent and answered."""
+        """Queue a push of distinct ids. The future ends when all its rows are sent and answered."""
         if not len(ids):
-            return settled(PushOutcome(applied=True))
+            return finished_push(PushOutcome(applied=True))
         change = self.change(rows)
         values, _ = self.cache.read(ids)
         self.pending.add(ids, rows, self.clock(), relative_magnitude(change, values[:, : rows.shape[1]]))
         if self.replays:
             self.cache.change(ids, change)
-        return self._promises.make(self.pending.num_pushes - 1)
+        return self._futures.make(self.pending.num_pushes - 1)
 
     def change_of(self, ids: Tensor) -> Tensor:
-        """Return what those pushes that were not sent yet add to the values of rows, (n, width)."""
+        """Return what unsent pushes add to the values of rows, (n, width)."""
         return self.change(self.pending.read(ids))
 
     def demand(self, clock: int) -> None:
-        """Send first what was made at this clock or before, until `relax`."""
+        """Send rows of this clock or before first, until `relax`."""
         self._due = clock
 
     def relax(self) -> None:
-        """Send again by priority: nobody waits."""
+        """Send by priority again: no thread waits for due rows."""
         self._due = _NOTHING
 
     def has_due(self, clock: int) -> bool:
-        """Say whether something still waits that was made at this clock or before."""
+        """Return whether rows of this clock or before still wait."""
         return self.pending.num_due(clock) > 0
 
     def pay(self, now: float) -> None:
-        """Note what was sent since the last call."""
+        """Pay for the bytes sent since the last call."""
         size_bytes = sent_bytes(self.traffic())
-        self._pace.pay(size_bytes - self._paid_bytes, now)
+        self._rate.pay(size_bytes - self._paid_bytes, now)
         self._paid_bytes = size_bytes
 
     def act(self, now: float) -> float | None:
-        """Send what may go now; return after how many seconds more may, None if not before something happens."""
+        """Send what the budget allows now; return the seconds until more may go, None to wait for an event."""
         self.pay(now)
         while len(self.pending) and self.has_room():
-            pause_s = self._pace.wait_s(now)
+            pause_s = self._rate.wait_s(now)
             if pause_s > 0:
                 return pause_s
             taken = self._next_rows()
             sent = self.send(taken.ids, taken.rows)
-            self._promises.sent(sent, self.pending.oldest_push, self.pending.num_pushes)
+            self._futures.sent(sent, self.pending.oldest_push, self.pending.num_pushes)
             self.pay(now)
         return None
 
     def _next_rows(self) -> TakenRows:
-        """Take out a burst of rows: while somebody waits what that is for, else half of them by priority alone.
+        """Remove and return a burst of rows: due ones while a thread waits for them, else half of them by priority.
 
-        The other half is for rows that have to go before the clock is finished. Were these left until then, the
-        worker would have to wait for them there; did they all go first, nothing might be left for the priority.
+        The other half is for rows that must go before the clock is finished. If these were left until then, the worker
+        would wait for them; if they all went first, nothing might be left for the priority.
         """
         limit = self.rows_at_once
         if self._due != _NOTHING:
@@ -318,13 +320,13 @@ class BudgetedRows:
 
     @property
     def rows_at_once(self) -> int:
-        """How many rows are sent at a time."""
+        """The number of rows in a burst."""
         on_the_wire = self.row_bytes * (1 + SEGMENT_BYTES / SEGMENT_BODY_BYTES)
         return max(1, int(self.settings.burst_bytes / on_the_wire))
 
     def abandon(self, error: PacelineError) -> None:
-        """End all pushes with an error: what waits will not be sent."""
-        self._promises.abandon(error)
+        """End all pushes with an error; rows that wait are not sent."""
+        self._futures.abandon(error)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -333,43 +335,43 @@ class BudgetedRows:
 
 @dataclass(slots=True)
 class BudgetedTables:
-    """All tables of a worker whose pushes wait, and the thread that sends them. Used under the lock of the node."""
+    """All throttled tables of a worker, and the thread that sends their rows. Used under the lock of the node."""
 
-    waiting: WorkerLock
+    lock: WorkerLock
     fail: Callable[[str], None]
     _tables: list[BudgetedRows] = field(default_factory=list[BudgetedRows])
     _thread: SendingThread = field(init=False)
 
     def __post_init__(self) -> None:
         """Start without tables, and without a thread."""
-        self._thread = SendingThread(self.waiting, self._act, self.fail)
+        self._thread = SendingThread(self.lock, self._act, self.fail)
 
     def open(self, table: BudgetedRows) -> None:
-        """Send what waits of this table from now on."""
+        """Add a table, and start the thread if needed."""
         self._tables.append(table)
         self._thread.start()
 
     def wake(self) -> None:
-        """Look soon whether something may be sent: there is more, or room for more."""
+        """Wake the thread: there are more rows, or there is room for more pushes."""
         self._thread.wake()
 
     def send_due(self, clock: int) -> None:
-        """Send what may wait no longer when this clock is finished; blocks while budgets hold it up."""
+        """Send the rows that are due when this clock is finished; blocks while their budgets are used up."""
         for table in self._tables:
             self.send_made_by(table.deferral.due(clock), table)
 
     def send_all(self, clock: int) -> None:
-        """Send everything made until this clock; blocks while budgets hold it up."""
+        """Send all rows up to this clock; blocks while their budgets are used up."""
         for table in self._tables:
             self.send_made_by(clock, table)
 
     def send_made_by(self, clock: int, table: BudgetedRows) -> None:
-        """Send what was made at this clock or before; blocks while the budget holds it up."""
+        """Send rows of this clock or before; blocks while the budget is used up."""
         if not table.has_due(clock):
             return
         table.demand(clock)
         self.wake()
-        self.waiting.wait(
+        self.lock.wait(
             lambda: not table.has_due(clock),
             f"rows of table '{table.table}' that may wait no longer to be sent within {table.settings.budget_mbps:g} "
             "Mbit/s",
@@ -377,13 +379,13 @@ class BudgetedTables:
         table.relax()
 
     def abandon(self, error: PacelineError) -> None:
-        """Send nothing any more, and end all pushes that wait with an error."""
+        """Stop sending, and end all pushes that wait with an error."""
         self._thread.stop()
         for table in self._tables:
             table.abandon(error)
 
     def close(self) -> None:
-        """End the thread, not under the lock, and let go of all memory."""
+        """Join the thread, not under the lock, and release all memory."""
         self._thread.stop()
         self._thread.join()
         for table in self._tables:
