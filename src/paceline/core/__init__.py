@@ -1,6 +1,5 @@
-"""The pure core: it decides what happens when, and touches nothing.
+"""The protocol without IO: state machines that take events and return effects.
 
-No torch, numpy, sockets, threads, clocks, randomness or logging in here. Events go in with the time as an argument,
-effects come out as values, and the four drivers (the node, the simulator, the property tests, the transcripts) perform
-them in the order given.
+The core imports no torch, numpy, sockets, threads, clocks, randomness or logging. Time is an argument of every event.
+Four drivers perform the effects in the order given: the node, the simulator, the property tests and the transcripts.
 """

@@ -23,11 +23,11 @@ from paceline.core.messages import (
     Join,
     Leave,
     Message,
-    PieceTaken,
     PullRefused,
     PushId,
     PushRefused,
     Sender,
+    Taken,
     WorkerRefused,
 )
 from paceline.core.server import ServerCore, ServerEvent
@@ -254,7 +254,7 @@ class ServerNode:
         elif isinstance(message, RowsUsed):
             if not self._core.lives.objection(message.sender):
                 self._rows.use((hello.rank, hello.incarnation), message, body)
-        elif isinstance(message, Join | Leave | Clock | PieceTaken):
+        elif isinstance(message, Join | Leave | Clock | Taken):
             self._on_said(hello, connection, message)
         elif isinstance(message, Request):
             if self._peers.is_current(hello, connection):  # else it is repeated over the newer connection
@@ -266,10 +266,10 @@ class ServerNode:
         elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
             self._table_rpc.ask((hello.rank, hello.incarnation), message, body)
 
-    def _on_said(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | PieceTaken) -> None:
+    def _on_said(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken) -> None:
         if isinstance(message, Join):
             self._peers.register(hello, connection)
-        elif isinstance(message, PieceTaken):
+        elif isinstance(message, Taken):
             self._send_buffers.give_back(connection, message.table, "delivery", message.clock)
         self._handle(message)
 

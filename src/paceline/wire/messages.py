@@ -130,7 +130,7 @@ _CODEC: Final = MessageCodec[object](
     messages.Leave,
     messages.Clock,
     PullFrame,
-    messages.PieceTaken,
+    messages.Taken,
     messages.Joined,
     messages.Left,
     messages.Held,

@@ -27,7 +27,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     messages.Join: "worker",
     messages.Leave: "worker",
     messages.Clock: "worker",
-    messages.PieceTaken: "worker",
+    messages.Taken: "worker",
     messages.Joined: None,
     messages.Left: None,
     messages.Held: None,
@@ -69,7 +69,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.pull.sender)
     elif isinstance(
         message,
-        messages.Join | messages.Leave | messages.Clock | messages.PieceTaken | wire.Unsubscribe | wire.RowsUsed,
+        messages.Join | messages.Leave | messages.Clock | messages.Taken | wire.Unsubscribe | wire.RowsUsed,
     ):
         _check_worker(hello, message.sender)
     elif isinstance(message, messages.Follow | messages.Closed):
