@@ -34,8 +34,7 @@ from paceline.core.events import (
     Unapplied,
     Woke,
 )
-from paceline.core.membership import Incarnation
-from paceline.core.membership import WorkerLives as Lives
+from paceline.core.membership import Incarnation, WorkerLives
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -73,7 +72,7 @@ class ServerCore:
     settings: ServerSettings
     started: float
     # Public for reading; only events change them.
-    lives: Lives = field(init=False)
+    lives: WorkerLives = field(init=False)
     tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
     _clocks: Clocks = field(init=False)
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
@@ -82,7 +81,7 @@ class ServerCore:
 
     def __post_init__(self) -> None:
         """Count the expected workers from the start, so that an early one does not run ahead of the others."""
-        self.lives = Lives(self.settings.generation)
+        self.lives = WorkerLives(self.settings.generation)
         self._clocks = Clocks(slowest=self.settings.clock)
         for worker in self.settings.workers:
             self.lives.expect(worker, self.started + self.settings.join_timeout_s)

@@ -1,4 +1,4 @@
-"""Carries frames between processes, over memory, shared memory or TCP; knows no clock and no message meaning."""
+"""Transports: frames between processes over memory, shared memory or TCP, without knowledge of their meaning."""
 
 from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Place, Transport
 from paceline.transport.faults import FaultCounts, FaultPlan

@@ -1,1 +1,1 @@
-"""What travels between workers and servers: messages, their encoding and senders, connections, send queues."""
+"""The wire between workers and servers: messages, their encoding and permissions, connections, send queues."""

@@ -1,1 +1,1 @@
-"""What servers compute for row tables: stores of rows by id, their rules, their coming and going."""
+"""Row tables on the servers: stores of rows by id, their update rules and their lifecycle."""
