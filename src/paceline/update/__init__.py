@@ -1,6 +1,11 @@
-"""What servers compute: update rules, shards of dense tables, and the summing of gradients.
+"""Update rules, shards of dense tables, row tables and their filters: everything that servers compute.
 
-Its face is what `paceline.update` offers: update rules as scripts name them (see `named_rules`).
+`paceline.update` offers the update rules that scripts name; see `named_rules`.
+
+Example:
+    >>> import paceline
+    >>> paceline.update.Adam(lr=0.001).name
+    'torch.optim.Adam'
 """
 
 from importlib import import_module
