@@ -66,7 +66,7 @@ def seeds() -> list[tuple[object, bytes]]:
         (wire.KeysWanted("q", 0, 0), b""),
         (messages.Join(sender), b""),
         (messages.Clock(sender, 3, (("w", 1),)), b""),
-        (messages.PieceTaken(sender, "r", 1), b""),
+        (messages.Taken(sender, "r", 1), b""),
         (messages.Leave(sender), b""),
         (messages.Closed(1, "w", 0, ((RANK, 0),)), b""),
         (messages.Follow(1, 0, "w", 0), b""),

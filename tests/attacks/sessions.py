@@ -114,7 +114,7 @@ class Talker:
     def _progress(self) -> Said:
         pick = self._random.choice
         tick = messages.Clock(self.me, pick((1, 2, 3, 4, 5, 100)), ((pick(TABLES), pick(CLOCKS)),))
-        return pick((tick, messages.PieceTaken(self.me, pick(TABLES), pick(CLOCKS)), messages.Join(self.me))), b""
+        return pick((tick, messages.Taken(self.me, pick(TABLES), pick(CLOCKS)), messages.Join(self.me))), b""
 
     def _give_up(self) -> Said:
         if self._random.random() < 0.5:

@@ -62,12 +62,12 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
-    PieceTaken,
     Pull,
     Push,
     PushId,
     PushRefused,
     Sender,
+    Taken,
     Ticked,
     WorkerRefused,
 )
@@ -252,7 +252,7 @@ def _message(message: Any) -> str:
             return f"pull {message.request} at clock {message.clock}, needs {message.needs}"
         case Join() | Leave() | Left():
             return type(message).__name__.lower()
-        case Joined() | Ticked() | PieceTaken():
+        case Joined() | Ticked() | Taken():
             return f"{type(message).__name__.lower()} {message.clock}"
         case Held() | Applied():
             return f"{type(message).__name__.lower()} {_id(message.id)}"

@@ -5,7 +5,7 @@ from tests.core.cores import make_server, of, pull, push, said, sender, tick
 from paceline.core.consistency import Consistency, essp, ssp
 from paceline.core.effects import Serve
 from paceline.core.events import Declared, Died
-from paceline.core.messages import Delivered, Fetched, Join, PieceTaken
+from paceline.core.messages import Delivered, Fetched, Join, Taken
 from paceline.core.read_queue import ReadQueue
 from paceline.core.server import ServerCore
 
@@ -66,7 +66,7 @@ def deliveries(core: ServerCore, clock: int) -> list[tuple[int, int]]:
 
 
 def taken(core: ServerCore, clock: int) -> list[tuple[int, int]]:
-    return [(m.clock, m.since) for m in said(core.handle(PieceTaken(sender(0), "r", clock), 0.0), Delivered)]
+    return [(m.clock, m.since) for m in said(core.handle(Taken(sender(0), "r", clock), 0.0), Delivered)]
 
 
 def test_deliveries_say_after_which_they_come() -> None:

@@ -5,7 +5,7 @@ from tests.core.cores import of, said, sender
 from paceline.core.consistency import Consistency, backup, bsp, essp, ssp
 from paceline.core.effects import Fail, Forget, InstallRows, ReadDone, Send
 from paceline.core.events import Arrived, Connected, Opened, Timeout, WantClock, WantJoin, WantRows
-from paceline.core.messages import Clock, Delivered, Fetched, Joined, PieceTaken, Pull
+from paceline.core.messages import Clock, Delivered, Fetched, Joined, Pull, Taken
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore
 
@@ -98,7 +98,7 @@ def test_t10_a_delivery_is_installed_before_anything_is_told_or_woken() -> None:
     assert core.rows.delivered("r", 0) == -1
     assert core.handle(Arrived(0, delivered(1)), 0.0) == [
         install(-1, 1),
-        Send(0, PieceTaken(sender(0), "r", 1)),
+        Send(0, Taken(sender(0), "r", 1)),
         ReadDone(1, "r", 1, "delivery"),
     ]
     assert core.rows.delivered("r", 0) == 1
@@ -135,7 +135,7 @@ def test_deliveries_follow_each_other_or_all_that_was_kept_is_forgotten() -> Non
     assert of(core.handle(Arrived(0, delivered(3, since=1)), 0.0), InstallRows)
     assert core.handle(Arrived(0, delivered(5, since=4)), 0.0) == [
         Forget(0, "r"),
-        Send(0, PieceTaken(sender(0), "r", 5)),
+        Send(0, Taken(sender(0), "r", 5)),
     ]
     assert core.rows.delivered("r", 0) == 5
     assert of(core.handle(Arrived(0, delivered(6, since=5)), 0.0), InstallRows)
@@ -149,7 +149,7 @@ def test_a_server_that_heard_of_a_new_connection_says_that_something_may_be_lost
 def test_a_copy_of_a_delivery_is_acknowledged_again_and_costs_nothing() -> None:
     core = worker(essp(2))
     core.handle(Arrived(0, delivered(1)), 0.0)
-    assert core.handle(Arrived(0, delivered(1)), 0.0) == [Send(0, PieceTaken(sender(0), "r", 1))]
+    assert core.handle(Arrived(0, delivered(1)), 0.0) == [Send(0, Taken(sender(0), "r", 1))]
 
 
 def test_a_delivery_that_newer_rows_have_overtaken_is_not_taken_in() -> None:

@@ -5,7 +5,7 @@ from tests.core.cores import make_server, of, pull, push, push_id, said, sender,
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.core.effects import Advanced, Apply, Serve
 from paceline.core.events import Died
-from paceline.core.messages import Applied, Delivered, Fetched, Leave, PieceTaken, PullRefused, Ticked, WorkerRefused
+from paceline.core.messages import Applied, Delivered, Fetched, Leave, PullRefused, Taken, Ticked, WorkerRefused
 
 
 def test_t1_a_read_waits_for_exactly_the_clocks_below_c_minus_s() -> None:
@@ -123,8 +123,8 @@ def test_essp_sends_a_busy_subscriber_only_the_newest_values() -> None:
     assert [m.clock for m in said(core.handle(tick(0, 1), 0.0), Delivered)] == [1]
     for clock in (2, 3, 4):
         assert said(core.handle(tick(0, clock), 0.0), Delivered) == []
-    assert [m.clock for m in said(core.handle(PieceTaken(sender(0), "w", 1), 0.0), Delivered)] == [4]
-    assert said(core.handle(PieceTaken(sender(0), "w", 4), 0.0), Delivered) == []
+    assert [m.clock for m in said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered)] == [4]
+    assert said(core.handle(Taken(sender(0), "w", 4), 0.0), Delivered) == []
 
 
 def test_bsp_values_can_be_delivered_too() -> None:
@@ -143,7 +143,7 @@ def test_a_pull_of_an_unknown_table_is_refused() -> None:
 
 def test_a_stranger_is_served_nothing() -> None:
     core = make_server()
-    for event in (pull(7, 1, 0, 0), tick(7, 1), PieceTaken(sender(7), "w", 1)):
+    for event in (pull(7, 1, 0, 0), tick(7, 1), Taken(sender(7), "w", 1)):
         assert [m.sender for m in said(core.handle(event, 0.0), WorkerRefused)] == [sender(7)]
     assert core.clock_of("w") == 0
 

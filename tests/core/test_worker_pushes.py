@@ -199,7 +199,7 @@ def test_a_refused_worker_cannot_go_on() -> None:
 
 
 def test_a_message_that_no_worker_can_get_is_a_bug() -> None:
-    with pytest.raises(ProtocolBug, match="a worker has no use for"):
+    with pytest.raises(ProtocolBug, match="a worker cannot process"):
         make_worker().handle(Arrived(0, tick(0, 1)), 0.0)
 
 

@@ -5,7 +5,7 @@ from tests.core.cores import make_worker, of, pull, said, sender, tick
 from paceline.core.consistency import asynchronous, backup, bsp, essp, ssp
 from paceline.core.effects import Fail, Install, ReadDone, Send
 from paceline.core.events import Arrived, Connected, Timeout, WantClock, WantPush, WantRead
-from paceline.core.messages import Clock, Delivered, Fetched, Join, PieceTaken, Pull, PullRefused, Push
+from paceline.core.messages import Clock, Delivered, Fetched, Join, Pull, PullRefused, Push, Taken
 
 
 def fetched(request: int, clock: int, version: int = 0, *, settled: int = 0, includes: tuple[int, ...] = ()) -> Fetched:
@@ -101,7 +101,7 @@ def test_t10_a_delivery_is_installed_then_taken_and_wakes_the_reader_that_it_sat
     core.handle(WantRead("w", refresh=False), 0.0)
     assert core.handle(Arrived(0, delivered(1)), 0.0) == [
         Install(0, "w", 0, ()),
-        Send(0, PieceTaken(sender(0), "w", 1)),
+        Send(0, Taken(sender(0), "w", 1)),
         ReadDone(1, "w", 1, "delivery"),
     ]
     assert core.handle(Timeout(), 100.0) == [Send(0, tick(0, 1))]  # the pull needs no answer any more
@@ -125,7 +125,7 @@ def test_a_read_after_a_delivery_asks_nobody() -> None:
 def test_an_overtaken_delivery_is_taken_but_not_installed() -> None:
     core = make_worker(essp(1))
     core.handle(Arrived(0, delivered(4, 8)), 0.0)
-    assert core.handle(Arrived(0, delivered(3, 7)), 0.0) == [Send(0, PieceTaken(sender(0), "w", 3))]
+    assert core.handle(Arrived(0, delivered(3, 7)), 0.0) == [Send(0, Taken(sender(0), "w", 3))]
 
 
 def test_a_delivery_does_not_end_a_refresh() -> None:

@@ -29,8 +29,8 @@ from paceline.core.messages import (
     Held,
     Join,
     Joined,
-    PieceTaken,
     PushRefused,
+    Taken,
     Ticked,
 )
 
@@ -94,9 +94,9 @@ def deliveries() -> None:
     core.handle(pull(0, 1, 0, needs=0), 0.0)
     assert len(said(core.handle(tick(0, 1), 0.0), Delivered)) == 1
     assert said(core.handle(tick(0, 2), 0.0), Delivered) == []
-    assert [m.clock for m in said(core.handle(PieceTaken(sender(0), "w", 1), 0.0), Delivered)] == [2]
+    assert [m.clock for m in said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered)] == [2]
     assert said(core.handle(tick(0, 3), 0.0), Delivered) == []
-    assert said(core.handle(PieceTaken(sender(0), "w", 1), 0.0), Delivered) == []
+    assert said(core.handle(Taken(sender(0), "w", 1), 0.0), Delivered) == []
 
 
 def older_values() -> None:

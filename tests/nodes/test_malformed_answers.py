@@ -41,5 +41,5 @@ def test_an_answer_to_nothing_never_breaks_a_worker_unnamed(answer: object, tmp_
 
 @pytest.mark.parametrize("body", [b"", bytes(16), save({"ids": torch.arange(2)}), save({"next_slot": torch.tensor(1)})])
 def test_rows_that_are_none(body: bytes) -> None:
-    with pytest.raises(PeerError, match=f"server 3 gave an answer of {len(body)} bytes that is none, when asked for r"):
+    with pytest.raises(PeerError, match=f"server 3 gave an invalid answer of {len(body)} bytes when asked for r"):
         read_answer_of(3, "rows", _read_piece, memoryview(body))

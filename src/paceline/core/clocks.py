@@ -1,4 +1,7 @@
-"""Who has finished which clock. Clocks start at 0; clock c is finished by the tick that says c + 1."""
+"""The vector clock of a server: which worker has finished which clock.
+
+Clocks start at 0; a tick with the value c + 1 finishes clock c.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ class Clocks:
     _of: dict[int, int] = field(default_factory=dict[int, int])
     # Invariant: never decreases, not even when the last member leaves.
     slowest: int = 0
-    # Invariant: so many values equal slowest; a tick is cheap as long as it is not the last of its clock.
+    # Invariant: the number of values that equal `slowest`; only the last tick of a clock has to look at all members.
     _num_slowest: int = 0
 
     def __contains__(self, worker: int) -> bool:
-        """Say whether the worker takes part."""
+        """Return whether the worker takes part."""
         return worker in self._of
 
     def __len__(self) -> int:
@@ -32,14 +35,14 @@ class Clocks:
         return self._of[worker]
 
     def add(self, worker: int) -> int:
-        """Let a worker take part from the slowest clock on; a later start would hide its updates from the bound."""
+        """Add a worker at the slowest clock and return that; a later start would hide its updates from the bound."""
         self.remove(worker)
         self._of[worker] = self.slowest
         self._num_slowest += 1
         return self.slowest
 
     def remove(self, worker: int) -> None:
-        """Forget a worker; the slowest clock may jump by more than one."""
+        """Remove a worker; the slowest clock may jump by more than one."""
         clock = self._of.pop(worker, None)
         if clock is not None:
             self._left(clock)
@@ -56,7 +59,7 @@ class Clocks:
         return sorted(worker for worker, own in self._of.items() if own > clock)
 
     def _left(self, clock: int) -> None:
-        """Note that a member no longer stands at this clock."""
+        """Note that a member has moved on from this clock."""
         self._num_slowest -= clock == self.slowest
         if self._of and not self._num_slowest:
             self.slowest = min(self._of.values())

@@ -1,8 +1,8 @@
-"""How a clock of a table with `visible = on_clock` is completed: with the same contributors on every server.
+"""Commit of a clock of a table with `visible = on_clock`: the same contributors on every server.
 
-Note: one server decides. A worker ticks only after every server holds its pushes, so when the tick has reached the
-first server, the lead, all parts of that worker's update are safe. The lead alone decides who contributes to a clock
-(everyone, or the first n) and the others follow its word, so no clock is ever torn between servers.
+One server decides. A worker ticks only after every server holds its pushes, so once the tick has reached the lead
+(server 0), all parts of that worker's update are safe. The lead alone decides which workers contribute to a clock (all
+of them, or the first n). The other servers follow its decision, so no clock is split between servers.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from paceline.core.messages import PushId
 
 _WITHOUT, _CLOSED = "was completed without worker", "is closed, the table stands at"
 
-# The lead decides no more clocks than this before all other servers have followed.
+# Clocks that the lead may decide before all other servers have followed.
 MAX_LEAD = 1 << 13
-# A worker that has more pushes than this withdrawn from clocks that are still open is a misbehaving peer.
+# Pushes that one worker may withdraw from open clocks; a worker with more is a misbehaving peer.
 MAX_WITHDRAWN = 1 << 13
-# By one event no more clocks are closed than this, so that a worker whose clock leaps keeps nobody waiting.
+# Clocks closed per event, so that a worker whose clock leaps does not delay the others.
 MAX_AT_ONCE = 64
 
 
 def completed_without(worker: int, table: str, clock: int) -> str:
-    """Return why a push that waited for its clock is refused: others have completed the clock."""
+    """Return the reason to refuse a held push whose clock was completed without its worker."""
     return f"clock {clock} of table '{table}' {_WITHOUT} {worker}"
 
 
 def closed_before(table: str, clock: int, now: int) -> str:
-    """Return why a push is refused that arrives after its clock was completed."""
+    """Return the reason to refuse a push that arrives after its clock was completed."""
     return f"clock {clock} of table '{table}' {_CLOSED} {now}"
 
 
 def is_late(reason: str) -> bool:
-    """Return whether a push was refused for nothing but its time, as is usual where a quorum completes a clock.
+    """Return whether this reason means that a push came too late, as is usual when a quorum completes clocks.
 
     >>> is_late(closed_before("w", 3, 5)), is_late("3 of its 4 elements are NaN")
     (True, False)
@@ -43,9 +43,9 @@ def is_late(reason: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CommitDecision:
-    """What completes a clock: (worker, incarnation) of all whose pushes are applied, but for those withdrawn.
+    """The decision that completes a clock: the (worker, incarnation) of each contributor.
 
-    `withdrawn` names (worker, incarnation, sequence number) of pushes that some server refused.
+    `withdrawn` excludes pushes that some server refused, as (worker, incarnation, sequence number).
     """
 
     contributors: tuple[tuple[int, int], ...]
@@ -54,18 +54,18 @@ class CommitDecision:
 
 @dataclass(slots=True)
 class ClockCommit:
-    """The held pushes of one table on one server, and on the lead the decisions that others have yet to follow."""
+    """The held pushes of one table on one server; on the lead also the decisions that followers have not applied."""
 
     num_followers: int
     # Invariant: every clock below is applied here; nothing at or above it is.
     clock: int = 0
-    # The clock this table began at: earlier ones had nobody who could contribute.
+    # The clock this table began at; earlier clocks have no contributors.
     _began: int = field(init=False)
     _held: dict[int, list[PushId]] = field(default_factory=dict[int, list[PushId]])
-    # By open clock, (worker, incarnation, sequence number) of pushes that are not to be applied; and how many by life.
+    # By open clock, (worker, incarnation, sequence number) of pushes not to be applied; below, their number by life.
     _withdrawn: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict[int, set[tuple[int, int, int]]])
     _num_withdrawn: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
-    # Invariant: holds only clocks that some follower has yet to apply.
+    # Invariant: holds only clocks that some follower has not applied.
     _decided: dict[int, CommitDecision] = field(default_factory=dict[int, CommitDecision])
     _following: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -75,7 +75,7 @@ class ClockCommit:
 
     @property
     def is_far_ahead(self) -> bool:
-        """Whether the other servers have to follow first."""
+        """Whether the followers lag by MAX_LEAD clocks, so that the lead has to wait for them."""
         return len(self._decided) >= MAX_LEAD
 
     def hold(self, push_id: PushId, clock: int) -> None:
@@ -83,7 +83,7 @@ class ClockCommit:
         self._held.setdefault(clock, []).append(push_id)
 
     def withdraw(self, worker: int, incarnation: int, clock: int, seq: int) -> bool:
-        """On the lead: apply no part of a push, as some server refused its own; False when there are too many."""
+        """On the lead: exclude a push that some server refused; return False if its worker has withdrawn too many."""
         if clock < self.clock:
             return True
         entries, life = self._withdrawn.setdefault(clock, set()), (worker, incarnation)
@@ -92,7 +92,7 @@ class ClockCommit:
         return self._num_withdrawn[life] <= MAX_WITHDRAWN
 
     def decide(self, finished: list[tuple[int, int]]) -> CommitDecision:
-        """On the lead: decide what completes the current clock, given the workers that have finished it."""
+        """On the lead: decide the current clock, given the (worker, incarnation) of those that have finished it."""
         lives = set(finished)
         withdrawn = sorted(entry for entry in self._withdrawn.get(self.clock, ()) if entry[:2] in lives)
         decision = CommitDecision(tuple(finished), tuple(withdrawn))
@@ -101,9 +101,9 @@ class ClockCommit:
         return decision
 
     def close(self, decision: CommitDecision) -> tuple[list[PushId], list[PushId], list[PushId]]:
-        """Complete the current clock; return pushes to apply, to refuse as withdrawn, and to refuse as late.
+        """Complete the current clock; return the pushes to apply, to refuse as withdrawn, and to refuse as late.
 
-        Those to apply are in the order of the ranks, and of pushing.
+        Each list is in ascending order of rank and sequence number.
         """
         chosen, gone = set(decision.contributors), set(decision.withdrawn)
         applied: list[PushId] = []
@@ -119,7 +119,7 @@ class ClockCommit:
         return applied, withdrawn, late
 
     def drop(self, worker: int, incarnation: int) -> list[PushId]:
-        """Give up what a worker that is gone has pushed for clocks that are still open."""
+        """Remove the pushes of an ended life for open clocks, and return them."""
         if self._num_withdrawn.pop((worker, incarnation), 0):
             rest = {c: {e for e in own if e[:2] != (worker, incarnation)} for c, own in self._withdrawn.items()}
             self._withdrawn = {clock: own for clock, own in rest.items() if own}
@@ -131,7 +131,7 @@ class ClockCommit:
         return dropped
 
     def follow(self, server: int, clock: int) -> CommitDecision | None:
-        """On the lead: a server asks what completed `clock`; return the decision, or None while that is open."""
+        """On the lead: note that a server waits for `clock`; return its decision, or None while it is open."""
         self._following[server] = max(clock, self._following.get(server, 0))
         if len(self._following) == self.num_followers:
             done = min(self._following.values())
@@ -139,5 +139,5 @@ class ClockCommit:
         return CommitDecision(()) if clock < self._began else self._decided.get(clock)
 
     def followers_of(self, clock: int) -> list[int]:
-        """On the lead: the servers that wait for the decision on this clock."""
+        """On the lead: return the servers that wait for the decision on this clock."""
         return sorted(server for server, wanted in self._following.items() if wanted == clock)

@@ -1,4 +1,4 @@
-"""Consistency as a product of four independent answers, and the named points of that product.
+"""Consistency models: four independent axes, and names for common combinations.
 
 | axis    | question                                              | values                                        |
 |---------|-------------------------------------------------------|-----------------------------------------------|
@@ -24,9 +24,9 @@ _AXES = "bound=S|none,visible=on_arrival|on_clock,deliver=on_pull|on_clock,backu
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """When a worker may read, what it may see, who sends it and who has to wait.
+    """When a worker may read, what it may see, how values travel and which workers a clock waits for.
 
-    Every legal mix of the axes may be used, named or not. `str(c)` and `Consistency.parse` are inverse.
+    Every valid combination is supported, named or not. `str(c)` and `Consistency.parse` are inverse.
 
     Raises:
         UsageError: an axis has a value that it cannot take.
@@ -78,7 +78,7 @@ class Consistency:
         """Read `bsp`, `ssp:3`, `essp:3`, `asynchronous`, `backup:1` or `bound=2,visible=on_clock,...`.
 
         Raises:
-            UsageError: the text names no consistency; the message lists what would.
+            UsageError: the text is not a valid consistency; the message lists the valid ones.
         """
         stripped = text.strip().lower()
         if "=" in stripped:
@@ -95,16 +95,16 @@ class Consistency:
 
     @property
     def lockstep(self) -> bool:
-        """Say whether values change only while every worker waits for them."""
+        """Whether values change only while every worker waits for them."""
         return self.visible == "on_clock" and self.bound == 0 and not self.backups
 
     def needs(self, clock: int) -> int:
-        """Return the value clock that a read at `clock` must at least have: `clock - bound`, never below 0."""
+        """Return the lowest value clock that a read at `clock` may have: `clock - bound`, never below 0."""
         return 0 if self.bound is None else max(0, clock - self.bound)
 
 
 def bsp() -> Consistency:
-    """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible point.
+    """Bulk synchronous: a read at clock c sees exactly the clocks below c. The only bit-reproducible model.
 
     Example:
         >>> bsp().needs(7)  # a read at clock 7 waits for all clocks below 7
@@ -144,7 +144,9 @@ def asynchronous() -> Consistency:
 
 
 def backup(backups: int) -> Consistency:
-    """Bsp that closes a clock with all but `backups` workers (Chen et al., 2016); late pushes are refused.
+    """Bulk synchronous with backup workers: a clock closes without the slowest `backups` (Chen et al., 2016).
+
+    Pushes that arrive after their clock has closed are refused.
 
     Raises:
         UsageError: `backups` is below 1.
@@ -159,7 +161,7 @@ def backup(backups: int) -> Consistency:
 
 
 def _parse_axes(text: str) -> Consistency:
-    """Read `bound=2,visible=on_clock,deliver=on_pull,backups=0`; only `bound` must be there."""
+    """Parse `bound=2,visible=on_clock,deliver=on_pull,backups=0`; only `bound` is required."""
     given: dict[str, str] = {}
     for part in text.split(","):
         axis, _, value = part.partition("=")
@@ -189,11 +191,11 @@ def _integer(text: str, whole: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """How long updates of a table may wait on the worker that made them.
+    """How long a worker may defer sending its updates of a table.
 
     Args:
-        consistency: of the table. Where updates may wait its bound is 1 or more, and they show on arrival.
-        hold: for how many clocks; 0 to bound.
+        consistency: of the table. With `hold` above 0, its bound is at least 1 and updates are visible on arrival.
+        hold: how many clocks an update may wait; 0 to bound.
 
     Example:
         >>> from paceline.core.consistency import ssp
@@ -210,15 +212,15 @@ class Deferral:
     hold: int = 0
 
     def needs(self, clock: int) -> int:
-        """Return the value clock that a read at `clock` must at least have."""
+        """Return the lowest value clock that a read at `clock` may have."""
         return self._tighter.needs(clock)
 
     def contained(self, value_clock: int) -> int:
-        """Return the clock below which values of this clock contain every update that was made."""
+        """Return the clock below which values of `value_clock` contain every update."""
         return max(0, value_clock - self.hold)
 
     def due(self, clock: int) -> int:
-        """Return the latest clock whose updates have to be sent before `clock` is finished."""
+        """Return the latest clock whose updates must be sent before `clock` is finished."""
         return clock - self.hold
 
     @property

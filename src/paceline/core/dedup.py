@@ -1,4 +1,4 @@
-"""The answers given to the pushes of one life of one worker: why a push is applied once, however often it arrives."""
+"""Deduplication of pushes: the answers given to one life of one worker, so that a repeated push is applied once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from paceline.core.messages import Applied, Held, Push, PushRefused
 
 Answer = Held | Applied | PushRefused
 
-# A worker waits before it has made this many pushes of one table since its oldest unsettled one, so a longer ledger is
-# a misbehaving peer.
+# Unsettled pushes of one table. A worker waits before it exceeds this, so a peer that does not is misbehaving.
 WINDOW = 1 << 13
 
 
@@ -18,7 +17,7 @@ WINDOW = 1 << 13
 class _Kept:
     """What is kept of the pushes of one table."""
 
-    # Everything below is known to its sender as answered; a copy that still arrives is late and needs nothing.
+    # The sender has the answers to all pushes below; a copy that still arrives is ignored.
     settled: int = 0
     # Invariant: a heap of sequence numbers, each >= settled, at most WINDOW of them.
     seqs: list[int] = field(default_factory=list[int])
@@ -26,9 +25,9 @@ class _Kept:
 
 @dataclass(slots=True)
 class DedupWindow:
-    """Answers by sequence number, bounded by what the worker may have unsettled in each table.
+    """Answers by sequence number; at most WINDOW for each table.
 
-    Each table settles by itself: a push that is held for its clock keeps no answer of another table.
+    Tables settle independently: a push that is held for its clock does not keep the answers of another table.
     """
 
     _answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
@@ -39,12 +38,12 @@ class DedupWindow:
         return len(self._answers)
 
     def settled_in(self, table: str) -> int:
-        """Return the sequence number below which all pushes of a table are known to their sender as answered."""
+        """Return the sequence number below which the sender has the answers to all its pushes of a table."""
         kept = self._tables.get(table)
         return kept.settled if kept else 0
 
     def settle(self, table: str, settled: int) -> None:
-        """Forget what the sender has said that it knows; it cannot know the answer to what is only held."""
+        """Forget answers below `settled`, which the sender has received; a held push has no final answer yet."""
         kept = self._tables.setdefault(table, _Kept())
         if settled > kept.settled:
             while kept.seqs and kept.seqs[0] < settled and not isinstance(self._answers[kept.seqs[0]], Held):
@@ -56,12 +55,12 @@ class DedupWindow:
         return push.id.seq < self.settled_in(push.table)
 
     def overflows(self, table: str) -> bool:
-        """Return whether the sender has more unsettled pushes of a table than it may."""
+        """Return whether a table has no room for another unsettled push."""
         kept = self._tables.get(table)
         return kept is not None and len(kept.seqs) >= WINDOW
 
     def answer(self, push: Push) -> Answer | None:
-        """Return the answer to an earlier copy of this push, if there was one."""
+        """Return the answer to an earlier copy of this push, or None."""
         return self._answers.get(push.id.seq)
 
     def record(self, table: str, answer: Answer) -> None:

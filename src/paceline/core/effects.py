@@ -1,4 +1,4 @@
-"""What a core may ask its driver to do. Effects are performed in the order given: apply, then reply."""
+"""Effects: what a core tells its driver to do, performed in the order given (apply, then reply)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Hold:
 class Apply:
     """Update the table with these pushes in this order, as one update; then forget their tensors.
 
-    If that fails, tell the core by `Unapplied`, and perform no `Reply` of this turn that says `Applied` of them.
+    If that fails, pass `Unapplied` to the core, and drop the `Reply`s of this turn that answer them with `Applied`.
     """
 
     table: str
@@ -36,7 +36,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send this to that life of that worker; nothing happens if it is not connected."""
+    """Send a message to one life of a worker; dropped if it is not connected."""
 
     worker: int
     incarnation: int
@@ -45,7 +45,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Send this with the table's values beside it, as they are now."""
+    """Send a message together with the table's current values."""
 
     worker: int
     incarnation: int
@@ -54,7 +54,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send this to another server."""
+    """Send a message to another server."""
 
     server: int
     message: BetweenServers
@@ -70,7 +70,7 @@ class Advanced:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChanged:
-    """For the record: who came and went; `change` is "joined", "left" or "died"."""
+    """For the record: a worker's life began or ended; `change` is "joined", "left" or "died"."""
 
     worker: int
     incarnation: int
@@ -86,7 +86,7 @@ ServerEffect = Hold | Apply | Discard | Reply | Serve | Tell | Advanced | Member
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this to a server; a `Push` goes with its tensor beside it, unless it is `bare`: the server has it."""
+    """Send a message to a server; a `Push` carries its tensor, unless it is `bare`: the server has the tensor."""
 
     server: int
     message: FromWorker
@@ -95,7 +95,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Take the values that came with the message at hand into the cached copy of the table."""
+    """Copy the values that came with the current message to the cached copy of the table."""
 
     server: int
     table: str
@@ -105,7 +105,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class InstallRows:
-    """Take in the rows that came with the message at hand: the answer to `request`, or (-1) rows that changed."""
+    """Cache the rows that came with the current message: the answer to `request`, or with -1 rows that changed."""
 
     server: int
     table: str
@@ -117,7 +117,7 @@ class InstallRows:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the rows of a table that this server has sent: it may have sent newer ones that did not come."""
+    """Drop the cached rows of a table from this server: newer ones may have been lost."""
 
     server: int
     table: str
@@ -125,7 +125,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """This server has answered this push for good: the part of the tensor meant for it may be reused."""
+    """The server's final answer to a push has arrived: its part of the tensor may be reused."""
 
     server: int
     id: PushId
@@ -141,7 +141,7 @@ class JoinDone:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """The cached copy of the table is fresh enough; `clock` is the oldest clock among its parts."""
+    """A read is complete: the cached copy is fresh enough; `clock` is the oldest clock among its parts."""
 
     request: int
     table: str
@@ -156,7 +156,7 @@ class LeaveDone:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The worker cannot go on; the reason is for a person."""
+    """The worker cannot continue; the reason is for the user."""
 
     reason: str
 

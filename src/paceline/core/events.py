@@ -1,4 +1,4 @@
-"""What may happen to a core besides a message arriving."""
+"""Events of a core other than messages: calls of the user, connections, timeouts, deaths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class InvalidPush:
-    """This push arrived, but its tensor may not be applied (a value that is not finite, for example)."""
+    """This push arrived with a tensor that must not be applied (a value that is not finite, for example)."""
 
     push: Push
     reason: str
@@ -32,7 +32,7 @@ class InvalidPush:
 
 @dataclass(frozen=True, slots=True)
 class Unapplied:
-    """An `Apply` of these pushes could not be carried out: its update was not made, and never will be."""
+    """An `Apply` of these pushes failed: the update was not made, and never will be."""
 
     table: str
     ids: tuple[PushId, ...]
@@ -49,7 +49,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """Somebody who knows (its parent process) says that this life of this worker is over."""
+    """A reliable source (the worker's parent process) reports that this life of the worker has ended."""
 
     worker: int
     incarnation: int
@@ -58,7 +58,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The values of this table have changed otherwise than by a push."""
+    """The values of this table have changed by other means than a push."""
 
     table: str
 
@@ -70,7 +70,7 @@ class Timeout:
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """This server has not run for a while and heard no worker: leases that ended meanwhile begin anew."""
+    """The server process was suspended and could hear no worker: leases that ended meanwhile start again."""
 
 
 ServerHappening = Declared | Changed | InvalidPush | Unapplied | Disconnected | Died | Timeout | Woke
@@ -89,14 +89,14 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The connection to this server was made again; what it has not answered is repeated at once."""
+    """The connection to this server was made again; its unanswered messages are repeated at once."""
 
     server: int
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The user works with a table; `servers` hold a part of it. `keyed`: it is a table of rows."""
+    """The user has opened a table; `servers` hold parts of it. `keyed`: it is a row table."""
 
     table: str
     consistency: Consistency
@@ -111,7 +111,7 @@ class WantJoin:
 
 @dataclass(frozen=True, slots=True)
 class WantPush:
-    """The user pushes an update of this table, to all servers that hold a part or to those named."""
+    """The user pushes an update of this table, to all servers that hold a part or only to `servers`."""
 
     table: str
     servers: tuple[int, ...] | None = None
@@ -126,8 +126,8 @@ class WantClock:
 class WantRead:
     """The user wants values.
 
-    `refresh` asks the servers even when the cached copy is fresh enough; `exact` asks for all updates of all clocks
-    below the worker's own, whatever the bound of the table.
+    `refresh` pulls from the servers even when the cached copy is fresh enough. `exact` requires all updates of all
+    clocks below the worker's own, whatever the bound of the table.
     """
 
     table: str
@@ -139,7 +139,7 @@ class WantRead:
 class WantRows:
     """The user wants rows that contain every update below `needs`.
 
-    `fetch` are the servers that have to be asked, `deliver` those whose deliveries bring the rows: none is in both.
+    `fetch` are the servers to pull from, `deliver` those whose deliveries bring the rows. No server is in both.
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""Who takes part on this server: lives of workers, their leases, and the end of each life."""
+"""Membership on one server: the lives of workers, their leases, and which lives have ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Incarnation:
     """One incarnation of one worker, while it takes part or is expected to."""
 
     incarnation: int
-    joined_at: int | None = None  # the clock it was told at its join; None while it is only expected
-    lease_until: float | None = None  # given up at this time unless it comes (back); None while connected
+    joined_at: int | None = None  # the clock in the answer to its join; None while it is only expected
+    lease_until: float | None = None  # evicted at this time unless it connects; None while connected
     dedup: DedupWindow = field(default_factory=DedupWindow)
 
 
@@ -24,11 +24,11 @@ class WorkerLives:
 
     generation: int
     _lives: dict[int, Incarnation] = field(default_factory=dict[int, Incarnation])
-    # Invariant: every incarnation up to the one named here is over; the flag says that this one left by itself.
+    # Invariant: every incarnation up to this one is over; the flag is True if it left by itself.
     _ended: dict[int, tuple[int, bool]] = field(default_factory=dict[int, tuple[int, bool]])
 
     def expect(self, worker: int, until: float) -> None:
-        """Count on a worker that has not joined yet, until its lease ends."""
+        """Add a worker that has not joined yet, until its lease ends."""
         self._lives[worker] = Incarnation(incarnation=0, lease_until=until)
 
     def begin(self, sender: Sender, clock: int) -> None:
@@ -41,24 +41,24 @@ class WorkerLives:
         self._ended[worker] = max(ended, self._ended.get(worker, ended))
 
     def mark_dead(self, worker: int, incarnation: int) -> None:
-        """Note the end of a life that never began here: its join may still be on the way and is then refused."""
+        """Note the end of a life that never began here, so that a join still under way is refused."""
         if incarnation > self._ended.get(worker, (-1, False))[0]:
             self._ended[worker] = (incarnation, False)
 
     def current(self, worker: int) -> Incarnation | None:
-        """Return the life of this worker that takes part or is expected."""
+        """Return the life of this worker that takes part or is expected, or None."""
         return self._lives.get(worker)
 
     def has_ended(self, sender: Sender) -> bool:
-        """Say whether this incarnation is over."""
+        """Return whether this incarnation is over."""
         return sender.incarnation <= self._ended.get(sender.worker, (-1, False))[0]
 
     def has_left(self, sender: Sender) -> bool:
-        """Say whether this incarnation left by itself, so that what still arrives from it is a late copy."""
+        """Return whether this incarnation left by itself: messages that still arrive from it are late copies."""
         return sender.generation == self.generation and self._ended.get(sender.worker) == (sender.incarnation, True)
 
     def objection(self, sender: Sender) -> str:
-        """Say why this sender may not act, or nothing."""
+        """Return why this sender may not act, or an empty text."""
         if sender.generation != self.generation:
             return f"it belongs to generation {sender.generation} of the job, this is generation {self.generation}"
         life = self._lives.get(sender.worker)
@@ -72,7 +72,7 @@ class WorkerLives:
         return f"incarnation {sender.incarnation} of worker {sender.worker} has not joined"
 
     def next_deadline(self) -> float | None:
-        """Return when the first lease ends."""
+        """Return when the first lease ends, or None."""
         return min((life.lease_until for life in self._lives.values() if life.lease_until is not None), default=None)
 
     def overdue(self, now: float) -> list[tuple[int, Incarnation]]:

@@ -1,7 +1,8 @@
-"""What workers and servers may say to each other. Numbers and names only: tensors travel beside these, never inside.
+"""Messages of the protocol between workers and servers. Each reads as a sentence of its sender.
 
-Every message names the generation of the job and, where it comes from a worker, its incarnation: what another
-generation or a former incarnation says is refused. A retry repeats its message to the letter, so it is recognised.
+A message has numbers and names only; tensors travel beside it. It carries the generation of the job and, from a
+worker, the incarnation: messages of another generation or an ended incarnation are refused. A retry repeats its message
+exactly, so that the receiver recognises it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Which life of which worker speaks: rank, and how often that rank was started before."""
+    """The life of a worker that sends a message: its rank, and how often that rank was started before."""
 
     generation: int
     worker: int
@@ -29,11 +30,11 @@ class PushId:
 
     @property
     def sender(self) -> Sender:
-        """The life that made it."""
+        """The life that made the push."""
         return Sender(self.generation, self.worker, self.incarnation)
 
 
-# -- what a worker says ----------------------------------------------------------------------------------------------
+# -- from a worker ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Leave:
 class Push:
     """An update made during `clock`; its tensor travels beside it.
 
-    All my pushes of this table below `settled` have been answered by every server, so their answers may be forgotten.
+    Every server has answered all my pushes of this table below `settled`, so their answers may be forgotten.
     """
 
     id: PushId
@@ -87,18 +88,18 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceTaken:
-    """I have taken in what you delivered up to `clock`; you may send the next."""
+class Taken:
+    """I have installed your delivery of `clock`; you may send the next."""
 
     sender: Sender
     table: str
     clock: int
 
 
-FromWorker = Join | Leave | Push | Clock | Pull | PieceTaken
+FromWorker = Join | Leave | Push | Clock | Pull | Taken
 
 
-# -- what a server answers -------------------------------------------------------------------------------------------
+# -- from a server to a worker ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +123,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """This push is applied, once; keep nothing for it."""
+    """This push is applied, exactly once; you may reuse its tensor."""
 
     id: PushId
 
 
 @dataclass(frozen=True, slots=True)
 class PushRefused:
-    """This push was not and will never be applied."""
+    """This push was not applied and never will be."""
 
     id: PushId
     reason: str
@@ -160,10 +161,10 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """New values, unasked, because the clock advanced; read it as `Fetched`.
+    """New values for a subscriber, sent because the clock advanced; the fields mean the same as in `Fetched`.
 
-    Of a table of rows it brings those that changed after the delivery of clock `since`: -1 is the reader's first one,
-    and -2 says that some may have been lost before it.
+    For a row table, these are the rows that changed after the delivery of clock `since`: -1 marks the reader's first
+    delivery, and -2 means that earlier ones may have been lost.
     """
 
     table: str
@@ -176,7 +177,7 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class PullRefused:
-    """There is nothing to send for this request, and there will not be."""
+    """This pull cannot be answered, now or later."""
 
     request: int
     table: str
@@ -185,7 +186,7 @@ class PullRefused:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRefused:
-    """You do not take part (any more): another life of yours does, or you were given up."""
+    """You do not take part (any more): a newer life of your rank does, or your lease has ended."""
 
     sender: Sender
     reason: str
@@ -194,12 +195,12 @@ class WorkerRefused:
 FromServer = Joined | Left | Held | Applied | PushRefused | Ticked | Fetched | Delivered | PullRefused | WorkerRefused
 
 
-# -- what servers say to each other ----------------------------------------------------------------------------------
+# -- between servers -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Tell me who completed `clock` of `table` once you know; I have applied every clock below it."""
+    """Send me the decision on `clock` of `table` once it is made; I have applied every clock below it."""
 
     generation: int
     server: int
@@ -211,7 +212,7 @@ class Follow:
 class Closed:
     """`clock` of `table` is complete with exactly these contributors, (worker, incarnation) in ascending rank.
 
-    Of their pushes those are left out that `withdrawn` names: (worker, incarnation, sequence number).
+    Except their pushes in `withdrawn`: (worker, incarnation, sequence number).
     """
 
     generation: int

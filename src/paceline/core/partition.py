@@ -1,4 +1,4 @@
-"""Which server owns which elements of a table: integers in, ranges out."""
+"""Partition of a dense table over servers: lengths in, one range of elements per server out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.errors import UsageError
 
 Cut = Literal["anywhere", "between_tensors"]
 
-# Cuts lie on multiples of this many elements from the start of a tensor, so that the vector loops of a piece take the
-# same path as those of the whole tensor: bsp over several servers stays bit-identical to one process.
+# Cuts inside a tensor lie on multiples of this many elements. So the vector loops over a piece take the same path as
+# those over the whole tensor, and bsp over several servers stays bit-identical to one process.
 ALIGNMENT = 64
 
 
@@ -35,17 +35,17 @@ class Range:
 def partition(
     lengths: Sequence[int], num_servers: int, *, cut: Cut = "anywhere", shares: Sequence[float] = ()
 ) -> tuple[Range, ...]:
-    """Cut a table of tensors with `lengths` elements into one contiguous range a server, balanced by size.
+    """Cut a table of tensors with `lengths` elements into one contiguous range per server, balanced by size.
 
     Args:
         lengths: elements of each tensor, in the table's order.
         num_servers: how many ranges to make; some may be empty when the table is small.
         cut: "anywhere" for element-wise rules, "between_tensors" for rules that need whole tensors.
-        shares: how much each server is to hold, as proportions; none for equal parts.
+        shares: how much each server holds, as proportions; empty for equal parts.
 
     Raises:
-        UsageError: more servers with a share than elements (or than tensors, where they cannot be cut), or shares that
-            are none.
+        UsageError: there are more servers with a share than elements (or than tensors, where these cannot be cut), or
+            the shares are not valid.
 
     Example:
         >>> [(r.start, r.stop) for r in partition([100, 100], 2)]
@@ -69,7 +69,7 @@ def partition(
 
 
 def holders(spans: Sequence[Range]) -> tuple[int, ...]:
-    """Return the servers that hold part of a table: the first where it has no elements, to answer reads and pushes.
+    """Return the servers that hold part of a table; of a table without elements the first, which answers for it.
 
     Example:
         >>> holders(partition([100], 2)), holders(partition([0], 2))
@@ -79,10 +79,10 @@ def holders(spans: Sequence[Range]) -> tuple[int, ...]:
 
 
 def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]:
-    """Return the shares of these servers if they are such: one each, none below 0, and not all 0. Or none at all.
+    """Return `shares` if they are valid: empty, or one finite number >= 0 per server and not all 0.
 
     Raises:
-        UsageError: they are not.
+        UsageError: they are not valid.
     """
     fine = all(isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
     if shares and not (fine and len(shares) == num_servers):
@@ -95,19 +95,19 @@ def check_shares(shares: Sequence[float], num_servers: int) -> tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What a server has moved, in and out, and how many seconds it was busy with that."""
+    """The bytes that a server has moved, in and out, and how many seconds it was busy with that."""
 
     size_bytes: float
     busy_s: float
 
 
 def shares_by_speed(former: Sequence[float], efforts: Sequence[Effort]) -> tuple[float, ...]:
-    """Return the shares with which servers would have been busy for equally long; they add up to 1.
+    """Return the shares under which all servers would have been busy equally long; they add up to 1.
 
-    Each gets in proportion to the bytes per second that it managed. A server that had nothing to do keeps its share.
+    Shares are proportional to measured bytes per second. A server that moved nothing keeps its share.
 
     Args:
-        former: the shares of which the efforts come; none for equal parts.
+        former: the shares under which the efforts were measured; empty for equal parts.
         efforts: of each server, by rank.
 
     Example:
@@ -125,11 +125,12 @@ def shares_by_speed(former: Sequence[float], efforts: Sequence[Effort]) -> tuple
 
 
 def shares_over_hosts(workers: Sequence[Hashable], servers: Sequence[Hashable]) -> tuple[float, ...]:
-    """Return the share of each server, so that the lines of all hosts are done at about the same time.
+    """Return the share of each server so that the network links of all hosts finish at about the same time.
 
-    What BytePS computes for one server beside each worker holds for hosts: of n with workers and k with servers
-    alone, h of the former with servers, a host with servers alone keeps so much that n times it is what a host with
-    both sends, 1 + (n - 2) times what that keeps. Servers on one host share what it keeps.
+    The formula of BytePS (Jiang et al., OSDI 2020), applied to hosts. Of n hosts with workers, some hold servers too,
+    each a share b of the values; a host with servers alone holds a share a. A link carries n * a bytes per byte of
+    values at the latter, and 1 + (n - 2) * b at the former; the shares make both equal. Servers on one host divide its
+    share equally.
 
     Args:
         workers: the host of each worker, about as many on each.

@@ -1,4 +1,4 @@
-"""What a worker has said and nobody has answered yet: repeated, with growing pauses, until it is."""
+"""Retransmission of a worker's messages until they are answered, with growing pauses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.messages import FromWorker, Join, Pull
 
-# What is asked, of which server; a later message under the same key replaces the earlier one.
+# (server, kind, identity) of a message; a later message under the same key replaces the earlier one.
 Key = tuple[int, str, int | str]
 
 _LONGEST_PAUSE = 12  # times the first one
@@ -23,7 +23,7 @@ class Unanswered:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether the answer comes once other workers have finished a clock, however long that takes them."""
+        """Whether the answer depends on other workers finishing a clock, which may take any time."""
         return self.bare or isinstance(self.message, Pull)
 
 
@@ -36,35 +36,35 @@ class Retransmit:
 
     def add(self, key: Key, message: FromWorker, now: float) -> None:
         """Expect an answer under this key."""
-        self._unanswered.pop(key, None)  # what replaces an earlier message is said after all that came between
+        self._unanswered.pop(key, None)  # a replacement goes to the end of the order of sending
         self._unanswered[key] = Unanswered(message, due=now + self.retry_s)
 
     def answered(self, key: Key) -> bool:
-        """Note an answer; say whether one was expected."""
+        """Note an answer; return whether one was expected."""
         return self._unanswered.pop(key, None) is not None
 
     def make_bare(self, key: Key) -> None:
-        """Repeat this one without its tensor from now on, and patiently: the server has it."""
+        """Repeat a push without its tensor from now on, and count its attempts anew: the server holds it."""
         if key in self._unanswered:
             self._unanswered[key].bare = True
             self._unanswered[key].attempts = 1
 
     def message(self, key: Key) -> FromWorker | None:
-        """Return what waits under this key."""
+        """Return the message that waits under this key, or None."""
         entry = self._unanswered.get(key)
         return entry.message if entry else None
 
     def for_server(self, server: int) -> list[Unanswered]:
-        """Return all that this server has not answered, in the order it was first said, but a join before all else."""
+        """Return the messages that this server has not answered, in the order of sending, but a join first."""
         entries = [entry for key, entry in self._unanswered.items() if key[0] == server]
         return sorted(entries, key=lambda entry: not isinstance(entry.message, Join))
 
     def next_due(self) -> float | None:
-        """Return when something is to be repeated next."""
+        """Return when the next message is due to be repeated, or None."""
         return min((entry.due for entry in self._unanswered.values()), default=None)
 
     def repeat_due(self, now: float) -> list[tuple[int, Unanswered]]:
-        """Return (server, message) of all that is due; the pause before the next time doubles."""
+        """Return (server, message) of all messages that are due, and double the pause before their next repetition."""
         due = [(key[0], entry) for key, entry in self._unanswered.items() if entry.due <= now]
         for _, entry in due:
             entry.due = now + self.retry_s * min(2**entry.attempts, _LONGEST_PAUSE)

@@ -1,13 +1,12 @@
 """A worker's reads of row tables: each of some rows, several at a time.
 
-Which rows a read lacks is the driver's to find (they are many, and the core counts servers, not rows): a row is fresh
-when it was fetched at a clock that the reader may use, or when deliveries of its server have reached one. Rules here:
+The driver finds which rows a read lacks; the core counts servers, not rows. A row is fresh if it was fetched at a clock
+that the reader may use, or if the deliveries of its server have reached such a clock. Rules:
 1. A read ends when every server that it waits for has answered it, or has delivered a clock that it may use.
-2. A read that waits for a delivery asks for its rows itself if none comes: deliveries may be lost with a connection.
-3. Deliveries say what changed since the one before, so they count in an unbroken chain; where it breaks, nothing that
-   was kept of this server is relied on.
-4. What comes from a server counts in the order in which that has made it: an answer that was overtaken is asked for
-   again.
+2. A read that waits for a delivery pulls its rows itself if none comes: deliveries may be lost with a connection.
+3. A delivery has the changes since the one before, so deliveries count only in an unbroken chain. When the chain
+   breaks, all cached rows of this server are dropped.
+4. Messages of a server count in the order in which it made them: an answer that was overtaken is pulled again.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from dataclasses import dataclass, field
 from paceline.core.consistency import Consistency
 from paceline.core.effects import Fail, Forget, InstallRows, ReadDone, Send, WorkerEffect
 from paceline.core.events import WantRows
-from paceline.core.messages import Delivered, Fetched, PieceTaken, Pull, Sender
+from paceline.core.messages import Delivered, Fetched, Pull, Sender, Taken
 from paceline.core.retransmit import Key, Retransmit
 
 
 @dataclass(slots=True)
 class _RowTable:
     consistency: Consistency
-    # The clock that the deliveries of each server have reached. Invariant: all rows of it that are kept here contain
-    # every update below.
+    # The clock that the deliveries of each server have reached. Invariant: all cached rows of that server contain every
+    # update below.
     delivered: dict[int, int] = field(default_factory=dict[int, int])
-    # The last delivery of each server, to know a copy of it.
+    # The last delivery of each server, to recognise a copy of it.
     last: dict[int, Delivered] = field(default_factory=dict[int, Delivered])
     # (clock, version) of the newest rows that each server has sent. Invariant: both only grow.
     newest: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def overtook(self, server: int, message: Fetched | Delivered) -> bool:
-        """Say whether newer rows have come before these; if not, these are the newest."""
+        """Return whether newer rows arrived before these; if not, record these as the newest."""
         made = message.clock, message.version
         if made < self.newest.get(server, made):
             return True
@@ -45,9 +44,9 @@ class _RowTable:
 class _RowReading:
     table: str
     needs: int
-    fetching: set[int]  # servers that have yet to answer this read
-    delivering: set[int]  # servers whose deliveries have yet to reach `needs`
-    oldest: int | None = None  # the oldest clock among what has come
+    fetching: set[int]  # servers that have not answered this read yet
+    delivering: set[int]  # servers whose deliveries have not reached `needs` yet
+    oldest: int | None = None  # the oldest clock among the rows that have arrived
     source: str = "cache"
 
     def came(self, server: int, clock: int, source: str) -> None:
@@ -67,11 +66,11 @@ class RowReads:
     _open: dict[int, _RowReading] = field(default_factory=dict[int, _RowReading])
 
     def __contains__(self, table: str) -> bool:
-        """Say whether this is an open row table."""
+        """Return whether this is an open row table."""
         return table in self._tables
 
     def open(self, table: str, consistency: Consistency) -> None:
-        """Work with a row table."""
+        """Open a row table; opening it again changes nothing."""
         self._tables.setdefault(table, _RowTable(consistency))
 
     def consistency(self, table: str) -> Consistency:
@@ -87,12 +86,12 @@ class RowReads:
         return {s for r in self._open.values() if r.table == table for s in (*r.fetching, *r.delivering)}
 
     def asked(self, server: int, request: int) -> Pull | None:
-        """Return the pull that a server has yet to answer for a read, if there is one."""
+        """Return the pull of a read that a server has not answered yet, or None."""
         message = self.retransmit.message(_key(server, request))
         return message if isinstance(message, Pull) else None
 
     def want(self, event: WantRows, request: int, clock: int, now: float, effects: list[WorkerEffect]) -> None:
-        """Begin a read."""
+        """Start a read."""
         needs = event.needs
         reading = _RowReading(event.table, needs, set(event.fetch), set(event.deliver))
         self._open[request] = reading
@@ -104,7 +103,7 @@ class RowReads:
         self._finish(request, effects)
 
     def on_fetched(self, server: int, message: Fetched, effects: list[WorkerEffect]) -> None:
-        """Take in the answer to a read; one that nobody waits for any more changes nothing."""
+        """Process the answer to a read; a late answer changes nothing."""
         asked, reading = self.asked(server, message.request), self._open.get(message.request)
         if asked is None or reading is None:
             return
@@ -122,10 +121,10 @@ class RowReads:
         self._finish(message.request, effects)
 
     def on_delivered(self, server: int, message: Delivered, effects: list[WorkerEffect]) -> None:
-        """Take in rows that changed; only then may reads rely on the clock that they bring."""
-        table, taken = self._tables[message.table], PieceTaken(self.sender, message.table, message.clock)
+        """Process rows that changed; only after that may reads rely on the clock of the delivery."""
+        table, taken = self._tables[message.table], Taken(self.sender, message.table, message.clock)
         if table.last.get(server) == message:
-            effects.append(Send(server, taken))  # the first one may be lost
+            effects.append(Send(server, taken))  # the first confirmation may be lost
             return
         before = table.delivered.get(server, -1)
         if table.overtook(server, message) or message.since != before:
@@ -141,7 +140,7 @@ class RowReads:
                 self._finish(request, effects)
 
     def on_connected(self, server: int) -> None:
-        """Wait for no delivery, it may be lost: what is unanswered is asked again anyway."""
+        """Stop waiting for deliveries, which may be lost; the unanswered pulls are repeated anyway."""
         for reading in self._open.values():
             if server in reading.delivering:
                 reading.delivering.discard(server)

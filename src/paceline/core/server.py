@@ -1,11 +1,11 @@
-"""The server's side of the protocol, as a pure machine: events in, effects out, time as an argument.
+"""The server's side of the protocol as a pure state machine: events in, effects out, time as an argument.
 
-Rules this file keeps, whatever arrives in whatever order:
+Rules that hold for any order of events:
 1. A read is answered once the table's clock is at least what the reader needs, and not before.
-2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer. Where an update fails,
-   the answer to its pushes is a refusal: the driver tells that by `Unapplied`, in the place of the acknowledgement.
-3. Nothing from an ended life or another generation changes anything.
-4. Whoever waits only for workers that are gone is released.
+2. A push is applied once, and acknowledged after it is applied. Every copy gets the same answer. When an update fails,
+   its pushes are refused: the driver reports `Unapplied` instead of sending the acknowledgement.
+3. Messages from an ended life or another generation change nothing.
+4. A wait for workers that are all gone ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from paceline.core.events import (
     Unapplied,
     Woke,
 )
-from paceline.core.membership import Incarnation
-from paceline.core.membership import WorkerLives as Lives
+from paceline.core.membership import Incarnation, WorkerLives
 from paceline.core.messages import (
     Applied,
     Clock,
@@ -46,13 +45,13 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
-    PieceTaken,
     Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
     Sender,
+    Taken,
     Ticked,
     WorkerRefused,
 )
@@ -60,29 +59,29 @@ from paceline.core.settings import ServerSettings
 from paceline.core.tables import ServedTable
 from paceline.errors import ProtocolBug
 
-ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | PieceTaken | Follow | Closed
+ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
 
 LEAD = 0  # the server that decides who contributes to a clock
-MAX_EARLY = 1 << 12  # questions of followers about tables that are yet to be declared
+MAX_EARLY = 1 << 12  # `Follow` messages kept for tables that are not declared yet
 
 
 @dataclass(slots=True)
 class ServerCore:
-    """One server's protocol state. Drive it with `handle`, and again when `next_deadline` has passed."""
+    """The protocol state of one server. Call `handle` for every event, and with `Timeout` after `next_deadline`."""
 
     settings: ServerSettings
     started: float
-    # For others to look at; what changes them are events alone.
-    lives: Lives = field(init=False)
+    # Public for reading; only events change them.
+    lives: WorkerLives = field(init=False)
     tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
     _clocks: Clocks = field(init=False)
-    _has_more: bool = False  # clocks are to be closed that an event has left
-    # What followers have asked about tables that are yet to be declared here.
+    _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
+    # From followers, about tables that are not declared here yet.
     _early: list[Follow] = field(default_factory=list[Follow])
 
     def __post_init__(self) -> None:
-        """Count on the expected workers from the start, so that no early one runs ahead of them."""
-        self.lives = Lives(self.settings.generation)
+        """Count the expected workers from the start, so that an early one does not run ahead of the others."""
+        self.lives = WorkerLives(self.settings.generation)
         self._clocks = Clocks(slowest=self.settings.clock)
         for worker in self.settings.workers:
             self.lives.expect(worker, self.started + self.settings.join_timeout_s)
@@ -91,7 +90,7 @@ class ServerCore:
     # -- driving -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: ServerEvent, now: float) -> list[ServerEffect]:
-        """Take in one event and return what is to be done, in this order."""
+        """Process one event; return the effects to perform, in order."""
         effects: list[ServerEffect] = []
         match event:
             case Push():
@@ -100,7 +99,7 @@ class ServerCore:
                 self._on_clock(event, effects)
             case Pull():
                 self._on_pull(event, effects)
-            case PieceTaken():
+            case Taken():
                 self._on_taken(event, effects)
             case InvalidPush():
                 self._on_push(event.push, event.reason, effects)
@@ -147,16 +146,16 @@ class ServerCore:
         return self._clocks.past(-1)
 
     def waiting_pulls(self) -> list[Pull]:
-        """Return the pulls that wait for other workers, by table."""
+        """Return the pulls that wait for other workers, table by table."""
         return [pull for table in self.tables.values() for pull in table.readers.waiting()]
 
     def behind(self, clock: int) -> list[int]:
-        """Return the members that have yet to finish some clock below this one, in ascending order."""
+        """Return the members that have not finished every clock below this one, in ascending order."""
         finished = set(self._clocks.past(clock - 1))
         return [worker for worker in self.members if worker not in finished]
 
     def whereabouts(self, worker: int) -> str:
-        """Say what is known of a member that waits for nothing."""
+        """Return a description of a member that waits for nothing."""
         life = self.lives.current(worker)
         if life is None or life.joined_at is None:
             return "has not joined yet"
@@ -188,7 +187,7 @@ class ServerCore:
             self._decide_push(push, invalid, effects)
 
     def _filed_under(self, table: str) -> str:
-        """Return under which name answers are kept: one for all tables that do not exist, so that it has a bound."""
+        """Return the name that answers are kept under: all unknown tables share one, which bounds their number."""
         return table if table in self.tables else ""
 
     def _decide_push(self, push: Push, invalid: str, effects: list[ServerEffect]) -> None:
@@ -238,7 +237,7 @@ class ServerCore:
         self._progress(before, effects)
 
     def _progress(self, before: int, effects: list[ServerEffect]) -> None:
-        """Follow a change of the clocks: close what is complete, then release and deliver."""
+        """React to a change of the clocks: close complete ones, then answer and deliver."""
         self._has_more = False
         for name, table in self.tables.items():
             if table.closes_clocks:
@@ -247,7 +246,7 @@ class ServerCore:
                 self._release(name, table, effects)
 
     def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
-        """On the lead: close clocks that enough workers have finished, some at a time, and tell those who wait."""
+        """On the lead: close at most MAX_AT_ONCE complete clocks, and send the decisions to the followers."""
         last = table.commit.clock + MAX_AT_ONCE
         while not self._follows and table.is_complete(self._clocks):
             clock = table.commit.clock
@@ -293,8 +292,8 @@ class ServerCore:
         if event.generation != self.settings.generation:
             return
         table = self.tables.get(event.table)
-        if table is None:  # a worker has declared it there first
-            if len(self._early) < MAX_EARLY:  # else it is asked again
+        if table is None:  # a worker has declared it on the follower first
+            if len(self._early) < MAX_EARLY:  # else the follower asks again
                 self._early.append(event)
         elif table.closes_clocks:
             decision = table.commit.follow(event.server, event.clock)
@@ -319,7 +318,7 @@ class ServerCore:
         elif table.readers.ask(pull, self.clock_of(pull.table)):
             effects.append(self._values(pull, table))
 
-    def _on_taken(self, event: PieceTaken, effects: list[ServerEffect]) -> None:
+    def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
             table.readers.taken(event.sender.worker, event.clock)
@@ -387,7 +386,7 @@ class ServerCore:
         self._admit(sender, effects)
 
     def _admit(self, sender: Sender, effects: list[ServerEffect]) -> None:
-        """Let a life begin, at the slowest clock (a worker that was expected keeps the place it has)."""
+        """Start a life at the slowest clock; an expected worker keeps its clock."""
         clock = (
             self._clocks.of(sender.worker)
             if sender.worker in self._clocks
@@ -429,9 +428,9 @@ class ServerCore:
             self._progress(self._clocks.slowest, effects)
 
     def _give_up(self, worker: int, life: Incarnation, change: str, reason: str, effects: list[ServerEffect]) -> None:
-        """End a life: forget what it waits for, drop what it pushed for open clocks, release who waits for it.
+        """End a life: forget its reads, drop its pushes for open clocks, and release the workers that wait for it.
 
-        Only the lead drops: another server may have yet to apply a clock that the lead has closed with this worker.
+        Only the lead drops pushes: a follower may not have applied a clock yet that the lead closed with this worker.
         """
         for table in self.tables.values():
             table.readers.forget(worker)
@@ -443,10 +442,10 @@ class ServerCore:
         effects.append(MembershipChanged(worker, life.incarnation, change, reason))
         self._progress(before, effects)
 
-    # -- small things ------------------------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------------------------
 
     def _life_of(self, sender: Sender, effects: list[ServerEffect]) -> Incarnation | None:
-        """Return the life that this sender is, or refuse it."""
+        """Return the sender's life; when it may not act, refuse it and return None."""
         objection = self.lives.objection(sender)
         if objection:
             if not self.lives.has_left(sender):

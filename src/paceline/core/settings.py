@@ -1,4 +1,4 @@
-"""What the cores are told once, at their start. Times are seconds."""
+"""Settings of the cores, fixed at their start. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Final
 
 from paceline.core.messages import Sender
 
-WAIT_TIMEOUT_S: Final = 600.0  # for a wait of a worker, where the user says nothing else
+WAIT_TIMEOUT_S: Final = 600.0  # the default for a worker's waits
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server core is told once.
+    """Settings of a server core.
 
     Args:
         server: rank of this server; rank 0 is the lead.
         num_servers: how many servers share the tables.
+        generation: how often the job was started or restored.
         workers: ranks that are expected to join; the clock waits for them until `join_timeout_s` has passed.
-        lease_s: how long a worker may be disconnected before it is given up.
-        retry_s: how often an unanswered question to the lead is repeated.
-        shares: how much of each table every server holds, as proportions; none for equal parts.
-        clock: where the job goes on, of which all clocks below were finished before.
+        join_timeout_s: how long an expected worker may take to join.
+        lease_s: how long a worker may be disconnected before it is evicted.
+        retry_s: the time between repetitions of an unanswered `Follow` to the lead.
+        shares: how much of each table every server holds, as proportions; empty for equal parts.
+        clock: the first clock; a restored job has finished all clocks below.
     """
 
     server: int
@@ -37,15 +39,15 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker core is told once.
+    """Settings of a worker core.
 
     Args:
         sender: generation, rank and incarnation of this worker.
-        num_servers: how many servers there are; clocks are told to all of them.
-        retry_s: after how long an unanswered message is repeated for the first time; the pauses double, up to 12 times
-            this. Long on carriers that lose nothing, short on those that do.
-        max_attempts: how often a message is sent before the worker gives up; reads, and pushes that are held, wait for
-            other workers, and for as long as the caller does.
+        num_servers: how many servers there are; ticks go to all of them.
+        retry_s: the time before the first repetition of an unanswered message; the pauses double, up to 12 times
+            this. Long on transports that lose nothing, short on those that do.
+        max_attempts: how often a message is sent before the worker fails. Reads and held pushes have no limit: they
+            depend on other workers, and the caller has a timeout of its own.
         shares: how much of each table every server holds; see `ServerSettings`.
     """
 

@@ -1,4 +1,4 @@
-"""What the state of a job's waits means: in words, and whether those that wait could ever go on."""
+"""Deadlock detection: which waiting workers can never continue, and descriptions of waits for messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PLURAL = {"waits": "wait", "is": "are", "has": "have"}
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """What a worker waits in, beginning with a verb ("waits for a batch"), and the workers that keep it waiting.
+    """A wait of a worker: its description and the workers that it waits for.
 
-    `says` may have a place for their names: "waits for clock 3 of {}".
+    `says` begins with a verb ("waits for a batch") and may have a place for their names: "waits for clock 3 of {}".
     """
 
     says: str
@@ -21,7 +21,7 @@ class Waiter:
 
 
 def stuck(waiters: Mapping[int, Waiter]) -> set[int]:
-    """Return the workers that can never go on, as each of them waits for another one of them.
+    """Return the workers in deadlock: each of them waits for another one of them.
 
     >>> sorted(stuck({0: Waiter("", (1,)), 1: Waiter("", (0,)), 2: Waiter("", (3,))}))
     [0, 1]
@@ -33,7 +33,7 @@ def stuck(waiters: Mapping[int, Waiter]) -> set[int]:
 
 
 def describe(waiters: Mapping[int, Waiter], whereabouts: Callable[[int], str]) -> str:
-    """Say who waits for which workers, and what is known of those that wait for nothing.
+    """Return a sentence about which workers wait for which, and what those are doing that do not wait.
 
     >>> waiters = {1: Waiter("waits for clock 4 of {}", (0,)), 2: Waiter("waits for clock 4 of {}", (0,))}
     >>> describe(waiters, lambda _: "is at clock 4")
@@ -51,7 +51,7 @@ def describe(waiters: Mapping[int, Waiter], whereabouts: Callable[[int], str]) -
 
 
 def names(workers: Sequence[int]) -> str:
-    """Name workers, not all where they are many.
+    """Return the names of workers; of more than 8, the first 8 and the number of the others.
 
     >>> names([2]), names([0, 3]), names([])
     ('worker 2', 'workers 0, 3', 'no worker')

@@ -1,4 +1,4 @@
-"""What a server core keeps for each table: its policy, its readers, the clock it has closed."""
+"""The protocol state of one table on one server: its consistency, its readers and its current clock."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class ServedTable:
     commit: ClockCommit
     keyed: bool = False  # a table of rows
     readers: ReadQueue = field(init=False)
-    # Counts the updates applied here; a reader uses it to tell a newer value from an older one.
+    # Number of updates applied here; a reader orders values by it.
     version: int = 0
     ask_lead_at: float = 0.0
 
     def __post_init__(self) -> None:
-        """Send new values to readers where the policy says so."""
+        """Create the read queue, which has subscribers if the consistency delivers on clock."""
         self.readers = ReadQueue(self.consistency.deliver == "on_clock", self.keyed)
 
     @property
     def closes_clocks(self) -> bool:
-        """Say whether updates become visible clock by clock."""
+        """Whether updates become visible clock by clock."""
         return self.consistency.visible == "on_clock"
 
     def is_complete(self, clocks: Clocks) -> bool:
-        """Say whether enough workers have finished its current clock, and no server is too far behind to close it."""
+        """Return whether enough workers have finished its current clock, and no follower is too far behind."""
         clock, backups = self.commit.clock, self.consistency.backups
         if self.commit.is_far_ahead:
             return False
@@ -44,11 +44,11 @@ class ServedTable:
         return len(clocks.past(clock)) >= max(1, len(clocks) - backups)
 
     def fetched(self, pull: Pull, clock: int, dedup: DedupWindow) -> Fetched:
-        """Return the answer to a pull, to go with the values as they are now."""
+        """Return the answer to a pull, to be sent with the current values."""
         includes = dedup.applied_in(self.name)
         return Fetched(pull.request, self.name, clock, self.version, dedup.settled_in(self.name), includes)
 
     def delivered(self, worker: int, clock: int, dedup: DedupWindow) -> Delivered:
-        """Return the notice of new values to a subscriber, to go with the values as they are now."""
+        """Return a delivery to a subscriber, to be sent with the current values."""
         includes, since = dedup.applied_in(self.name), self.readers.before(worker)
         return Delivered(self.name, clock, self.version, dedup.settled_in(self.name), includes, since)

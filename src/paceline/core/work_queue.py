@@ -1,14 +1,14 @@
-"""Who works on what: each piece of work is given out until it counts, and counts once.
+"""The work queue: leases pieces of work to workers until each piece counts, exactly once.
 
-Work comes in rounds, in the order of their names; a round has a share for each home (the samples of a worker's clock,
-say), and a share has pieces. A worker that comes to a round takes what is left of earlier rounds that nobody is in any
-more, then the pieces of its own share, then those of the share that lags most: the one of which most is left. Only the
-last pieces a slow worker leaves to faster ones, if they are through with them sooner.
+Work comes in ascending rounds. A round has a share for each home (the samples of a worker's clock, say), and a share
+has pieces. A worker that reaches a round gets the remaining pieces of earlier rounds without workers, then those of its
+own share, then those of the share with the most pieces left. A slow worker gets none of the last pieces if faster ones
+finish them sooner.
 
-Rules that this file keeps, whatever comes in whatever order:
-1. A piece is free, held by one life, or settled; what is settled never comes back.
-2. What a life holds when it ends is free again.
-3. Nobody works on a round before coming to it, and a round that somebody has come to is the same for all.
+Rules that hold for any order of calls:
+1. A piece is free, held by one life, or settled; a settled piece stays so.
+2. When a life ends, its pieces are free again.
+3. A worker gets no piece of a round before it reaches it, and an opened round is the same for all.
 4. An epoch is over only when every piece of it is settled, and then for all.
 """
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Life = tuple[int, int]  # (rank, incarnation) of a worker
-# What a worker is told that gets no piece: nothing is left of this round; the epoch is over; begin with another round.
+# The answer without a piece: nothing is left of this round; the epoch is over; begin with another round.
 Word = Literal["rest", "over", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkRound:
-    """Part of the work that all workers share at a time; `number` counts within an epoch."""
+    """The work that all workers share at a time; `number` counts within an epoch."""
 
     epoch: int
     number: int
@@ -37,7 +37,7 @@ _BEGINNING = WorkRound(-1, -1)  # before the first
 
 @dataclass(frozen=True, slots=True)
 class WorkPiece:
-    """A piece of a round, by the home whose share it is of and its place in that."""
+    """A piece of a round: the home of its share, and its index there."""
 
     round: WorkRound
     home: int
@@ -46,10 +46,10 @@ class WorkPiece:
 
 @dataclass(frozen=True, slots=True)
 class WorkAnswer:
-    """What a worker gets that asks for work: a piece of a round, or else a word about it.
+    """The answer to a claim: a piece of a round, or a word about the round.
 
-    `num_left`: how many pieces were free then for whoever comes to that round. `again`: whoever had this piece before
-    has ended without delivering it.
+    `num_left`: how many pieces were free at that time. `again`: a former holder of this piece has ended without
+    delivering it.
     """
 
     word: Word | Literal["piece"]
@@ -63,45 +63,45 @@ class WorkAnswer:
 @dataclass(frozen=True, slots=True)
 class _Lease:
     piece: WorkPiece
-    taken_in: WorkRound  # where its holder was
+    taken_in: WorkRound  # the round of its holder at the time
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Stand:
     round: WorkRound
-    clock: int  # that was under way when its holder came there
+    clock: int  # of its holder when it reached the round
 
 
 @dataclass(slots=True)
 class WorkQueue:
-    """The pieces of one work, from the first round that somebody comes to."""
+    """The pieces of one work, from the first round that a worker reaches."""
 
-    # Rounds up to here have been opened, in order. What the two books below do not have of them is settled.
+    # Rounds up to here have been opened, in order. Their pieces that are neither free nor held are settled.
     _newest: WorkRound = _BEGINNING
-    # Round -> home -> free pieces in ascending order. Invariant: nothing in it is empty.
+    # Round -> home -> free pieces in ascending order. Invariant: no dict or list in it is empty.
     _free: dict[WorkRound, dict[int, list[int]]] = field(default_factory=dict[WorkRound, dict[int, list[int]]])
     _held: dict[Life, list[_Lease]] = field(default_factory=dict[Life, list[_Lease]])
-    # Where each life is that has ever asked and has not ended. Invariant: nobody goes back.
+    # The round of each life that has claimed work and has not ended. Invariant: never decreases.
     _places: dict[Life, _Stand] = field(default_factory=dict[Life, _Stand])
-    _num_taken: dict[Life, int] = field(default_factory=dict[Life, int])  # by each of those, since it came there
+    _num_taken: dict[Life, int] = field(default_factory=dict[Life, int])  # by each of those, in its round
     _returned: set[WorkPiece] = field(default_factory=set[WorkPiece])  # of the newest epoch, by lives that have ended
-    # Rounds behind the last one of their epoch, for pieces that came back late.
+    # Rounds after the last one of their epoch, for pieces that were freed late.
     _extra: set[WorkRound] = field(default_factory=set[WorkRound])
 
     def ask(self, life: Life, place: WorkRound, sizes: Sequence[int], clock: int = 0) -> WorkAnswer | None:
-        """Return what a life gets in the round to which it has come; None if it has to wait for others.
+        """Return the answer to a life in the round that it has reached; None if it has to wait for others.
 
-        What it took in earlier rounds is settled by that: whoever goes on has delivered. Asking again after None is
-        asking once.
+        Its pieces of earlier rounds are settled: a worker moves on only after delivering them. To repeat the call after
+        None is harmless.
 
         Args:
-            life: who asks.
-            place: the round to which it has come.
-            sizes: pieces of each share, by home; none behind the last round of an epoch, where the end is waited for.
-            clock: that it has begun: how those find a place who were started again, as they begin at a clock.
+            life: the caller.
+            place: the round that it has reached.
+            sizes: pieces of each share, by home; empty after the last round of an epoch, to wait for its end.
+            clock: the clock that the caller has begun; a restarted worker finds its round by it.
         """
         last = self._places.setdefault(life, _Stand(self._start(life, clock), clock)).round
-        if place < last:  # a worker that was started again: its script is at the beginning, the others are not
+        if place < last:  # a restarted worker: its script is at the beginning, the others are not
             return WorkAnswer("elsewhere", last)
         if place > last or life not in self._num_taken:
             self._places[life], self._num_taken[life] = _Stand(place, clock), 0
@@ -118,34 +118,35 @@ class WorkQueue:
         return WorkAnswer("over", place) if self.is_settled(place) else None
 
     def settle(self, life: Life) -> None:
-        """Count all that a life holds: the update that carries it is applied."""
+        """Settle the pieces of a life: the update that contains them is applied."""
         if life in self._held:
             self._held[life] = []
 
     def end(self, life: Life) -> list[WorkPiece]:
-        """Free what a life holds of the epoch that takes part no longer; return it."""
+        """End a life; free its pieces of the newest epoch and return them."""
         self._places.pop(life, None)
         self._num_taken.pop(life, None)
-        work_queue = self._held.pop(life, [])
-        back = [lease.piece for lease in work_queue if lease.piece.round.epoch == self._newest.epoch]
+        leases = self._held.pop(life, [])
+        back = [lease.piece for lease in leases if lease.piece.round.epoch == self._newest.epoch]
         self._returned.update(back)
         for piece in back:
             insort(self._free.setdefault(piece.round, {}).setdefault(piece.home, []), piece.index)
         return back
 
     def is_settled(self, place: WorkRound) -> bool:
-        """Say whether every piece of the rounds up to this one is settled."""
-        held = (lease.piece.round for work_queue in self._held.values() for lease in work_queue)
+        """Return whether every piece of the rounds up to this one is settled."""
+        held = (lease.piece.round for leases in self._held.values() for lease in leases)
         return min([*self._free, *held], default=self._newest) > place or not (self._free or any(self._held.values()))
 
     def holders(self) -> list[int]:
-        """Return the ranks of those that hold pieces, in ascending order."""
-        return sorted({rank for (rank, _), work_queue in self._held.items() if work_queue})
+        """Return the ranks of the workers that hold pieces, in ascending order."""
+        return sorted({rank for (rank, _), leases in self._held.items() if leases})
 
     def _is_too_slow(self, life: Life, place: WorkRound) -> bool:
-        """Say whether others would be through with all that is left before this life with one piece more.
+        """Return whether faster workers would finish all free pieces before this one finishes one more.
 
-        Their speeds are what they have taken in this round so far. On average each is half through with its last.
+        The speed of a worker is the number of pieces that it has taken in this round; on average, half of its last
+        piece is done.
         """
         own = self._num_taken[life]
         faster = [self._num_taken[other] for other in self._at_work(place) if self._num_taken[other] > own]
@@ -155,21 +156,21 @@ class WorkQueue:
         return turns / max(faster) < 1 / own
 
     def _at_work(self, place: WorkRound) -> list[Life]:
-        """Return who is in this round and has not delivered yet, and so may ask for more of it."""
+        """Return the lives in this round that hold pieces, and so may claim more."""
         return [life for life, where in self._places.items() if where.round == place and self._held.get(life)]
 
     @property
     def num_free(self) -> int:
-        """Count the pieces that nobody has."""
+        """The number of free pieces."""
         return sum(len(rest) for shares in self._free.values() for rest in shares.values())
 
     @property
     def num_rounds(self) -> int:
-        """Count the rounds that have pieces without an owner."""
+        """The number of rounds with free pieces."""
         return len(self._free)
 
     def _open(self, place: WorkRound, sizes: Sequence[int]) -> None:
-        if place.epoch > self._newest.epoch:  # whoever has left an epoch before its end has ended it for all
+        if place.epoch > self._newest.epoch:  # a worker that leaves an epoch before its end has ended it for all
             self._free.clear()
             self._returned.clear()
         self._newest = place
@@ -186,7 +187,7 @@ class WorkQueue:
         shares = self._free[first]
         if life[0] in shares:
             home, at = life[0], 0
-        else:  # from behind, where the owner of the share comes last
+        else:  # from the end, which the owner of the share reaches last
             home, at = max(shares, key=lambda home: (len(shares[home]), -home)), -1
         piece = WorkPiece(first, home, shares[home].pop(at))
         self._held[life].append(_Lease(piece, place))
@@ -197,10 +198,10 @@ class WorkQueue:
         return piece
 
     def _start(self, life: Life, clock: int) -> WorkRound:
-        """Return where a life begins: at the beginning, or after another of its rank in the round of its clock.
+        """Return the first round of a life: the beginning, or for a restarted worker the round of its clock.
 
-        That is the round of the hindmost, or the one behind it, to which nobody may have come: where all have finished
-        the clock of a round, whoever came into that round would be a clock ahead of them for ever.
+        That is the round of the slowest worker, or the next one if the slowest has not begun this clock: in the same
+        round, the restarted worker would stay a clock ahead of the others.
         """
         if life[1] == 0:
             return _BEGINNING

@@ -1,10 +1,9 @@
-"""The worker's side of the protocol, as a pure machine: wishes and answers in, messages and results out.
+"""The worker's side of the protocol as a pure state machine: calls and answers in, messages and results out.
 
-Rules this file keeps:
-1. A tick is sent only after every server has every push that it closes; so a tick seen anywhere vouches for all parts.
+Rules:
+1. A tick is sent only after every server has every push that it closes, so a tick seen by one server vouches for all.
 2. A retry repeats the same message with the same identity.
-3. The cached copy only ever gets newer, and a read is served from it only while it is fresh enough for the reader's
-   own clock.
+3. The cached copy only gets newer, and a read is served from it only while it is fresh enough for the reader's clock.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from paceline.core.messages import (
     Joined,
     Leave,
     Left,
-    PieceTaken,
     Pull,
     PullRefused,
     Push,
     PushId,
     PushRefused,
+    Taken,
     Ticked,
     WorkerRefused,
 )
@@ -71,7 +70,7 @@ class _Table:
     # (clock, version) of the cached part of each server. Invariant: both only grow. Absent = never seen.
     have: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     reading: _Reading | None = None
-    # Pushes that some server has neither applied nor refused: sequence number -> how many were made before.
+    # Pushes that some server has neither applied nor refused: sequence number -> number of pushes made before it.
     unsettled: dict[int, int] = field(default_factory=dict[int, int])
     num_made: int = 0
 
@@ -82,13 +81,13 @@ class _Table:
 @dataclass(slots=True)
 class _Pushed:
     push: Push
-    unseen: set[int]  # servers that have not said that they have it
+    unseen: set[int]  # servers that have not confirmed that they have it
     unsettled: set[int]  # servers that have neither applied nor refused it
 
 
 @dataclass(slots=True)
 class WorkerCore:
-    """One worker's protocol state. Drive it with `handle`, and again when `next_deadline` has passed."""
+    """The protocol state of one worker. Call `handle` for every event, and with `Timeout` after `next_deadline`."""
 
     settings: WorkerSettings
     clock: int = 0
@@ -98,9 +97,9 @@ class WorkerCore:
     _pushed: dict[int, _Pushed] = field(default_factory=dict[int, _Pushed])
     next_seq: int = 0
     next_request: int = 1
-    # Invariant: every push of the clocks below is on every server that has a part in it.
+    # Invariant: every push of the clocks below is on every server that holds a part of its table.
     _ticked: int = 0
-    # How many pushes of each clock some server has yet to say that it has.
+    # By clock, the number of pushes that some server has not confirmed yet.
     _unseen: Counter[int] = field(default_factory=Counter[int])
     # (table, clock, sequence number) of pushes that some server refused.
     _withdrawn: set[tuple[str, int, int]] = field(default_factory=set[tuple[str, int, int]])
@@ -110,14 +109,14 @@ class WorkerCore:
     rows: RowReads = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with nothing said."""
+        """Start with no message under way."""
         self._retransmit = Retransmit(self.settings.retry_s)
         self.rows = RowReads(self.settings.sender, self._retransmit)
 
     # -- driving -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerEffect]:
-        """Take in one event and return what is to be done, in this order."""
+        """Process one event; return the effects to perform, in order."""
         effects: list[WorkerEffect] = []
         match event:
             case Arrived():
@@ -154,7 +153,7 @@ class WorkerCore:
         return next(iter(self._tables[table].unsettled), self.next_seq)
 
     def may_push(self, table: str) -> bool:
-        """Return whether servers take one more push of this table: they remember the answers to so many."""
+        """Return whether servers accept one more push of this table: they keep at most WINDOW answers."""
         entry = self._tables[table]
         return entry.num_made - next(iter(entry.unsettled.values()), entry.num_made) < WINDOW
 
@@ -166,7 +165,7 @@ class WorkerCore:
         return held and oldest is not None and self._pushed[oldest].push.clock == self.clock
 
     def awaits(self, server: int, message: Fetched) -> bool:
-        """Say whether this is the answer that a read is waiting for, and not one that comes late or twice."""
+        """Return whether a read waits for this answer; False for a late or repeated one."""
         table = self._tables.get(message.table)
         reading = table.reading if table else None
         return reading is not None and reading.request == message.request and server in reading.awaited
@@ -191,7 +190,7 @@ class WorkerCore:
             self._say((server, "push", push_id.seq), push, now, effects)
 
     def _tick(self, now: float, effects: list[WorkerEffect]) -> None:
-        """Tell the servers the clocks that are finished, as far as all pushes that belong to them have arrived."""
+        """Send the finished clocks to all servers, up to the first with a push that has not arrived everywhere."""
         ready = min((clock for clock in self._unseen if clock < self.clock), default=self.clock)
         if ready > self._ticked:
             self._ticked = ready
@@ -232,14 +231,14 @@ class WorkerCore:
                     del self._unseen[clock]
 
     def oldest_push(self, table: str = "") -> int:
-        """Return the oldest clock of a push (of this table) that is under way; -1 where there is none."""
+        """Return the oldest clock with a push under way, of this table if given; -1 if there is none."""
         of = (pushed.push for pushed in self._pushed.values())
         return min((push.clock for push in of if not table or push.table == table), default=-1)
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def needs(self, table: str) -> int:
-        """Return the clock below which all updates have to be in what is being read; 0 where none is."""
+        """Return the clock below which the read under way must see all updates; 0 without such a read."""
         reading = self._tables[table].reading
         return 0 if reading is None else reading.needs
 
@@ -266,7 +265,7 @@ class WorkerCore:
             table.have[server] = (message.clock, message.version)
             effects.append(Install(server, message.table, message.settled, message.includes))
         if isinstance(message, Delivered):
-            effects.append(Send(server, PieceTaken(self.settings.sender, message.table, message.clock)))
+            effects.append(Send(server, Taken(self.settings.sender, message.table, message.clock)))
         else:
             self._on_answered_pull(server, message, effects)
         reading = table.reading
@@ -313,7 +312,7 @@ class WorkerCore:
             self._follow(self.rows.consistency(message.table), done.clock, now, effects)
 
     def _follow(self, consistency: Consistency, oldest: int, now: float, effects: list[WorkerEffect]) -> None:
-        """Go on at the clock that was read, if the others went on without this worker: what it computes is of that."""
+        """Jump to the clock that was read when a quorum completed clocks without this worker."""
         if consistency.backups and oldest > self.clock:
             self.clock = oldest
             self._tick(now, effects)
@@ -370,14 +369,14 @@ class WorkerCore:
             case PullRefused():
                 effects.append(Fail(f"server {server} refused a pull: {message.reason}"))
             case WorkerRefused() if self._has_left(server):
-                pass  # the server forgot a life that is over, as it should; only its answer to that was lost
+                pass  # the server has forgotten this life after its leave; only the answer was lost
             case WorkerRefused():
                 effects.append(Fail(f"server {server} refused worker {message.sender.worker}: {message.reason}"))
             case _:
-                raise ProtocolBug(f"a worker has no use for {message} from server {server}")
+                raise ProtocolBug(f"a worker cannot process {message} from server {server}")
 
     def _has_left(self, server: int) -> bool:
-        """Say whether this worker has taken leave of a server, be it that the answer is still awaited."""
+        """Return whether this worker has sent its leave to a server, answered or not."""
         return server in self._left or self._retransmit.message((server, "leave", 0)) is not None
 
     def _on_ticked(self, server: int, message: Ticked) -> None:
@@ -388,7 +387,7 @@ class WorkerCore:
             self._withdrawn = {entry for entry in self._withdrawn if entry[1] >= self._ticked}
 
     def _on_connected(self, server: int, now: float, effects: list[WorkerEffect]) -> None:
-        if server in self._joined:  # also while others have yet to answer: its lease runs
+        if server in self._joined:  # even before all others have answered: its lease runs
             self._retransmit.add((server, "join", 0), Join(self.settings.sender), now)
         self.rows.on_connected(server)
         effects += [Send(server, entry.message, entry.bare) for entry in self._retransmit.for_server(server)]

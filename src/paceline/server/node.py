@@ -23,11 +23,11 @@ from paceline.core.messages import (
     Join,
     Leave,
     Message,
-    PieceTaken,
     PullRefused,
     PushId,
     PushRefused,
     Sender,
+    Taken,
     WorkerRefused,
 )
 from paceline.core.server import ServerCore, ServerEvent
@@ -258,7 +258,7 @@ class ServerNode:
         elif isinstance(message, RowsUsed):
             if not self._core.lives.objection(message.sender):
                 self._row_tables.use((hello.rank, hello.incarnation), message, body)
-        elif isinstance(message, Join | Leave | Clock | PieceTaken):
+        elif isinstance(message, Join | Leave | Clock | Taken):
             self._on_core_message(hello, connection, message)
         elif isinstance(message, Request):
             if self._peers.is_current(hello, connection):  # else the worker repeats it over the newer connection
@@ -271,11 +271,11 @@ class ServerNode:
             self._table_rpc.handle((hello.rank, hello.incarnation), message, body)
 
     def _on_core_message(
-        self, hello: Hello, connection: Connection, message: Join | Leave | Clock | PieceTaken
+        self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken
     ) -> None:
         if isinstance(message, Join):
             self._peers.register(hello, connection)
-        elif isinstance(message, PieceTaken):
+        elif isinstance(message, Taken):
             self._send_buffers.take_back(connection, message.table, "delivery", message.clock)
         self._handle(message)
 

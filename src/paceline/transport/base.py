@@ -1,4 +1,4 @@
-"""What every transport does: it carries frames between two processes and knows nothing of their meaning.
+"""The interface of all transports: frames between two processes, whatever their meaning.
 
 A frame is a small header (bytes) and a raw body (memory). Frames of one connection arrive whole, once and in
 the order in which they were sent, until the connection ends; what was under way then may or may not have arrived.
@@ -18,7 +18,7 @@ from paceline.transport.buffer_pool import Buffer
 
 EMPTY: Final = memoryview(b"")
 
-# Says where a body shall go, given the header of its frame and its size in bytes; None for fresh memory.
+# Returns where to put a body, given the header of its frame and its size in bytes; None for fresh memory.
 Place = Callable[[bytes, int], Buffer | memoryview | None]
 
 MIN_TOKEN_BYTES: Final = 32
@@ -29,7 +29,7 @@ MAX_IDENTITY_BYTES: Final = 1024
 class Frame:
     """One message: `header` as sent, `body` a flat memory of bytes (`EMPTY` when there is none).
 
-    `buffer` is set when the body lies in lent memory: its owner is now the receiver of the frame, who releases it.
+    `buffer` is set when the body lies in memory of a buffer pool: the receiver of the frame owns it and releases it.
     """
 
     header: bytes
@@ -37,14 +37,14 @@ class Frame:
     buffer: Buffer | None = None
 
     def release(self) -> None:
-        """Give lent memory back: the body is not looked at any more. Nothing happens where none is lent."""
+        """Return the body's buffer, if any, to its pool: the body must not be read afterwards."""
         if self.buffer is not None:
             self.buffer.release()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a peer may make us do: sizes in bytes per frame, counts per listener or connection."""
+    """Limits on what a peer may make us do: sizes in bytes per frame, counts per listener or connection."""
 
     # The declaration of a table names each of its parameters: this holds some ten thousand of them.
     max_header_bytes: int = 1 << 20
@@ -52,11 +52,11 @@ class Limits:
     max_segments: int = 1024
     handshake_timeout_s: float = 5.0
     max_half_open: int = 64  # handshakes at once
-    max_silent: int = 512  # clients that are connected and have yet to speak, or to shake hands
+    max_silent: int = 512  # connected clients that have sent nothing, or wait for their handshake
 
 
 class Secret(Protocol):
-    """What all processes of one job know, and nobody else."""
+    """The secret that exactly the processes of one job know."""
 
     @property
     def job(self) -> str:
@@ -64,7 +64,7 @@ class Secret(Protocol):
         ...
 
     def tokens(self) -> Sequence[bytes]:
-        """Return the tokens that hold now: with the first one we prove ourselves, others may do so with any."""
+        """Return the tokens that are valid now: we prove our identity with the first, peers with any of them."""
         ...
 
 
@@ -93,12 +93,12 @@ class Credentials:
         return (self.token,)
 
 
-ANY: Final = "any"  # in the place of a holder, any process of a job; in that of a job, every job
+ANY: Final = "any"  # as a holder: any process of a job; as a job: every job
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What a peer's certificate says: whom it is for ("worker-3", "any"), and its serial number in hexadecimal.
+    """The identity in a peer's certificate: its holder ("worker-3", "any") and its serial number in hexadecimal.
 
     Without TLS there is none, and both are empty.
     """
@@ -107,11 +107,11 @@ class PeerIdentity:
     serial: str = ""
 
     def permit(self, role: str, rank: int) -> bool:
-        """Say whether a peer with these papers may call itself so; where there are none, anybody may."""
+        """Return whether this identity allows a peer to act as that process; without a certificate, always True."""
         return self.holder in ("", ANY, f"{role}-{rank}")
 
     def are_among(self, names: Collection[str]) -> bool:
-        """Say whether the holder or the serial number is one of these names."""
+        """Return whether the holder or the serial number is one of these names."""
         return self.holder in names or self.serial in names
 
 
@@ -123,21 +123,21 @@ class Connection(Protocol):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages, e.g. "127.0.0.1:4711"."""
+        """The address of the peer, for messages, e.g. "127.0.0.1:4711"."""
         ...
 
     @property
     def identity(self) -> bytes:
-        """What the connecting side said of itself in the handshake; the same at both ends."""
+        """The identity that the connecting side sent in the handshake; the same at both ends."""
         ...
 
     @property
     def peer_identity(self) -> PeerIdentity:
-        """What the certificate of the other end says."""
+        """The identity in the peer's certificate."""
         ...
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
-        """Send one frame; blocks until the carrier has taken it. Any thread may call this.
+        """Send one frame; blocks until the transport has accepted it. Thread-safe.
 
         Raises DeadlineExceeded (the connection stays usable if not one byte of the frame had left, and is over
         otherwise), ConnectionLost, or UsageError for a frame over the limits or a body that is not contiguous.
@@ -151,9 +151,9 @@ class Connection(Protocol):
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame. One thread at a time.
 
-        `place` is asked, once a frame, where a body goes that is not the sender's memory and not empty: into writable
-        memory of exactly its size, of which the frame then has a view (and the buffer, where it gave one), or (None)
-        into fresh memory. When it raises PeerError, that comes out here and the connection is over.
+        `place` is called once for each body that is copied and not empty. It returns writable memory of exactly the
+        body's size, or a buffer, which becomes the frame's; or None for fresh memory. A PeerError that it raises is
+        raised here, and the connection is over.
 
         Raises DeadlineExceeded (the connection stays usable; a frame half received is continued by the next call),
         ConnectionLost, PeerError for bytes that are not a frame within the limits (the connection is then over), or
@@ -164,17 +164,17 @@ class Connection(Protocol):
     def close(self) -> None:
         """End the connection; wakes threads blocked in send and receive with ConnectionLost. May be repeated.
 
-        Owed even after ConnectionLost: only this frees the descriptors.
+        Call it even after ConnectionLost: nothing else frees the descriptors.
         """
         ...
 
 
 class Listener(Protocol):
-    """Where others connect to. Handshakes run beside `accept`: a slow or hostile client delays nobody."""
+    """Accepts connections. Handshakes run in the background, so a slow or hostile client does not delay others."""
 
     @property
     def address(self) -> str:
-        """What to pass to `connect`, e.g. "tcp://127.0.0.1:40123"."""
+        """The address to pass to `connect`, e.g. "tcp://127.0.0.1:40123"."""
         ...
 
     def accept(self, *, timeout_s: float) -> Connection:
@@ -190,7 +190,7 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """A way to carry frames: makes listeners and connections."""
+    """One way to carry frames: a factory of listeners and connections."""
 
     @property
     def name(self) -> str:
@@ -199,11 +199,11 @@ class Transport(Protocol):
 
     @property
     def maps_memory(self) -> bool:
-        """Whether an allocated body arrives as a mapping: it shows what its owner writes, and nobody else can."""
+        """Whether an allocated body arrives as a read-only mapping of the memory of its owner, who alone can write."""
         ...
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Give writable memory whose content travels without a copy where the carrier can (shm, memory).
+        """Return writable memory whose content travels without a copy where the transport can (shm, memory).
 
         It may be sent over every connection that this transport made or accepted, also over several at once, and any
         view that lies wholly inside it will do as a body. It stays allocated until its last view is dropped, whatever
@@ -212,14 +212,14 @@ class Transport(Protocol):
         ...
 
     def listen(self, address: str) -> Listener:
-        """Open a listener at `address`; raises UsageError when that place is taken or not permitted."""
+        """Open a listener at `address`; raises UsageError when the address is in use or not permitted."""
         ...
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
         """Connect to `address`; blocks until the handshake is done.
 
         `identity`, at most 1024 bytes, is seen by the listening side. Raises UsageError (bad address), PeerError
-        (nobody there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded.
+        (no listener there, other wire version), AuthenticationFailed (other token or job) or DeadlineExceeded.
         """
         ...
 
@@ -231,7 +231,7 @@ def check_identity(identity: bytes) -> None:
 
 
 def strip_scheme(address: str, scheme: str) -> str:
-    """Take "tcp://" or the like off `address`; an address without a scheme is taken as it is."""
+    """Return `address` without its scheme ("tcp://" for example), if it has one."""
     found, separator, rest = address.partition("://")
     if not separator:
         return address

@@ -1,6 +1,6 @@
-"""Memory that is lent and comes back: one owner at a time, who gives it back once.
+"""Buffer pool: memory with one owner at a time, which releases it exactly once.
 
-What is free can be poisoned, so that whoever still looks at it finds NaN, and not what happens to be there.
+Tests poison free memory, so that a late reader finds NaN and not values that look right.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _POISON: Final = 0xFF  # in every byte: NaN as floating-point numbers of any siz
 
 
 def poison(memory: memoryview) -> None:
-    """Overwrite free memory with what nobody can take for values."""
+    """Overwrite free memory with bytes that cannot be mistaken for values."""
     if memory.nbytes:
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), _POISON, memory.nbytes)
 
 
 def is_poisoned(memory: memoryview) -> bool:
-    """Say whether memory is as `poison` leaves it."""
+    """Return whether memory is as `poison` leaves it."""
     return bytes(memory).count(_POISON) == memory.nbytes
 
 
 class Pieces(Protocol):
-    """Memory that is free. Used under the lock of its pool."""
+    """The free memory of a pool. Used under the lock of the pool."""
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return memory of at least this size, made if need be; what making it raises comes out here."""
+        """Return memory of at least this size, allocated if need be; raises what the allocation raises."""
         ...
 
     def give(self, memory: memoryview) -> None:
@@ -39,13 +39,13 @@ class Pieces(Protocol):
         ...
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Drop all memory."""
         ...
 
 
 @final
 class ExactPieces:
-    """Keeps all that is free by its size, and gives out what came back last."""
+    """Free memory by exact size; what was released last is reused first."""
 
     def __init__(self, make: Callable[[int], memoryview]) -> None:
         self._make = make
@@ -67,9 +67,9 @@ class ExactPieces:
 
 @final
 class Buffer:
-    """Lent memory in the hands of its one owner. What is dropped without `release` is freed, and lent no more.
+    """Memory of a pool with one owner. A buffer that is dropped without `release` is freed, and not reused.
 
-    The same memory lent again is another buffer, so that a late owner of this one cannot give that away.
+    Reused memory is a new buffer, so that a late `release` of this one cannot free that.
     """
 
     __slots__ = ("__weakref__", "_pool", "memory", "whole")
@@ -80,21 +80,21 @@ class Buffer:
         self._pool = pool
 
     def release(self) -> None:
-        """Give the memory back: from now on it is others' to write to.
+        """Return the memory to the pool, for others to overwrite.
 
         Raises:
-            ProtocolBug: it was given back before.
+            ProtocolBug: it was released before.
         """
         self._pool.take_back(self)
 
 
 @final
 class BufferPool:
-    """Lends memory, and takes it back from each owner once. Safe to use from several threads.
+    """Lends memory, and takes it back from each owner exactly once. Thread-safe.
 
     Args:
-        pieces: what is free.
-        poisons: overwrite what comes back; tests do.
+        pieces: the free memory.
+        poisons: overwrite released memory; tests do.
 
     Example:
         >>> pool = BufferPool(ExactPieces(lambda size_bytes: memoryview(bytearray(size_bytes))))
@@ -122,14 +122,14 @@ class BufferPool:
             return len(self._lent)
 
     def lend(self, size_bytes: int) -> Buffer:
-        """Lend memory of this size, of any content; raises what making it raises."""
+        """Lend memory of this size with arbitrary content; raises what its allocation raises."""
         with self._lock:
             buffer = Buffer(self._pieces.take(size_bytes), size_bytes, self)
             self._lent.add(buffer)
         return buffer
 
     def take_back(self, buffer: Buffer) -> None:
-        """Do what `Buffer.release` says."""
+        """Release a buffer; see `Buffer.release`."""
         with self._lock:
             if buffer not in self._lent:
                 raise ProtocolBug(f"memory of {buffer.memory.nbytes} bytes was given back twice")
@@ -139,6 +139,6 @@ class BufferPool:
             self._pieces.give(buffer.whole)
 
     def clear(self) -> None:
-        """Let go of all memory that is free."""
+        """Drop all free memory."""
         with self._lock:
             self._pieces.clear()

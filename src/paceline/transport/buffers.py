@@ -1,4 +1,4 @@
-"""Memory for bodies: fresh buffers, flat views, and finding which buffer a view lies in."""
+"""Memory for bodies: allocation, flat views, and the lookup of the buffer that a view lies in."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ MIN_MAPPED_BYTES: Final = 256 * 1024
 
 
 def fresh_buffer(size_bytes: int) -> memoryview:
-    """Return writable memory. Large buffers cost nothing until written, so a false length costs nothing either."""
+    """Return writable memory. Large buffers cost nothing until written, so neither does a peer's false length."""
     if size_bytes < MIN_MAPPED_BYTES:
         return memoryview(bytearray(size_bytes))
     return memoryview(map_private(size_bytes))
@@ -33,7 +33,7 @@ def map_private(size_bytes: int) -> mmap.mmap:
 
 
 def check_size(size_bytes: int) -> None:
-    """Raise UsageError for a size that no memory can have."""
+    """Raise UsageError for a negative size."""
     if size_bytes < 0:
         raise UsageError(f"cannot allocate {size_bytes} bytes")
 
@@ -59,9 +59,9 @@ def copied(body: memoryview) -> memoryview:
 
 
 def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[memoryview, Buffer | None] | None:
-    """Ask `place` where a body goes; returns the memory as bytes and its buffer, if it is lent.
+    """Return the memory that `place` gives for a body, as bytes, and its buffer, if any; None for fresh memory.
 
-    Raises UsageError when a body cannot go there.
+    Raises UsageError when the memory is read-only or has another size.
     """
     given = None if place is None else place(header, size_bytes)
     if given is None:
@@ -78,9 +78,9 @@ def destination(place: Place | None, header: bytes, size_bytes: int) -> tuple[me
 
 @dataclass(frozen=True, slots=True)
 class MemoryRegion:
-    """One buffer in the address space; it is alive as long as somebody holds a view of it.
+    """One buffer in the address space, alive as long as a view of it exists.
 
-    Over shared memory, `descriptor` is that of the file behind it, and open as long as the region is alive.
+    In shared memory, `descriptor` is that of the file behind it, open as long as the region is alive.
     """
 
     number: int
@@ -92,7 +92,7 @@ class MemoryRegion:
 
 @final
 class MemoryRegions:
-    """The buffers that a transport gave out, found again by address. Safe to use from several threads.
+    """The buffers that a transport has allocated, found by address. Thread-safe.
 
     Holds no buffer alive: when the last view of one is dropped it is freed.
     """
@@ -104,7 +104,7 @@ class MemoryRegions:
         self._regions: list[MemoryRegion] = []
 
     def add(self, mapping: mmap.mmap, descriptor: int | None = None) -> None:
-        """Remember a buffer under a number of its own."""
+        """Register a buffer under a number of its own."""
         start, size_bytes = _address(memoryview(mapping)), len(mapping)
         with self._lock:
             region = MemoryRegion(next(self._numbers), start, size_bytes, weakref.ref(mapping), descriptor)

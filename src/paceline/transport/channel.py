@@ -28,7 +28,7 @@ _INFO: Final = struct.Struct("2xBB48xII")
 
 @final
 class SilenceLimit:
-    """Watches one connection. Asked by the threads that read or write anyway, a few times a second."""
+    """Ends a connection whose peer is silent. Called by the reading and writing threads, a few times a second."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -36,7 +36,7 @@ class SilenceLimit:
         self._set_s = 0.0
 
     def look(self) -> None:
-        """Let the kernel give the connection up if the other end goes on not to answer, else not."""
+        """Make the kernel give the connection up if the peer has been silent for too long."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _PAUSE_S:
             return
@@ -75,11 +75,11 @@ class Channel(Protocol):
         ...
 
     def read_much(self, buffer: memoryview, deadline: Deadline) -> int:
-        """As `read_some`, and rather wait than return before all of `buffer` is filled."""
+        """As `read_some`, but prefer to wait until `buffer` is full."""
         ...
 
     def read_with_descriptors(self, buffer: memoryview, deadline: Deadline) -> tuple[int, list[int]]:
-        """As `read_some`; returns also the file descriptors that came along, now ours to close."""
+        """As `read_some`; also returns the file descriptors that arrived, which the caller has to close."""
         ...
 
     def write(self, buffers: Sequence[memoryview | bytes], deadline: Deadline, descriptor: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Channel(Protocol):
         ...
 
     def has_room(self) -> bool:
-        """Say whether tens of kilobytes can be written without waiting."""
+        """Return whether tens of kilobytes can be written without waiting."""
         ...
 
     def shut(self) -> None:
@@ -100,7 +100,7 @@ class Channel(Protocol):
 
 
 def read_exactly(channel: Channel, num_bytes: int, deadline: Deadline) -> bytes:
-    """Read a small fixed number of bytes and not one more."""
+    """Read exactly this small number of bytes."""
     buffer = memoryview(bytearray(num_bytes))
     num_read = 0
     while num_read < num_bytes:
@@ -167,7 +167,7 @@ class SocketChannel:
             num_left -= num_sent
 
     def has_room(self) -> bool:
-        """Say whether the kernel has room: it says so once a third of what it holds back is free."""
+        """Return whether the kernel has room, which it reports once a third of its buffer is free."""
         return self._is_writable(within_ms=0)
 
     def wait_for_room(self, deadline: Deadline) -> None:
@@ -202,7 +202,7 @@ class SocketChannel:
                 _check_time(flags)
 
     def _check_line(self) -> None:
-        """Have the kernel give the connection up only if the other end cannot be reached."""
+        """Check for a silent peer; see `SilenceLimit`."""
         if self._silence is not None:
             self._silence.look()
 
@@ -217,9 +217,9 @@ class _Patience:
         self._set_ms = math.inf
 
     def flags(self, deadline: Deadline) -> int:
-        """Have the next call end by the deadline; returns the flags to make it with.
+        """Make the next call end by the deadline; returns the flags for it.
 
-        It may end long before the deadline, as BlockingIOError; then it is to be made again.
+        The call may end long before the deadline with BlockingIOError; then the caller repeats it.
         """
         left_ms = deadline.remaining_ms()
         if left_ms == 0:
@@ -238,7 +238,7 @@ def _check_time(flags: int, num_written: int = 0) -> None:
 
 
 def _after(buffers: Sequence[memoryview | bytes], num_bytes: int) -> list[memoryview]:
-    """Return what is left of the buffers after their first `num_bytes`."""
+    """Return the rest of the buffers after their first `num_bytes`."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if num_bytes < len(buffer):

@@ -1,4 +1,4 @@
-"""A point in time by which a wait ends."""
+"""Deadlines of waits, and durations in messages."""
 
 import math
 import time
@@ -8,7 +8,7 @@ _SHORT_S: Final = 0.1
 
 
 def seconds(duration_s: float) -> str:
-    """Return a duration as messages tell it: what was left of a deadline has a dozen digits that say nothing.
+    """Return a duration for messages, rounded: the rest of a deadline has a dozen meaningless digits.
 
     >>> seconds(0.4999790000080821), seconds(600.0), seconds(0.00123)
     ('0.5 s', '600 s', '0.001 s')

@@ -1,4 +1,4 @@
-"""Which faults befall which frame: a plan, dice with a seed, and a count of what really happened."""
+"""Faults of frames for tests: a plan with probabilities, seeded draws, and counts of what happened."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ def every_frame(header: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """How likely each fault is for each frame sent, and for which frames (by header) at all.
+    """The probability of each fault for a sent frame, and the frames (by header) that may have faults.
 
     `delay_s` is the range of delays; its upper end also bounds how long a frame is held back to be overtaken.
     A delayed frame delays those behind it, as on a stream.
@@ -45,7 +45,7 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class FaultCounts:
-    """How many frames met each fault. A frame that meets several is counted for each that changed its way."""
+    """The number of frames with each fault. A frame with several is counted for each that took effect."""
 
     dropped: int = 0
     duplicated: int = 0
@@ -56,7 +56,7 @@ class FaultCounts:
 
 @dataclass(frozen=True, slots=True)
 class FrameFate:
-    """What happens to one frame. Cut comes before drop, and drop before all others."""
+    """The faults of one frame. A cut overrides a drop, and a drop overrides all others."""
 
     cut: bool = False
     drop: bool = False
@@ -70,10 +70,10 @@ UNHARMED: Final = FrameFate()
 
 @final
 class Draws:
-    """Draws a fault as often as its probability says, not only in the mean: its number is planned, its place is not.
+    """Draws one kind of fault: a fixed number in every block of frames, at random places.
 
-    Of each block of frames as many are hit as the probability asks for (one of ten at 0.1), at places that the seed
-    decides. So a test that counts faults does not depend on luck.
+    A block has as many faults as the probability demands (one of ten frames at 0.1), at places that depend on the seed.
+    So a test that counts faults does not depend on luck.
 
     >>> draws = Draws(0.2, "seed")
     >>> [sum(draws.draw() for _ in range(10)) for _ in range(3)]

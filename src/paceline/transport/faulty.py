@@ -1,4 +1,4 @@
-"""A transport that fails on purpose, by a plan and a seed, around any other transport."""
+"""Fault injection around any other transport, by a plan and a seed."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ class _Held:
 
 @final
 class FaultyConnection:
-    """A connection whose sent frames meet their fates."""
+    """A connection that injects faults into the frames that it sends."""
 
     def __init__(self, inner: Connection, plan: FaultPlan, dice: Dice, tally: FaultTally) -> None:
         self.peer: Final = inner.peer
@@ -56,7 +56,7 @@ class FaultyConnection:
             self._changed.release()
 
     def has_room(self, body: memoryview) -> bool:
-        """Say whether a frame would leave at once; see `Connection.has_room`."""
+        """Return whether a frame would leave at once; see `Connection.has_room`."""
         return self._inner.has_room(body)
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
@@ -145,7 +145,7 @@ class FaultyConnection:
 
 @final
 class FaultyListener:
-    """A listener whose connections fail on purpose as well."""
+    """A listener whose connections inject faults too."""
 
     def __init__(self, inner: Listener, transport: "FaultyTransport") -> None:
         self.address: Final = inner.address
@@ -163,7 +163,7 @@ class FaultyListener:
 
 @final
 class FaultyTransport:
-    """Carries frames by `inner`, except where the plan has them dropped, delayed, doubled, overtaken or cut off.
+    """Carries frames by `inner`, and drops, delays, doubles, reorders or cuts them off as the plan says.
 
     Handshakes are spared. The fates of a connection's frames depend only on the seed, the side, the identity and
     how many connections of that identity came before.

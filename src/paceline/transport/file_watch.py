@@ -1,4 +1,4 @@
-"""Files that may change while a process runs."""
+"""Reload of files that change while the process runs, such as tokens, certificates and revocations."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ _Mark = tuple[int, int, int]
 
 @final
 class FileWatch(Generic[T]):
-    """What is made of some files, made again when one of them has changed, come or gone. Any thread may ask.
+    """A value made from files, made again when one of them has changed, appeared or disappeared. Thread-safe.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +32,7 @@ class FileWatch(Generic[T]):
         self._made: tuple[list[_Mark | None], T] | None = None
 
     def get(self) -> T:
-        """Return what the files say now; raises what `make` raises, and asks it again the next time."""
+        """Return the current value; raises what `make` raises, and calls it again the next time."""
         with self._lock:
             marks = [_mark(path) for path in self._paths]  # first: what changes meanwhile is seen the next time
             if self._made is None or self._made[0] != marks:
@@ -42,7 +42,7 @@ class FileWatch(Generic[T]):
 
 
 def _mark(path: Path) -> _Mark | None:
-    """Return what differs between two states of a file; None when there is none to be had."""
+    """Return what differs between two states of a file; None if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError:  # whoever reads it will say what is wrong

@@ -1,4 +1,4 @@
-"""What a frame looks like on a stream: a prefix of 64 bytes, then the header, then the body unless it is shared.
+"""The format of a frame on a stream: a prefix of 64 bytes, then the header, then the body unless it is shared.
 
 The prefix is checked whole (magic, version, checksum, kind, lengths) before any memory is taken for what it announces.
 """
@@ -12,11 +12,11 @@ from paceline.errors import PeerError
 from paceline.transport.base import Limits
 
 MAGIC: Final = b"PCLN"
-# To be raised with any change of what travels that comes after a release: peers of two versions must not meet.
+# Raise this with any change of the wire format after a release, so that peers of two versions refuse each other.
 WIRE_VERSION: Final = 2
 PREFIX_BYTES: Final = 64
 
-# How programs begin that people reach by mistake, with four bytes at most.
+# First bytes, four at most, of other programs that a wrong address may lead to.
 _OTHERS: Final = {
     b"HTTP": "a web server (HTTP)",
     b"SSH-": "an SSH server",
@@ -32,7 +32,7 @@ _PREFIX: Final = struct.Struct(_FIELDS.format + "I")
 
 
 class Kind(IntEnum):
-    """Where the body is, or, for RETIRED, that a segment will not be named again."""
+    """Where the body is; RETIRED announces that a segment will not be used again."""
 
     INLINE = 0
     SHARED = 1
@@ -100,7 +100,7 @@ def check_greeting(magic: bytes, version: int, peer: str) -> None:
 
 
 def what_speaks(first: bytes) -> str:
-    """Return what a program is whose first bytes are these, or nothing where they do not say.
+    """Return a description of the program that sends these first bytes, or an empty text if it is unknown.
 
     >>> what_speaks(b"HTTP/1.1 400 Bad Request"), what_speaks(b"PCLN")
     ('a web server (HTTP)', '')

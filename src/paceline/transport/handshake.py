@@ -1,4 +1,4 @@
-"""How two processes make sure of each other before the first frame.
+"""Handshakes: two processes authenticate each other before the first frame.
 
 Over tcp (`TokenHandshake`): both sides send a fresh nonce, then prove that they hold the job's token by a MAC over
 everything said: role, wire version, job, identity and both nonces. The client proves itself first, so a client without
@@ -31,7 +31,7 @@ from paceline.transport.frames import MAGIC, WIRE_VERSION, check_greeting, what_
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
-# In the place of a proof: yours does not hold. A connection that ends without it was cut, and is made again.
+# Sent instead of a proof: yours is not valid. A connection that ends without it was cut, and is made again.
 REFUSAL: Final = bytes(PROOF_BYTES)
 MAX_HANDSHAKE_BYTES: Final = 4096
 MAX_TLS_HANDSHAKE_BYTES: Final = 16384  # as certificates travel
@@ -45,7 +45,7 @@ _PEER_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 @dataclass(frozen=True, slots=True)
 class HandshakeResult:
-    """How two have met: the channel to use from now on, what the client calls itself, and the other side's papers."""
+    """The result of a handshake: the channel to use from now on, the client's identity, and the peer's certificate."""
 
     channel: Channel
     identity: bytes
@@ -53,10 +53,10 @@ class HandshakeResult:
 
 
 class Handshake(Protocol):
-    """Both halves of one way to shake hands; the channel that each returns may lie inside the one given.
+    """Both sides of one kind of handshake; the channel in the result may wrap the given one.
 
-    They raise PeerError, EOFError, OSError or OutOfTime, or UsageError when our own files are in disorder. They never
-    close.
+    They raise PeerError, EOFError, OSError or OutOfTime, or UsageError when our own files are not valid. They never
+    close the channel.
     """
 
     def answer(self, channel: SocketChannel, deadline: Deadline) -> HandshakeResult:
@@ -119,7 +119,7 @@ class TokenHandshake:
         return HandshakeResult(channel, identity)
 
     def _token_behind(self, proof: bytes, transcript: bytes) -> bytes | None:
-        """Return which of our tokens the client has, if any; every one of them is tried, whichever it is."""
+        """Return the token that the client has proven, if any; all tokens are tried, so the time reveals nothing."""
         held = [
             token
             for token in self._secret.tokens()
@@ -170,7 +170,7 @@ class LocalHandshake:
 def introduce_within(
     handshake: Handshake, channel: SocketChannel, identity: bytes, server: str, *, timeout_s: float, deadline: Deadline
 ) -> HandshakeResult:
-    """Play the client, naming the server in whatever goes wrong; closes the channel then."""
+    """Play the client; on failure, close the channel and raise an error that names the server."""
     try:
         return handshake.introduce(channel, identity, server, deadline)
     except OutOfTime:
@@ -205,7 +205,7 @@ def check_same_user(sock: socket.socket, peer: str) -> int:
 def _read_greeting(
     channel: Channel, layout: struct.Struct, server: str, deadline: Deadline
 ) -> tuple[bytes, int, bytes]:
-    """Read what a server says first; its first bytes before the others, which another program may never say."""
+    """Read a server's greeting; its first bytes separately, as another program may never send the rest."""
     magic = read_exactly(channel, len(MAGIC), deadline)
     check_greeting(magic, WIRE_VERSION, server)
     return layout.unpack(magic + read_exactly(channel, layout.size - len(MAGIC), deadline))

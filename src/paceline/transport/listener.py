@@ -1,10 +1,10 @@
-"""Accepting over stream sockets: a client that speaks shakes hands in a thread of its own, beside `accept`.
+"""Listener on a stream socket. Handshakes run in threads of their own, beside `accept`.
 
-A client that is turned away is told at most that its proof does not hold; the owner of the listener is told why.
+A refused client learns at most that its proof is not valid; the owner of the listener gets the reason.
 
-A client speaks first. Until it does it is one polled descriptor, of which there are at most `max_silent`. At most
-`max_half_open` clients that have spoken shake hands at once. Where either is full, the address with the most clients
-gives way: a crowd from one address costs clients of other addresses nothing, and itself its oldest connections.
+A client sends first. Until then it is one polled descriptor, of which there are at most `max_silent`. At most
+`max_half_open` handshakes run at once. When either limit is reached, the address with the most clients loses its
+oldest one, so a flood from one address does not lock out clients from others.
 """
 
 import ipaddress
@@ -141,7 +141,7 @@ class StreamListener:
             self._limited_log.tell_due()
 
     def _patience_ms(self) -> float | None:
-        """Return for how long the listening thread has nothing to do unless something happens; None for ever."""
+        """Return how long the listening thread may wait for events; None for ever."""
         clients = [
             *islice(self._silent.values(), 1),
             *self._waiting,
@@ -155,7 +155,7 @@ class StreamListener:
         return min(waits if complaints_ms is None else [*waits, complaints_ms], default=None)
 
     def _accept_all(self) -> None:
-        """Take the clients that wait in the kernel, some at a time so that the others have their turn."""
+        """Accept clients that wait in the kernel, a limited number at a time so that others have their turn."""
         for _ in range(_MAX_ACCEPTED_AT_ONCE):
             try:
                 sock, _ = self._socket.accept()
@@ -188,7 +188,7 @@ class StreamListener:
         self._poller.register(sock, select.POLLIN)
 
     def _evict_silent(self) -> bool:
-        """Close the oldest client of the address with the most that wait, a silent one if there is one."""
+        """Close the oldest waiting client of the address with the most of them, preferably a silent one."""
         clients = [*self._silent.values(), *self._waiting]
         if not clients:
             return False
@@ -215,7 +215,7 @@ class StreamListener:
         self._complain(OutOfTime(), f"{client.name} was turned away: {reason}")
 
     def _start_handshakes(self) -> None:
-        """Give places to clients that have spoken, the next one to the address with the fewest."""
+        """Start handshakes of clients that have sent something; addresses with the fewest go first."""
         while self._waiting and not self._closed:
             with self._changed:
                 shaking = [client for client in self._shaking if not client.evicted]
@@ -229,7 +229,7 @@ class StreamListener:
             self._start(client)
 
     def _make_room(self, client: _Client, shaking: list[_Client], places: Counter[str]) -> None:
-        """End a handshake that holds more than its share of the places, or has had its time."""
+        """End a handshake that has taken too long, or whose address holds more than its share of them."""
         if len(shaking) < self._limits.max_half_open:
             return  # one that was ended is about to give its place back
         crowded = _most(shaking)
@@ -255,7 +255,7 @@ class StreamListener:
             self._complain(error, f"{client.name} was turned away: {error}")
 
     def _shake_hands(self, client: _Client) -> None:
-        """Let a client in, or end its connection without the reason."""
+        """Admit a client, or close its connection without a reason."""
         connection = None
         try:
             connection = self._welcome(self._handshake.answer(client.channel, client.deadline), client.name)
@@ -278,7 +278,7 @@ class StreamListener:
 
 
 def _origin(sock: socket.socket) -> str:
-    """Return the address that a client's places are counted by: its network's where one host has many addresses."""
+    """Return the address that limits count by: the network where one host has many addresses (IPv6)."""
     if sock.family == socket.AF_INET:
         return str(sock.getpeername()[0])
     if sock.family == socket.AF_INET6:
@@ -287,12 +287,12 @@ def _origin(sock: socket.socket) -> str:
 
 
 def _most(clients: Iterable[_Client]) -> str:
-    """Return the origin of most of these."""
+    """Return the most frequent origin of these clients."""
     return Counter(client.origin for client in clients).most_common(1)[0][0]
 
 
 def _reason(error: Exception) -> str:
-    """Say what went wrong in a handshake, without a word that the client has chosen."""
+    """Return why a handshake failed, without text that the client has chosen."""
     if isinstance(error, OutOfTime):
         return _LATE
     if isinstance(error, EOFError | ConnectionError):

@@ -1,4 +1,4 @@
-"""Frames within one process: for tests, examples and threads that play worker and server."""
+"""Transport within one process, for tests, examples, and threads that play worker and server."""
 
 import threading
 from collections import deque
@@ -10,14 +10,14 @@ from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, ch
 from paceline.transport.buffers import MemoryRegions, check_size, copied, destination, flat, fresh_buffer, map_private
 from paceline.transport.deadline import Deadline, seconds
 
-# A sender waits while so much is unread, as it would for a full socket. Copied bodies count, the senders' own do not.
+# A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096
 _MAX_UNREAD_BYTES: Final = 32 << 20
 
 
 @final
-class _CallQueue:
-    """Frames on their way from one end to the other."""
+class _FrameQueue:
+    """The frames under way in one direction."""
 
     def __init__(self) -> None:
         # With each frame, how many bytes were copied for it; `_num_unread` is their sum.
@@ -27,7 +27,7 @@ class _CallQueue:
         self._over = False
 
     def put(self, frame: Frame, num_copied: int, deadline: Deadline) -> None:
-        """Wait for room, then add; raises TimeoutError, or EOFError once the lane is over."""
+        """Wait for room, then add; raises TimeoutError, or EOFError once the queue has ended."""
         with self._changed:
             if not self._changed.wait_for(self._may_put, deadline.remaining_s()):
                 raise TimeoutError
@@ -38,7 +38,7 @@ class _CallQueue:
             self._changed.notify_all()
 
     def take(self, deadline: Deadline) -> Frame:
-        """Wait for a frame; raises TimeoutError, or EOFError once the lane is over and empty."""
+        """Wait for a frame; raises TimeoutError, or EOFError once the queue has ended and is empty."""
         with self._changed:
             if not self._changed.wait_for(self._has_news, deadline.remaining_s()):
                 raise TimeoutError
@@ -55,13 +55,13 @@ class _CallQueue:
             return self._may_put()
 
     def end(self) -> None:
-        """Accept nothing more; what is there may still be read."""
+        """Accept no more frames; those in the queue may still be read."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """End, and forget what is unread."""
+        """End, and drop unread frames."""
         with self._changed:
             self._frames.clear()
             self._num_unread = 0
@@ -76,14 +76,14 @@ class _CallQueue:
 
 @final
 class MemoryConnection:
-    """One end of two lanes."""
+    """One end of a connection: two queues, one for each direction."""
 
     def __init__(
         self,
         peer: str,
         identity: bytes,
-        outgoing: _CallQueue,
-        incoming: _CallQueue,
+        outgoing: _FrameQueue,
+        incoming: _FrameQueue,
         limits: Limits,
         regions: MemoryRegions,
     ) -> None:
@@ -137,7 +137,7 @@ class MemoryConnection:
             )
 
     def _placed(self, frame: Frame, place: Place | None) -> Frame:
-        """Copy a body that is not the sender's memory to where it is wanted."""
+        """Copy a body that is not the sender's memory to the memory that `place` gives."""
         if not frame.body.nbytes or self._regions.find(frame.body) is not None:
             return frame
         found = destination(place, frame.header, frame.body.nbytes)
@@ -153,7 +153,7 @@ class MemoryConnection:
 
 @final
 class MemoryListener:
-    """Where the threads of this process connect to."""
+    """A listener for the threads of this process."""
 
     def __init__(self, address: str, transport: "MemoryTransport") -> None:
         self.address: Final = address
@@ -206,7 +206,7 @@ class MemoryTransport:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.name: Final = "memory"
-        self.maps_memory: Final = False  # others get the very memory, and could write to it
+        self.maps_memory: Final = False  # receivers get the memory itself, and could write to it
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._listeners: dict[str, MemoryListener] = {}
@@ -233,13 +233,13 @@ class MemoryTransport:
         return listener
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> MemoryConnection:
-        """Connect to a name; never waits. Raises PeerError when nobody listens there."""
+        """Connect to a name; never waits. Raises PeerError when it has no listener."""
         check_identity(identity)
         full = f"memory://{strip_scheme(address, self.name)}"
         with self._lock:
             listener = self._listeners.get(full)
             number = next(self._numbers)
-        there, back = _CallQueue(), _CallQueue()
+        there, back = _FrameQueue(), _FrameQueue()
         accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits, self._regions)
         if listener is None or not listener.offer(accepted):
             raise PeerError(f"nobody listens at {full}")

@@ -1,4 +1,4 @@
-"""How the bodies of one connection travel: inside the stream, or as memory that both processes map."""
+"""Bodies of frames on a stream connection: inside the stream, or as memory that both processes map."""
 
 import mmap
 import os
@@ -32,7 +32,7 @@ class Payloads(Protocol):
         ...
 
     def take_retired(self) -> list[int]:
-        """Return the segments the peer was given and that are gone here, each once."""
+        """Return the segments that the peer knows and that are freed here, each once."""
         ...
 
     def place(self, body: memoryview) -> Placement | None:
@@ -48,7 +48,7 @@ class Payloads(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything held; memory still viewed by someone lives until they drop it."""
+        """Free everything; memory with existing views lives until these are dropped."""
         ...
 
 
@@ -105,7 +105,7 @@ class SharedPayloads:
         return retired
 
     def place(self, body: memoryview) -> Placement | None:
-        """Find `body` among the transport's segments; None also when the peer would take in no more of them."""
+        """Find `body` among the transport's segments; None also when the peer accepts no more of them."""
         found = self._segments.find(body)
         if found is None:
             return None
@@ -133,7 +133,7 @@ class SharedPayloads:
         return memoryview(mapping)[prefix.offset : prefix.offset + prefix.body_bytes]
 
     def close(self) -> None:
-        """Let go of the peer's memory, and watch ours no longer."""
+        """Release the peer's memory, and stop watching ours."""
         self._given.clear()
         self._mapped.clear()
 

@@ -1,4 +1,4 @@
-"""What is read from certificates: whom one is for, whether it was revoked, and when it holds."""
+"""Identities in certificates: the holder and serial number, whether it was revoked, and when it is valid."""
 
 import re
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ _SERIAL: Final = re.compile(r"[0-9a-fA-F]{1,2}(:?[0-9a-fA-F]{2})*|[0-9a-fA-F]+")
 
 
 class DamagedRevocations(UsageError):
-    """A file of revoked names has lines that are none; `names` are those of the other lines."""
+    """A file of revoked names has invalid lines; `names` are those of the valid lines."""
 
     def __init__(self, message: str, names: frozenset[str]) -> None:
         super().__init__(message)
@@ -26,15 +26,15 @@ class DamagedRevocations(UsageError):
 
 
 def read_identity(names: list[str], serial: str, job: str, who: str) -> PeerIdentity:
-    """Return what the certificate of `who` says, given the names in it and its serial number.
+    """Return the identity in the certificate of `who`, given its names and its serial number.
 
-    One without a name of ours is for any process: the authority is trusted to sign for nobody else.
+    A certificate without a paceline:// name is valid for any process: the authority signs for this job or team alone.
 
     >>> read_identity(["paceline://mnist-7/worker/3"], "0A1B", "mnist-7", "the client")
     PeerIdentity(holder='worker-3', serial='A1B')
 
     Raises:
-        CertificateRefused: it is for another job, or says nothing that makes sense.
+        CertificateRefused: it is for another job, or its name is malformed.
     """
     ours = [name for name in names if name.startswith(SCHEME)]
     if not ours:
@@ -84,12 +84,12 @@ def normal_serial(text: str) -> str:
 
 
 def clock() -> str:
-    """Ask whether the clock is right, and say what it says."""
+    """Return a question for error messages: whether this machine's clock, with the time it shows, is right."""
     return f"is the clock of this machine right? It says {_moment(datetime.now(UTC))}"
 
 
 def validity(path: Path) -> str:
-    """Say when a certificate of ours holds, and what the clock says."""
+    """Return when one of our certificates is valid, and the time that the clock shows."""
     from cryptography import x509  # only when something has gone wrong
 
     try:

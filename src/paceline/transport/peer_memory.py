@@ -1,4 +1,4 @@
-"""A peer's memory, mapped here: it shows what the peer writes, and what is written here stays here."""
+"""Private mappings of a peer's memory: they show what the peer writes, and local writes stay local."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class PeerMemory(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def keep(self) -> None:
-        """Make what is shown here this process's own, in its place: it is no longer the peer's; raises OSError."""
+        """Replace the mapping in place by a copy that this process owns; raises OSError."""
         size_bytes = len(self)
         copy = _succeeded(_libc.mmap(None, size_bytes, _READ_WRITE, _OWN, -1, 0))
         ctypes.memmove(copy, self._address, size_bytes)
-        # Moved there at once: who reads meanwhile sees the same bytes before and after.
+        # Moved there atomically: a concurrent reader sees the same bytes before and after.
         _succeeded(_libc.mremap(copy, size_bytes, size_bytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, self._address))
 
     def was_written(self, at: Iterable[int] = ()) -> bool:
-        """Say whether this process has written here since it last forgot that; where nobody can tell, it may have.
+        """Return whether this process has written here since the last `reread`; True where that cannot be found out.
 
-        Looking takes 1 ms for each 100 MB. So of large memory it looks at the pages of these addresses, and at one
-        stretch of all pages, the next one each time: what is written elsewhere is noticed some looks later.
+        The check takes 1 ms for each 100 MB. So in large memory it covers the pages of the addresses `at` and one
+        stretch of all pages, the next one at each call: writes elsewhere are noticed some calls later.
         """
         start = self._address // mmap.PAGESIZE
         stop = start + -(-len(self) // mmap.PAGESIZE)
@@ -70,11 +70,11 @@ class PeerMemory(mmap.mmap):
         return _any_own(stretches)
 
     def was_written_anywhere(self) -> bool:
-        """Say so after looking at every page."""
+        """Return whether this process has written to any page; looks at all of them."""
         return any(self.was_written() for _ in range(-(-len(self) // (_STRETCH_PAGES * mmap.PAGESIZE))))
 
     def reread(self) -> None:
-        """Forget what was written here: every page shows the peer's memory again."""
+        """Discard local writes: every page shows the peer's memory again."""
         self.madvise(mmap.MADV_DONTNEED)
 
 
@@ -87,7 +87,7 @@ def _succeeded(address: int | None) -> int:
 
 
 def _any_own(stretches: Iterable[tuple[int, int]]) -> bool:
-    """Say whether a page of these stretches, each (first page, number of pages), is this process's own."""
+    """Return whether this process owns a page of these stretches, each (first page, number of pages)."""
     try:
         pagemap = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -99,7 +99,7 @@ def _any_own(stretches: Iterable[tuple[int, int]]) -> bool:
 
 
 def _has_own(pagemap: int, first: int, num_pages: int) -> bool:
-    """Say whether some of these pages are not those of the file they belong to."""
+    """Return whether one of these pages is a private copy and not the file's page."""
     entries = os.pread(pagemap, num_pages * _ENTRY_BYTES, first * _ENTRY_BYTES)
     known = entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES]
     return len(known) < num_pages or bool(known.translate(None, delete=_NOT_OWN))

@@ -1,4 +1,4 @@
-"""What goes wrong at the door, told in so few lines that nobody can fill a disk with them."""
+"""Rate-limited log of refused clients, so that strangers cannot fill a disk with messages."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ SPAN_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Span:
-    """What came of one cause since `start_s`; `num_untold` of it were only counted."""
+    """The complaints of one cause since `start_s`; `num_untold` of them were counted but not written."""
 
     start_s: float
     num_told: int = 0
@@ -24,10 +24,10 @@ class _Span:
 
 @final
 class RateLimitedLog:
-    """Tells `notice` of at most 10 complaints a second and cause; of the rest, how many there were.
+    """Passes at most 10 complaints per second and cause to `notice`, and the number of the others.
 
-    Causes are few and ours: never something that a stranger has chosen. A notice that cannot be written (nobody reads
-    stderr any more) is dropped: the door is kept all the same. Safe to use from several threads.
+    Causes are a few fixed texts, never chosen by a stranger. A notice that cannot be written (stderr is closed) is
+    dropped, and the listener continues. Thread-safe.
     """
 
     def __init__(self, notice: Notice | None, now: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class RateLimitedLog:
         self._spans: dict[str, _Span] = {}
 
     def add(self, cause: str, text: str) -> bool:
-        """Tell of a complaint, or count it; return whether it was told."""
+        """Write a complaint, or only count it; return whether it was written."""
         self.tell_due()
         with self._lock:
             span = self._spans.setdefault(cause, _Span(self._now()))
@@ -50,13 +50,13 @@ class RateLimitedLog:
         return True
 
     def patience_ms(self) -> float | None:
-        """Return for how long nothing has to be told; None for ever."""
+        """Return how long there is nothing to write; None for ever."""
         with self._lock:
             untold = [span.start_s for span in self._spans.values() if span.num_untold]
         return max(0.0, min(untold) + SPAN_S - self._now()) * 1000 if untold else None
 
     def tell_due(self) -> None:
-        """Tell how many were only counted in spans that are over."""
+        """Write the numbers of counted complaints for spans that are over."""
         now = self._now()
         with self._lock:
             over = {cause: span for cause, span in self._spans.items() if now - span.start_s >= SPAN_S}
@@ -65,7 +65,7 @@ class RateLimitedLog:
         self._tell_numbers(over)
 
     def tell_rest(self) -> None:
-        """Tell how many were only counted, at the end."""
+        """Write the numbers of all counted complaints, at the end."""
         with self._lock:
             rest, self._spans = self._spans, {}
         self._tell_numbers(rest)

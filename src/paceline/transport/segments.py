@@ -1,4 +1,4 @@
-"""The memory of a transport that other processes of this machine can map.
+"""Shared-memory segments of a transport, which other processes of this machine can map.
 
 A segment is an anonymous memory file (memfd): it has no name, so nothing can be left behind. Its descriptor is passed
 over each connection once, with the first frame that uses it there; later frames name it by number. Its size is sealed,
@@ -26,10 +26,11 @@ _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @final
 class Segments:
-    """The shared memory that one transport gave out. Safe to use from several threads.
+    """The shared memory that one transport has allocated. Thread-safe.
 
     A segment lives until its last view is dropped, whatever becomes of connections and of the transport; its
-    descriptor is closed then. When memory cannot be had, `allocate` falls back to plain memory and says so to `notice`.
+    descriptor is closed then. When shared memory is not available, `allocate` falls back to plain memory and calls
+    `notice`.
     """
 
     def __init__(self, create_memory: CreateMemory, notice: Notice) -> None:
@@ -38,7 +39,7 @@ class Segments:
         self._regions = MemoryRegions()
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Give memory that peers will map, or plain memory when none is to be had."""
+        """Return memory that peers will map, or plain memory when shared memory is not available."""
         check_size(size_bytes)
         if size_bytes == 0:
             return fresh_buffer(0)
@@ -61,7 +62,7 @@ class Segments:
 
 
 def create_memory(size_bytes: int) -> int:
-    """Create an anonymous memory file with all of its pages there; raises OSError when they are not to be had."""
+    """Create an anonymous memory file with all of its pages allocated; raises OSError when memory is full."""
     try:
         descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except AttributeError:
@@ -87,10 +88,9 @@ def _create_segment(size_bytes: int, create: CreateMemory) -> tuple[int, mmap.mm
 
 
 def map_segment(descriptor: int, size_bytes: int, peer: str) -> PeerMemory:
-    """Map the peer's memory once it is known that it is as large as said and cannot shrink.
+    """Map the peer's memory after checking that it has the announced size and cannot shrink.
 
-    The mapping is private: should anyone here write to it, the page becomes a copy and the peer's memory stays as
-    it was.
+    The mapping is private: a write here makes a copy of the page and leaves the peer's memory as it was.
     """
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

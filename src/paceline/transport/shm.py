@@ -1,4 +1,4 @@
-"""Frames between processes of one user on one machine: a Unix socket, and bodies in memory that both map."""
+"""Shared-memory transport between processes of one user on one machine: a Unix socket, and bodies that both map."""
 
 import os
 import socket
@@ -68,11 +68,11 @@ class ShmTransport:
         self._segments = Segments(create_memory, _Once(notice))
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Give memory that peers map, or plain memory when none is to be had; see `Transport.allocate`."""
+        """Return memory that peers map, or plain memory when none is available; see `Transport.allocate`."""
         return self._segments.allocate(size_bytes)
 
     def listen(self, address: str) -> "ShmListener":
-        """Listen on a socket file; raises UsageError when the place is taken or open to other users."""
+        """Listen on a socket file; raises UsageError when it is in use, or its directory is open to other users."""
         path = _parse(address)
         _check_directory(path.parent)
         return ShmListener(path, self._serve(path, _bind(path)))
@@ -128,7 +128,7 @@ class ShmListener:
 
 @final
 class _Once:
-    """Passes on the first message only."""
+    """Passes on only the first message."""
 
     def __init__(self, notice: Notice | None) -> None:
         self._notice = notice
@@ -171,7 +171,7 @@ def _bind(path: Path) -> socket.socket:
                     raise
                 _remove_dead(path, name)
                 sock.bind(name)
-            path.chmod(0o600)  # before listen: nobody can have connected yet
+            path.chmod(0o600)  # before listen: no client can have connected yet
             sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
@@ -183,7 +183,7 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _remove_dead(path: Path, name: str) -> None:
-    """Remove a socket file that nobody listens at; raises UsageError when somebody does or it is no socket."""
+    """Remove a socket file without a listener; raises UsageError if it has one, or is not a socket."""
     if not path.is_socket():
         raise UsageError(f"{path} exists and is not a socket: choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -228,7 +228,7 @@ def _inspect(sock: socket.socket) -> str:
 
 @contextmanager
 def _reachable(path: Path) -> Generator[str]:
-    """Yield a name of `path` that is short enough for a socket: itself, or by way of its open directory."""
+    """Yield a name of `path` that is short enough for a socket: itself, or relative to its open directory."""
     if len(os.fsencode(path)) < _MAX_PATH_BYTES:
         yield str(path)
         return

@@ -1,4 +1,4 @@
-"""A connection over a stream socket: what tcp and shm have in common."""
+"""Connections over a stream socket, shared by tcp and shm."""
 
 import os
 import threading
@@ -81,7 +81,7 @@ _SMALL_BYTES: Final = 16 << 10  # a channel that has room takes so much at once
 
 @dataclass(slots=True)
 class _Arrival:
-    """A frame under way: everything but the last `len(body) - num_read` bytes of its body has come."""
+    """A partly received frame: the last `len(body) - num_read` bytes of its body are missing."""
 
     header: bytes
     body: memoryview
@@ -106,9 +106,9 @@ class StreamConnection:
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._closing = threading.Lock()
-        # Segments the peer has yet to be told of that they are gone, as encoded prefixes.
+        # Freed segments that the peer does not know about yet, as encoded prefixes.
         self._retirements = b""
-        # Why the connection is over, once it is. Written once by whoever finds out first, read by all.
+        # Why the connection is over, once it is. Written once by the first thread that notices, read by all.
         self._ended: str | None = None
         # After a send failed, what the peer had said before may still be read; then `_readable` becomes False.
         self._readable = True
@@ -128,7 +128,7 @@ class StreamConnection:
             self._sending.release()
 
     def has_room(self, body: memoryview) -> bool:
-        """Return whether a frame would leave at once: a small one, or a reference; see `Connection.has_room`."""
+        """Return whether a frame would leave at once: a small one, or one in shared memory; see `Connection`."""
         is_small = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
         return is_small and self._channel.has_room()
 
@@ -180,7 +180,7 @@ class StreamConnection:
         self._channel.shut()
 
     def _loss(self, error: EOFError | OSError) -> ConnectionLost:
-        """End the connection for what ended its channel."""
+        """End the connection after an error of its channel."""
         if isinstance(error, EOFError):
             self._end("the other side closed it or died")
         elif isinstance(error, TimeoutError):
@@ -226,7 +226,7 @@ class StreamConnection:
         return Frame(arrival.header, arrival.body, arrival.buffer)
 
     def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
-        """Read prefix and header and take memory for the body; None when it was but the end of a segment."""
+        """Read prefix and header and allocate the body; None when the frame only retires a segment."""
         ahead = self._ahead
         prefix = decode_prefix(ahead.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
         start = ahead.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)

@@ -1,4 +1,4 @@
-"""Frames over TCP; both sides prove that they hold the job's token, and beyond one machine all of it is encrypted."""
+"""TCP transport: both sides prove that they hold the job's token, and traffic between machines is encrypted."""
 
 import ipaddress
 import socket
@@ -22,7 +22,7 @@ from paceline.transport.tls import TlsHandshake, TlsSettings
 KEEPALIVE_AFTER_S: Final = 5
 KEEPALIVE_EVERY_S: Final = 2
 NUM_KEEPALIVES: Final = 3
-# What has not left waits in our queues, where what is urgent passes it, and not in the kernel's.
+# Unsent data waits in our queues, where urgent frames can pass it, and not in the kernel's.
 _UNSENT_BYTES: Final = 256 << 10
 
 
@@ -66,7 +66,7 @@ class TcpTransport:
         self._notice = notice
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Give plain memory; see `Transport.allocate`."""
+        """Return plain memory; see `Transport.allocate`."""
         check_size(size_bytes)
         return fresh_buffer(size_bytes)
 
@@ -183,7 +183,7 @@ def _explain_bind(error: OSError, host: str, port: int) -> UsageError:
 
 
 def _owner(port: int) -> str:
-    """Return who listens on a port, as far as this user may know."""
+    """Return which processes listen on a port, as far as this user can see."""
     import psutil
 
     try:

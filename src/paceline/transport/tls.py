@@ -1,8 +1,7 @@
-"""TLS around the token: nobody in between can read or change what is sent, and both sides show a certificate.
+"""TLS around the token handshake: traffic is encrypted, and both sides show a certificate.
 
-Certificates are signed by one authority, which signs for the processes of one job (or of one team) and for nobody else:
-who has one may be at either end, at whatever address. A certificate says whom it is for; what that one may do is for
-others to judge. TLS 1.3 only.
+One authority signs the certificates, and only for the processes of one job (or of one team): a process with one may be
+at either end, at any address. A certificate names its holder; permissions are decided elsewhere. TLS 1.3 only.
 """
 
 import hashlib
@@ -46,13 +45,13 @@ class TlsChannel:
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=server_side)
-        # Until the peer has proven itself it may say only so much more, and memory is taken for no more than that.
+        # Until the peer is authenticated it may send only this many more bytes, which also bounds memory.
         self._allowance_bytes = allowance_bytes
         self._records = memoryview(bytearray(allowance_bytes))
         self.first = b""  # of what the other side has said
 
     def trust(self) -> None:
-        """Read as much as comes from now on: the peer has proven itself."""
+        """Accept any amount of data from now on: the peer is authenticated."""
         self._allowance_bytes = sys.maxsize
         self._records = memoryview(bytearray(_TURN_BYTES))
 
@@ -108,7 +107,7 @@ class TlsChannel:
         self._flush(deadline, num_encrypted)
 
     def has_room(self) -> bool:
-        """Say whether the kernel has room; see `Channel.has_room`."""
+        """Return whether the kernel has room; see `Channel.has_room`."""
         return self._inner.has_room()
 
     def shut(self) -> None:
@@ -120,7 +119,7 @@ class TlsChannel:
         self._inner.close()
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Fill `buffer` from the records that are there; returns how many bytes that gave."""
+        """Fill `buffer` from the records that have arrived; returns how many bytes were read."""
         num_bytes = 0
         with suppress(ssl.SSLWantReadError):  # what is there may end within a record
             while num_bytes < len(buffer) and (self._arrived.pending or self._tls.pending()):
@@ -162,7 +161,7 @@ def _pieces(buffers: Sequence[memoryview | bytes]) -> Iterator[memoryview]:
 # What the server says first inside TLS. In TLS 1.3 a client is done before the server has checked its certificate; only
 # a client that has read this knows that it was not refused.
 _WELCOME: Final = b"\x01"
-_OUT_OF_DATE: Final = (9, 10)  # what OpenSSL calls a certificate that does not hold yet, or no longer
+_OUT_OF_DATE: Final = (9, 10)  # OpenSSL's codes for a certificate that is not valid yet, or no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ class TlsSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What was made of our own files; `digest` is that of our certificate."""
+    """The contents of our own TLS files; `digest` is that of our certificate."""
 
     serving: ssl.SSLContext
     calling: ssl.SSLContext
@@ -243,7 +242,7 @@ class TlsHandshake:
         return replace(greeted, peer_identity=peer_identity)
 
     def _check_identity(self, tls: TlsChannel, who: str) -> PeerIdentity:
-        """Return what the certificate of `who` says; raises CertificateRefused when it was revoked."""
+        """Return the identity in the certificate of `who`; raises CertificateRefused when it was revoked."""
         certificate = cast("dict[str, object]", tls.certificate(binary=False))
         names = cast("tuple[tuple[str, str], ...]", certificate.get("subjectAltName", ()))
         serial = cast("str", certificate["serialNumber"])
@@ -258,7 +257,7 @@ class TlsHandshake:
             )
 
     def _refusal(self, error: ssl.SSLError, server: str, first: bytes) -> PeerError:
-        """Say whose certificate was not accepted, and what to do."""
+        """Return an error that names the certificate that was refused, and what to do."""
         settings = self._settings
         if isinstance(error, ssl.SSLCertVerificationError):
             doubt = f"; {clock()}" if error.verify_code in _OUT_OF_DATE else ""

@@ -237,7 +237,7 @@ class Chunked:
         pieces: of the range.
         values: (elements of the range,), changed in place.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
-        crew: does the work.
+        threads: do the work.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Functions that servers run over their part of a table, and what makes one answer of those of all servers.
+"""Functions that servers run over their part of a table, and the merging of their results.
 
 `table.call(name, **numbers)` has each server run the function of this name over its own part: one of those here, or one
 of yours by its import path, "package.module:function". Over a dense table it is called as::
@@ -59,7 +59,7 @@ def function_at(name: str, kind: Kind, allowed: AbstractSet[str] | None) -> Call
         allowed: the import paths that may be loaded; None allows all, which is for code that you wrote yourself.
 
     Raises:
-        UsageError: there is none of this name, it may not be loaded, or it cannot be called.
+        UsageError: the function does not exist, may not be loaded, or cannot be called.
     """
     known = _KNOWN[kind]
     if name in known:
@@ -90,9 +90,9 @@ def total(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
 
 
 def merge(parts: Sequence[Mapping[str, Tensor]], k: int) -> Tensors:
-    """Return the first k of what all servers found, of "top" and "sample" for example: those of the least "order".
+    """Return the k results with the least "order" from all servers, of "top" and "sample" for example.
 
-    However many servers there are, it is what a single one would have found.
+    The result does not depend on the number of servers.
 
     Example:
         >>> parts = [{"ids": torch.tensor([i]), "order": torch.tensor([o])} for i, o in ((7, -1.0), (3, -2.0))]
@@ -141,17 +141,17 @@ def _top_of_rows(rows: RowWalk, *, k: int) -> Tensors:
 
 
 def _sample_of_range(values: Tensor, start: int, *, k: int, seed: int = 0) -> Tensors:
-    """Return k elements by chance, with their places in the flat table as "ids"."""
+    """Return k random elements, with their positions in the flat table as "ids"."""
     return _first_elements(values, start, k, lambda places, _: _chance(places, seed))
 
 
 def _sample_of_rows(rows: RowWalk, *, k: int, seed: int = 0) -> Tensors:
-    """Return k rows by chance."""
+    """Return k random rows."""
     return _first_rows(rows, ((ids, values, _chance(ids, seed)) for ids, values in _rows(rows)), k)
 
 
 def _chance(ids: Tensor, seed: int) -> Tensor:
-    """Return a number for each id, as if by chance: those of the k least are any k, whoever holds which."""
+    """Return a pseudorandom number for each id: the k least are a random sample, however ids are sharded."""
     return first_rows(First("uniform", 1.0, seed), ids, 1, torch.float64).view(-1)
 
 

@@ -1,6 +1,6 @@
-"""The rules that look at each element alone, as steps on flat memory: bit for bit those of torch.optim on a CPU.
+"""Kernels: element-wise update rules as steps on flat memory, bit-identical to torch.optim on a CPU.
 
-Their operations are torch's own, in its order; only where results are put differs, so that a chunk stays in the cache.
+They use torch's operations in torch's order; only the memory of results differs, so that a chunk stays in the cache.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -39,8 +39,8 @@ class Operands:
         step: which step of theirs this is, counted from 1.
         fresh: whether their state has never been written.
         spare: (2, elements of the longest tensor), to scribble on.
-        divisor: what gradients have yet to be divided by, on the way; not 1 only if the kernel `divides`, and then they
-            may be written to.
+        divisor: what the step divides gradients by; not 1 only if the kernel `divides`, and then they may be
+            overwritten.
     """
 
     values: Sequence[Tensor]
@@ -77,7 +77,7 @@ class Operands:
 
 
 class Kernel(ABC):
-    """One rule, without memory of its own: the state of the elements is handed to it."""
+    """One update rule without memory of its own: it gets the state of the elements as an argument."""
 
     granularity: ClassVar[Granularity] = "element"
     known: ClassVar[tuple[str, ...]] = ()  # every state that an element may have
@@ -237,9 +237,9 @@ class AdagradKernel(Kernel):
 
 @final
 class DelayedNesterovKernel(Kernel):
-    """Nesterov momentum once in so many updates, of their mean; between, plain steps of that part of each.
+    """Nesterov momentum once in `every` updates, on their mean; the others take their part of a plain step.
 
-    As many updates as it waits for make together exactly one step of `torch.optim.SGD` with their mean.
+    `every` updates together make exactly one step of `torch.optim.SGD` with their mean.
     """
 
     known = ("momentum_buffer", "sum")
@@ -267,7 +267,7 @@ _KERNELS: dict[str, type[Kernel]] = {
     "torch.optim.Adagrad": AdagradKernel,
 }
 
-# The hyperparameters of the rules here that are none of torch.optim.
+# The hyperparameters of the rules that torch.optim does not have.
 OWN_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"add": (), "delayed_nesterov": ("lr", "momentum", "every")}
 
 

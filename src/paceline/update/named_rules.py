@@ -1,4 +1,4 @@
-"""Update rules as you name them. Each of these returns plain data; the servers run the rule it names.
+"""Update rules for the user to choose. Each function returns plain data; the servers run the rule that it names.
 
 Example:
     >>> import paceline
@@ -161,10 +161,10 @@ def Merging(  # noqa: N802 - as the optimizers beside it
 ) -> RuleSpec:
     """Return a rule that acts on several pushes at once, on asynchronous tables of a shape.
 
-    A server keeps pushes until `quorum` of them are there, waits for others for the grace window, but no longer than
-    until all workers have pushed, and takes what it has to `rule` as one update, scaled as the table says. What comes
-    later waits for the next update: no push is lost, and none is counted twice. Reads never wait: whoever reads before
-    the update sees the values without it. Each server decides for its part of the table, by its own clock.
+    A server collects pushes until it has `quorum` of them, waits `grace_s` for more, but not after all workers have
+    pushed, and passes them to `rule` as one update, scaled as the table says. Later pushes wait for the next update: no
+    push is lost, and none is counted twice. Reads never wait: a read before the update returns the values without it.
+    Each server decides for its part of the table, by its own time.
 
     Args:
         rule: what acts on the merged push.
@@ -325,7 +325,7 @@ def resolve(spec: RuleSpec, allowed: AbstractSet[str] | None) -> UpdateRule | Ke
 
 
 def runs_in_torch(spec: RuleSpec) -> bool:
-    """Say whether a rule is one of torch.optim that has no kernel here, so that torch itself takes the steps."""
+    """Return whether a rule of torch.optim has no kernel here, so that torch itself takes the steps."""
     return spec.name.startswith(PREFIX) and kernel_of(spec) is None
 
 

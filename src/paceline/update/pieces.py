@@ -1,4 +1,4 @@
-"""Where the segments of a table lie in one range of it."""
+"""Layout of a range of a table: which part of which segment lies where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPiece:
-    """What a range holds of one segment.
+    """The part of one segment that lies in a range.
 
     Args:
         segment: index of the segment in the table.

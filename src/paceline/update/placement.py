@@ -1,4 +1,4 @@
-"""Where each part of a table lives: the same answer on every worker and every server."""
+"""Placement of a table: the range of each server, computed equally on every worker and server."""
 
 from __future__ import annotations
 

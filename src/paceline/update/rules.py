@@ -1,4 +1,4 @@
-"""What an update rule is: a name and plain numbers that travel, and the object they become on a server."""
+"""Update rules: the specification that travels (a name and numbers), and the interface of the rule on a server."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Quorum:
     """When pushes that a server keeps become one update.
 
     Args:
-        num_pushes: so many have to be there.
-        grace_s: how long further ones are waited for once they are.
-        num_workers: once so many workers have pushed, nobody is waited for.
+        num_pushes: the least number of pushes.
+        grace_s: how long to wait for more pushes after that.
+        num_workers: once this many workers have pushed, the wait ends.
     """
 
     num_pushes: int

@@ -1,4 +1,4 @@
-"""One range of one table on one server: its values, its update rule, and nothing that decides."""
+"""The shard of a dense table on one server: the values of its range and their update rule, without protocol."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True)
 class Merger:
-    """Keeps contributions until they are due; each is given out once. Used by one thread at a time.
+    """Collects contributions until a quorum is due; returns each exactly once. Used by one thread at a time.
 
     Args:
-        quorum: what makes them due.
+        quorum: when they are due.
         now: the time in seconds, from any start.
 
     Example:
@@ -48,16 +48,16 @@ class Merger:
     quorum: Quorum
     now: Callable[[], float]
     _kept: list[Contribution] = field(default_factory=list[Contribution])
-    _reached_at: float | None = None  # when the last of the quorum came, of those that are kept
+    _reached_at: float | None = None  # when the kept contributions reached the quorum
 
     def keep(self, contributions: Sequence[Contribution]) -> None:
-        """Keep copies of contributions: their memory is used for others soon."""
+        """Keep copies of contributions, as their memory is about to be reused."""
         self._kept += [replace(each, gradient=each.gradient.clone()) for each in contributions]
         if self._reached_at is None and len(self._kept) >= self.quorum.num_pushes:
             self._reached_at = self.now()
 
     def take_due(self) -> list[Contribution]:
-        """Give out what is due, in the order in which it came; nothing if that is to wait for more."""
+        """Remove and return the contributions that are due, in the order of arrival; empty before the quorum is due."""
         if self._reached_at is None:
             return []
         is_complete = len({each.worker for each in self._kept}) >= self.quorum.num_workers
@@ -65,7 +65,7 @@ class Merger:
         return self.take_all() if is_complete or is_over else []
 
     def take_all(self) -> list[Contribution]:
-        """Give out all that is kept, due or not."""
+        """Remove and return all kept contributions, due or not."""
         kept, self._kept, self._reached_at = self._kept, [], None
         return kept
 
@@ -81,8 +81,8 @@ class Shard:
         spec: the whole table.
         span: the range of it that lies here; may be empty.
         rule: fresh, for this shard alone.
-        values: (elements of the range,), memory to keep the values in, its own when left out; zeroed here.
-        num_threads: how many threads may work on an update; more than 1 are the shard's own, and `close` ends them.
+        values: (elements of the range,), memory for the values, zeroed here; allocated if omitted.
+        num_threads: how many threads may work on an update; the shard starts those beyond 1, and `close` ends them.
         now: the time in seconds, for a rule that waits for a quorum.
 
     Raises:
@@ -119,7 +119,7 @@ class Shard:
         self.initialised = False
         self.version = 0  # number of updates so far
         self.num_zeroed = 0  # non-finite gradient elements that were taken as 0, over all updates
-        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, as the last push that said so
+        self.hyper: tuple[Hyper, ...] = spec.rule.groups  # of each group, from the last push that had some
         self._pieces = cut(spec, span)
         self._require_whole_tensors(rule)
         self._threads = ThreadPool(num_threads)
@@ -169,9 +169,9 @@ class Shard:
         self.settle()
 
     def settle(self, *, all_kept: bool = False) -> None:
-        """Make the update that has become due as time went by, if any; or of all that is kept, due or not.
+        """Make the update whose quorum has become due with time, if any; or one of all kept contributions.
 
-        Called before values are looked at, so nobody can tell that it was not made at the very moment.
+        Every access to the values calls it first, so the update is visible from the time it was due.
         """
         if self._merger is not None:
             due = self._merger.take_all() if all_kept else self._merger.take_due()
@@ -179,7 +179,7 @@ class Shard:
                 self._update(due)
 
     def _missing(self, contributions: Sequence[Contribution]) -> list[Contribution]:
-        """Return what stands for samples that were expected, and has no gradients."""
+        """Return a contribution without gradients that stands for the missing samples, or nothing."""
         counts, expected = [each.count for each in contributions], [each.expected for each in contributions]
         missing = num_missing(counts, expected, self.spec.scale)
         everything = frozenset(range(len(self.spec.segments)))
@@ -228,7 +228,7 @@ class Shard:
         self.version = version
 
     def close(self) -> None:
-        """End the threads; there is no update afterwards."""
+        """End the threads; no call may follow."""
         self._threads.close()
 
     def _require_whole_tensors(self, rule: UpdateRule | Kernel) -> None:

@@ -1,6 +1,6 @@
-"""Between the shards of a table and plain torch: named values, and the `state_dict` of an ordinary optimizer.
+"""Conversion between the shards of a table and plain torch: named values, and the `state_dict` of an optimizer.
 
-So a model trained here goes on under a plain `torch.optim` optimizer, and the other way round, bit for bit.
+Training continues under a plain `torch.optim` optimizer, or from one, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradients of one update become one gradient: added in the order given, then scaled. Bit-exact by construction."""
+"""Summing of the gradients of one update, in the order given, then scaling: bit-identical on every run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one push brings to a shard.
+    """The part of one push that a shard gets.
 
     Args:
-        gradient: (elements of the range,), dtype of the table. The worker's memory: only ever read. What it holds for
-            absent segments is not looked at.
+        gradient: (elements of the range,), dtype of the table. It is the worker's memory, so only read it. The elements
+            of absent segments are ignored.
         count: samples behind the gradient, 0 or more.
         absent: indices of the segments that have no gradient (frozen, or unused in this step).
         hyper: hyperparameters of each group as of this push; empty to leave them as they are.
-        worker: who pushed it.
+        worker: the rank that pushed it.
         expected: samples behind all contributions to the update if none is missing; 0 where that is not known. See
             `num_missing`.
     """
@@ -40,10 +40,10 @@ class Contribution:
 
 
 def num_missing(counts: Sequence[float], expected: Sequence[float], scale: Scale) -> float:
-    """Return how many samples an update lacks of those that it was expected to stand for, below 0 for too many.
+    """Return how many samples an update lacks of those expected, below 0 for too many.
 
-    A mean over samples divides by those that were expected. So a sample weighs as much in a clock that lacks those of a
-    worker that has died, and in the one in which they are made up for, as in any other.
+    A mean over samples divides by the expected number. So a sample has the same weight in every clock, also in one that
+    lacks those of a dead worker, and in the one that makes up for them.
 
     >>> num_missing([6.0, 6.0], [18.0, 18.0], "samples"), num_missing([6.0, 12.0, 6.0], [18.0] * 3, "samples")
     (6.0, -6.0)
@@ -139,7 +139,7 @@ def zeroed(tensor: Tensor) -> Tensor:
 
 
 def num_nonfinite(tensor: Tensor, threads: ThreadPool | None = None) -> int:
-    """Return how many elements, of (n,) with a crew, are NaN or infinite; one read of memory when there are none."""
+    """Return how many elements, of (n,) with `threads`, are NaN or infinite; reads memory once if there are none."""
     if threads is None or threads.num_threads == 1:
         return _num_nonfinite(tensor)
     size = max(CHUNK, tensor.numel() // (4 * threads.num_threads))  # not so long that one thread ends far behind

@@ -1,4 +1,4 @@
-"""What a table is, as plain data: it travels as msgpack, and all members of a job must agree on it."""
+"""Declarations of dense tables: plain data that travels as msgpack and must be equal on all processes of a job."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TableSpec:
         return tuple(accumulate((segment.numel for segment in self.segments[:-1]), initial=0))
 
     def validate(self) -> None:
-        """Raise UsageError for the first thing that makes no sense; types are taken as annotated."""
+        """Raise UsageError for the first invalid value; types are not checked."""
         for problem in self._problems():
             raise UsageError(f"Table {shown_name(self.name)}: {problem}")
 
@@ -145,7 +145,7 @@ def shown_name(name: str) -> str:
 
 
 def consistency_problems(consistency: str) -> Iterator[str]:
-    """Say that a name of a consistency is longer than any, which is not worth reading."""
+    """Yield a problem for the name of a consistency that is longer than any valid one."""
     if len(consistency) > MAX_CONSISTENCY:
         short = consistency[:MAX_CONSISTENCY]
         yield f"its consistency '{short}...' has {len(consistency)} characters, expected at most {MAX_CONSISTENCY}."
@@ -163,7 +163,7 @@ def decode_table(data: bytes | memoryview) -> TableSpec:
     """Read a table that another process encoded, and validate it.
 
     Raises:
-        PeerError: it is not a table, or not one that makes sense.
+        PeerError: it is not a table, or has invalid values.
     """
     try:
         spec = _decoder.decode(data)
@@ -174,7 +174,7 @@ def decode_table(data: bytes | memoryview) -> TableSpec:
 
 
 def differences(ours: TableSpec, theirs: TableSpec, limit: int = 3) -> list[str]:
-    """Say in what `theirs` differs from `ours`: the first `limit` differences, a sentence each; empty when equal."""
+    """Return the first `limit` differences of `theirs` from `ours`, a sentence each; empty when equal."""
     return list(islice(_differences(ours, theirs), limit))
 
 

@@ -1,4 +1,4 @@
-"""The threads of a shard: torch lets go of the interpreter while it computes, so Python's own threads do."""
+"""The threads of a shard. Python threads suffice: torch releases the interpreter lock while it computes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 @final
 class ThreadPool:
-    """Shares out pieces of work; used by one thread at a time.
+    """Runs pieces of work on several threads; used by one thread at a time.
 
     Args:
-        num_threads: how many threads work; 1 makes none, the caller works alone. Each of several tells torch to run
-            its own operations on one thread, which then holds for every thread that the process starts later.
+        num_threads: how many threads work; with 1, the caller works alone. Each of several makes torch run its own
+            operations on one thread, a setting that also holds for every thread that the process starts later.
 
     Example:
-        >>> crew = ThreadPool(2)
-        >>> crew.total([1, 2, 3], lambda number, thread: number * 10)
+        >>> pool = ThreadPool(2)
+        >>> pool.total([1, 2, 3], lambda number, thread: number * 10)
         60
-        >>> crew.close()
+        >>> pool.close()
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -33,11 +33,11 @@ class ThreadPool:
             self._threads = ThreadPoolExecutor(num_threads, "paceline-update", torch.set_num_threads, (1,))
 
     def total(self, items: Sequence[T], work: Callable[[T, int], int]) -> int:
-        """Return the sum of `work(item, index of the thread)` over all items; whoever is free takes the next one.
+        """Return the sum of `work(item, index of the thread)` over all items; a free thread takes the next one.
 
-        Blocks until all is done; raises what `work` raises.
+        Blocks until all items are done; raises what `work` raises.
         """
-        alone = len(items) < 2 and torch.get_num_threads() == 1  # else torch would share out every small operation
+        alone = len(items) < 2 and torch.get_num_threads() == 1  # else torch would split every small operation
         if self._threads is None or alone:
             return sum(work(item, 0) for item in items)
         waiting = iter(items)

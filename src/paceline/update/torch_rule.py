@@ -40,7 +40,7 @@ def torch_optim(class_name: str, **numbers: Number | tuple[Number, ...]) -> Rule
     """Return the rule of any class of torch.optim, by its name, with its own arguments.
 
     Raises:
-        UsageError: there is no such class, it cannot run on a server, or it refuses an argument.
+        UsageError: the class does not exist, cannot run on a server, or refuses an argument.
 
     Example:
         >>> torch_optim("NAdam", lr=0.002).name
@@ -92,9 +92,9 @@ def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper
 
 
 def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tuple[Hyper, ...]:
-    """Return what a push says of the param groups of an optimizer: its numbers now, and the switches as declared.
+    """Return the hyperparameters of a push: current numbers of the param groups, and switches as declared.
 
-    What schedulers and users keep in the groups beside what was declared stays here.
+    Other entries of the groups, from schedulers or users, are not sent.
     """
     return tuple(
         {
@@ -106,7 +106,7 @@ def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tupl
 
 
 def check_groups(rule: RuleSpec) -> None:
-    """Raise UsageError for a hyperparameter that the class of torch.optim does not have, or a switch that is none.
+    """Raise UsageError for a hyperparameter that the class of torch.optim does not have, or an unsupported switch.
 
     Other switches than `fused` and `foreach` stay off. `fused` and `foreach` choose which of our own ways of computing
     an update a table has, so all groups of a table have to go the same way.
@@ -166,7 +166,7 @@ def granularity_of(optimizer: torch.optim.Optimizer) -> Granularity:
                 cut = [_stepped(optimizer, group, *part) for part in _halves(values, gradients, dim)]
                 if not torch.allclose(torch.cat(cut, dim), _stepped(optimizer, group, values, gradients), rtol=1e-9):
                     return "tensor"
-    except Exception:  # noqa: BLE001 - whatever a class of somebody else raises
+    except Exception:  # noqa: BLE001 - the user's class may raise anything
         return "tensor"
     return "element"
 
@@ -220,7 +220,7 @@ class TorchRule:
     """
 
     def __init__(self, name: str) -> None:
-        # Building any torch optimizer imports this, for a second or so: here nobody is in the middle of a step.
+        # Building any torch optimizer imports this for about a second: better now than in the middle of a step.
         importlib.import_module("torch._dynamo")
         self._class = optimizer_class(name)
         self._optimizer: torch.optim.Optimizer | None = None
@@ -281,9 +281,9 @@ class TorchRule:
         return named
 
     def check_state(self, state: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
-        """Raise UsageError unless every state has the name, shape and dtype that torch gives it itself.
+        """Raise UsageError unless every state has the name, shape and dtype that torch itself would give it.
 
-        Torch does not look at shapes before it computes, some of its operations not even while they do.
+        Torch does not check shapes before it computes, and some of its operations never do.
         """
         by_piece: dict[int, dict[str, Tensor]] = {}
         for key, found in state.items():
@@ -322,7 +322,7 @@ class TorchRule:
 
 
 def require_count(name: str, found: Tensor) -> None:
-    """Raise UsageError for a number of steps that is none."""
+    """Raise UsageError for an invalid number of steps."""
     if name == "step" and not 0 <= found.item() < math.inf:
         raise UsageError(f"State 'step' is {found.item()}, expected a number of steps.")
 

@@ -1,7 +1,7 @@
-"""Code of your own on the servers: found by import path, kept from ending them; rules are built without arguments.
+"""The user's code on servers: imported by path, and prevented from ending the process.
 
-What may be named is what you or a package installed: nothing of Python itself, its tests included, no module that its
-author calls private, and nothing of Paceline, whose modules are no rules, functions or datasets.
+An import path may name code of the user or of an installed package. It may not name Python's own library or tests,
+private modules, or modules of Paceline.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def split_path(path: str, kind: str = "update rule") -> tuple[str, str]:
 
 @contextmanager
 def own_code(what: str) -> Generator[None]:
-    """Run code of the user's own: where it would end the process it ends itself alone.
+    """Run the user's code so that it cannot end the process.
 
     Raises:
-        UsageError: it has called `sys.exit`, or raised what is no `Exception`.
+        UsageError: it has called `sys.exit`, or raised something other than an `Exception`.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def own_code(what: str) -> Generator[None]:
 
 @cache
 def _is_of_python(package: str) -> bool:
-    """Say whether a package comes with Python: of its library, its tests, or built in."""
+    """Return whether a package comes with Python: its library, its tests, or built in."""
     if package in sys.stdlib_module_names:
         return True
     try:
@@ -63,7 +63,7 @@ def _is_of_python(package: str) -> bool:
 
 
 def _require_fit(path: str, module_name: str, kind: str) -> None:
-    """Refuse modules that are not there to be named by a worker."""
+    """Raise UsageError for modules that a worker may not name."""
     parts = module_name.split(".")
     if _is_of_python(parts[0]):
         raise UsageError(f"{path} is part of Python's own library, which has no {kind}: it is not run for a worker.")
@@ -82,7 +82,7 @@ def member_at(path: str, allowed: AbstractSet[str] | None, kind: str = "update r
         kind: what it should be, for messages.
 
     Raises:
-        UsageError: the path is not allowed, is one of Python's own library, private, or cannot be imported.
+        UsageError: the path is not allowed, belongs to Python or is private, or cannot be imported.
     """
     module_name, member = split_path(path, kind)
     if allowed is not None and path not in allowed:
@@ -104,7 +104,7 @@ def build_own(path: str, allowed: AbstractSet[str] | None) -> object:
     """Return a new object of the class at `path`.
 
     Raises:
-        UsageError: the path is not allowed, cannot be imported, or names no class that is built without arguments.
+        UsageError: the path is not allowed, cannot be imported, or is not a class that is built without arguments.
     """
     cls = member_at(path, allowed)
     if not isinstance(cls, type):

@@ -1,4 +1,4 @@
-"""Updates of whole tensors, for every rule that has no kernel: those of other classes of torch.optim, and your own."""
+"""Updates by rules that have no kernel: other classes of torch.optim, and the user's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WholeTensors:
         pieces: of the range.
         values: (elements of the range,), changed in place.
         policy: scale and treatment of non-finite elements, see `TableSpec`.
-        crew: adds the gradients.
+        threads: add the gradients.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What servers answer to a worker, read with care: one that is malformed is told as what it is."""
+"""Decoding of a server's answer, with an error message that names the server and the request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def read_answer_of(server: int, what: str, read: Callable[[memoryview], T], body: memoryview) -> T:
-    """Return what `read` makes of the answer of a server.
+    """Return `read(body)`, where `body` is the answer of a server.
 
     Raises:
-        PeerError: it makes nothing of it; the message names the server and what was asked of it.
+        PeerError: `read` failed; the message names the server and `what` was requested.
 
     Example:
         >>> read_answer_of(0, "its clock", lambda body: int(bytes(body)), memoryview(b"7"))
@@ -25,6 +25,6 @@ def read_answer_of(server: int, what: str, read: Callable[[memoryview], T], body
         return read(body)
     except MISHAPS as error:
         raise PeerError(
-            f"server {server} gave an answer of {body.nbytes} bytes that is none, when asked for {what}: "
+            f"server {server} gave an invalid answer of {body.nbytes} bytes when asked for {what}: "
             f"{story(error)}. Do both run the same version?"
         ) from error

@@ -1,6 +1,6 @@
-"""What one request may have a server make or keep: looked at before memory is taken, and before any long arithmetic.
+"""Limits on what one request may make a server compute or keep, checked before any allocation or long computation.
 
-The page about attacks lists all of them, by message. What a worker of ours sends is cut so that it stays within them.
+The page about attacks lists all of them, by message. Paceline's own workers split their requests to stay within them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Final
 from paceline.errors import UsageError
 from paceline.update.table import MAX_NAME
 
-MAX_IDS: Final = 1 << 20  # of one read of rows, and of one list of rows that a worker keeps no longer
-MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read: first values are computed, a tenth of a second a million
-MAX_WAITING_READ_BYTES: Final = 1 << 30  # of the answers that one worker waits for, of one table
+MAX_IDS: Final = 1 << 20  # in one read of rows, or in one `Unsubscribe`
+MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read; a million first values take a tenth of a second
+MAX_WAITING_READ_BYTES: Final = 1 << 30  # in all answers about one table that one worker waits for
 MAX_PUSH_BYTES: Final = 1 << 30  # of rows in one push
-MAX_HEARD_BYTES: Final = 1 << 29  # of answers that are kept for one worker, and of what waits to be done for it
+MAX_HEARD_BYTES: Final = 1 << 29  # of one worker's kept answers, and of its waiting requests
 
 
 def most_rows(width: int) -> int:
-    """Return how many rows one read may ask for, where a row and its echo have so many numbers.
+    """Return how many rows one read may request when a row and its echo have `width` numbers together.
 
     >>> most_rows(16), most_rows(1 << 21)
     (131072, 1)
@@ -27,6 +27,6 @@ def most_rows(width: int) -> int:
 
 
 def require_short(what: str, name: str) -> None:
-    """Raise UsageError for a name that is too long to be kept."""
+    """Raise UsageError for a name longer than MAX_NAME."""
     if len(name) > MAX_NAME:
         raise UsageError(f"the name of {what} has {len(name)} characters, expected at most {MAX_NAME}")

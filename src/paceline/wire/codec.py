@@ -1,6 +1,6 @@
-"""Messages as bytes: one byte that names the kind, then the message in MessagePack, checked field by field.
+"""Encoding of messages: one byte for the kind, then the message in MessagePack, checked field by field.
 
-Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is looked at.
+Nothing is ever unpickled, and a message that does not match its declared fields is refused before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = TypeVar("Message")
 
 @final
 class MessageCodec(Generic[Message]):
-    """Encodes and decodes messages of these kinds, `kinds`. The position is the kind byte: append, never reorder."""
+    """Encodes and decodes messages of the given kinds. The position is the kind byte: append, never reorder."""
 
     def __init__(self, *kinds: type[Message]) -> None:
         self.kinds = kinds
@@ -25,7 +25,7 @@ class MessageCodec(Generic[Message]):
         self._decoders = tuple(msgspec.msgpack.Decoder(kind) for kind in kinds)
 
     def kind_byte(self, kind: type[Message]) -> bytes:
-        """Return what the headers of messages of this kind begin with."""
+        """Return the first byte of every header of this kind."""
         return bytes((self._number[kind],))
 
     def encode(self, message: Message) -> bytes:
@@ -36,7 +36,7 @@ class MessageCodec(Generic[Message]):
         """Return the message in the header of a frame.
 
         Raises:
-            PeerError: the bytes are not one of our messages.
+            PeerError: the bytes are not a valid message.
         """
         if not header or header[0] >= len(self.kinds):
             raise PeerError(

@@ -1,4 +1,4 @@
-"""A worker's connection to one server, made again whenever it breaks."""
+"""A worker's connection to one server, which reconnects whenever it breaks."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ _JOIN_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class ReconnectingConnection:
-    """Sends to a server, and hands over what comes from it on a thread of its own.
+    """Sends frames to one server, and receives its frames on a thread of its own, the reader thread.
 
     Args:
-        server: its rank, which its certificate has to name where there is one.
-        hello: who connects; the count of its connections is filled in here.
+        server: the rank of the server; its certificate, if it has one, must name it.
+        address: where the server listens.
+        hello: the introduction of this process; the number of the connection is filled in here.
+        transport: makes the connections.
+        patience_s: how long to try to reconnect.
         on_frame: called with each frame, on the reader thread.
-        place: asked where bodies go that the carrier copies, on the reader thread.
-        on_reconnected: called when the connection was made again, on the reader thread, with what lets `send` use it.
-            It has to call that, and to repeat what is unanswered before others may send: else they overtake it.
-        on_lost: called with the reason when nothing will come from the server any more.
-        how_ended: returns how the server has ended where that is known; then it is not tried again.
+        place: returns where to put bodies that the transport copies; called on the reader thread.
+        on_reconnected: called on the reader thread after a reconnect, with a function that makes `send` use the new
+            connection. It must call that function, and repeat all unanswered messages before other threads may send,
+            so that these do not overtake them.
+        on_lost: called with the reason once the server is given up.
+        how_ended: returns how the server has ended, or an empty text; a server that has ended is not tried again.
     """
 
     server: int
@@ -54,17 +58,17 @@ class ReconnectingConnection:
     _reader: threading.Thread = field(init=False)
 
     def open(self, timeout_s: float) -> None:
-        """Connect, and start to read. Blocks until connected; raises as `Transport.connect` does."""
+        """Connect and start the reader thread. Blocks until connected; raises as `Transport.connect` does."""
         self._progress = Progress(self.patience_s)
         self._post = self._connect(timeout_s)
         self._reader = threading.Thread(target=self._read, name=f"paceline-link-{self.address}", daemon=True)
         self._reader.start()
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, urgent: bool = False) -> None:
-        """Send one frame, also while others are on their way to other servers; see `SendQueue`.
+        """Send one frame without waiting for the server; see `SendQueue`.
 
-        If the connection is broken it is lost, and repeated when there is a new connection. Until it is answered, the
-        body must stay as it is.
+        On a broken connection the frame is lost; the protocol repeats it after a reconnect. The body must not change
+        until the frame is answered.
         """
         self._progress.note_sent(len(header) + body.nbytes)
         self._post.send(header, body, urgent=urgent)
@@ -84,7 +88,7 @@ class ReconnectingConnection:
         return SendQueue(connection, connection.close)
 
     def _read(self) -> None:
-        """Hand over frames until closed or lost, and say so whatever the reason."""
+        """Read frames until closed or lost; call `on_lost` unless closed, even after an unexpected error."""
         problem = "is over: its reader thread failed; the traceback is on stderr"
         try:
             problem = self._read_on()
@@ -94,7 +98,7 @@ class ReconnectingConnection:
                 self.on_lost(f"server {self.server} is lost: the connection to {self.address} {problem}")
 
     def _read_on(self) -> str:
-        """Hand over frames until closed or lost; return why it is over."""
+        """Read frames until closed or lost; return the reason for the loss."""
         problem = ""
         while not self._closing.is_set():
             try:
@@ -115,11 +119,11 @@ class ReconnectingConnection:
 
     def _use(self, post: SendQueue) -> None:
         self._post = post
-        if self._closing.is_set():  # `close` has closed the one before
+        if self._closing.is_set():  # `close` has closed only the queue before this one
             post.close()
 
     def _reconnect(self, problem: str) -> SendQueue | str:
-        """Try until connected or out of patience; return the new connection, or what became of it."""
+        """Try until connected or out of patience; return the new send queue, or the reason for giving up."""
         self._post.close()
         objection = self._progress.objection()
         if objection:

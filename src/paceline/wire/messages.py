@@ -1,4 +1,4 @@
-"""What workers and servers say to each other beside what the core has them say, and all of it as bytes."""
+"""The messages on the wire: frames of pushes, pulls and rows around the core's messages, and the codec of all kinds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.wire.codec import MessageCodec
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who connects: its role ("worker" or "server"), rank and life.
+    """The introduction of a connecting process: its role ("worker" or "server"), rank and life.
 
-    `connection` counts the connections that this life has made to the listener before: what arrives late over an
-    earlier one cannot take the place of a newer one.
+    `connection` counts the connections that this life has made to the listener before, so that an older one that
+    arrives late does not replace a newer one.
     """
 
     role: str
@@ -28,11 +28,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class PushFrame:
-    """A push and what its tensor means: samples behind it, parts without gradient, the hyperparameters to use.
+    """A push of a dense table. `count` is the number of samples, `absent` the segments without a gradient.
 
-    `screened`: the worker has looked for NaN and infinity already, as the table demands. Servers believe it only over
-    memory that is the worker's own. `checksums`: the CRC-32 of the part of each server, by rank; none where memory is
-    not checked. `expected`: samples behind all pushes of this clock together, see `Contribution`.
+    `hyper`: the hyperparameters to use. `screened`: the worker has checked the gradient for NaN and infinity, as the
+    table demands; servers trust this only over memory that the worker owns. `checksums`: the CRC-32 of each server's
+    part, by rank; empty where memory is not checked. `expected`: samples behind all pushes of this clock together, see
+    `Contribution`.
     """
 
     push: messages.Push
@@ -46,9 +47,9 @@ class PushFrame:
 
 @dataclass(frozen=True, slots=True)
 class PullFrame:
-    """A pull, and the last request of this table whose values from this server the worker has taken in.
+    """A pull, with the last request of this table whose values from this server the worker has copied.
 
-    Values travel in memory that is used again; this says that what was sent for `taken` may be overwritten.
+    The server reuses the memory in which values travel: what it sent for `taken` may be overwritten.
     """
 
     pull: messages.Pull
@@ -57,9 +58,9 @@ class PullFrame:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The ids of a frame about rows: how many, and whether they lead its body.
+    """The ids of a frame about rows: how many, and whether the body begins with them (`sent`).
 
-    `digest` names the whole list where the server keeps lists; empty where it does not.
+    `digest` identifies the list where the server caches lists of ids; else it is empty.
     """
 
     num: int
@@ -69,10 +70,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class RowPushFrame:
-    """A push of rows and what they mean: samples behind it, the hyperparameters to use. The rows follow the ids.
-
-    `expected`: as in a `PushFrame`.
-    """
+    """A push of rows, which follow the ids in the body. `count`, `hyper` and `expected`: as in a `PushFrame`."""
 
     push: messages.Push
     count: float
@@ -91,7 +89,7 @@ class RowPullFrame:
 
 @dataclass(frozen=True, slots=True)
 class KeysWanted:
-    """A server to a worker: I do not have the list that this push (or, where `seq` is -1, this pull) names: send it."""
+    """From a server: I do not have the ids that this push (or, if `seq` is -1, this pull) refers to; send them."""
 
     table: str
     seq: int
@@ -100,9 +98,9 @@ class KeysWanted:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """A worker to a server: I keep these rows no longer (their ids are the body), so do not send me what changes.
+    """From a worker: I no longer cache these rows (their ids are the body), so do not send me their changes.
 
-    It means nothing if a read of the number `request` or a later one has come before: that may have asked for them.
+    Ignored if a read with the number `request` or a later one has arrived before, as that may have requested them.
     """
 
     sender: messages.Sender
@@ -112,9 +110,9 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class RowsUsed:
-    """A worker to a server: in this clock I have read these rows (their ids are the body) from what I keep of them.
+    """From a worker: in this clock I have read these rows (their ids are the body) from my cache.
 
-    It goes before the tick that ends the clock, whenever that is sent; a copy of it means nothing.
+    It is sent before every copy of the tick that ends the clock; the server ignores repetitions.
     """
 
     sender: messages.Sender
@@ -130,7 +128,7 @@ _CODEC: Final = MessageCodec[object](
     messages.Leave,
     messages.Clock,
     PullFrame,
-    messages.PieceTaken,
+    messages.Taken,
     messages.Joined,
     messages.Left,
     messages.Held,
@@ -173,10 +171,10 @@ decode = _CODEC.decode
 
 
 def is_push(header: bytes) -> bool:
-    """Say whether the header of a frame is that of a push, without reading it."""
+    """Return whether a header is that of a `PushFrame`, without decoding it."""
     return header[:1] == _PUSH
 
 
 def is_joined(header: bytes) -> bool:
-    """Return whether the header of a frame is that of the answer to a join, without reading it."""
+    """Return whether a header is that of `Joined`, without decoding it."""
     return header[:1] == _JOINED

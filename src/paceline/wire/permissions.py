@@ -1,4 +1,4 @@
-"""Who may say what to a server: a table of all messages, and the check that nobody speaks in another's name."""
+"""Permissions: which role may send which message to a server, and that every peer uses its own identity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.wire.messages import Hello
 
 Role = Literal["worker", "server"]
 
-# By message, who may say it to a server; None for what servers say to workers, or what is said in handshakes alone.
+# The role that may send each message to a server; None for messages to workers, and for those of handshakes.
 SPEAKERS: Final[dict[type, Role | None]] = {
     Hello: None,
     wire.PushFrame: "worker",
@@ -27,7 +27,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
     messages.Join: "worker",
     messages.Leave: "worker",
     messages.Clock: "worker",
-    messages.PieceTaken: "worker",
+    messages.Taken: "worker",
     messages.Joined: None,
     messages.Left: None,
     messages.Held: None,
@@ -60,7 +60,7 @@ SPEAKERS: Final[dict[type, Role | None]] = {
 
 
 def check_said(hello: Hello, message: object, num_servers: int) -> None:
-    """Raise PeerError unless a peer of this role may say this, and says it in its own name."""
+    """Raise PeerError unless the peer's role may send this message, and the message carries the peer's identity."""
     if SPEAKERS[type(message)] != hello.role:
         raise PeerError(f"a {hello.role} may not say {type(message).__name__}")
     if isinstance(message, wire.PushFrame | wire.RowPushFrame):
@@ -69,7 +69,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
         _check_worker(hello, message.pull.sender)
     elif isinstance(
         message,
-        messages.Join | messages.Leave | messages.Clock | messages.PieceTaken | wire.Unsubscribe | wire.RowsUsed,
+        messages.Join | messages.Leave | messages.Clock | messages.Taken | wire.Unsubscribe | wire.RowsUsed,
     ):
         _check_worker(hello, message.sender)
     elif isinstance(message, messages.Follow | messages.Closed):
@@ -77,7 +77,7 @@ def check_said(hello: Hello, message: object, num_servers: int) -> None:
 
 
 def check_caller(hello: object, connection: Connection) -> Hello:
-    """Return who calls; raises PeerError when it does not say, or its certificate is for somebody else."""
+    """Return the caller's introduction; raises PeerError if it has none, or its certificate is for another process."""
     if not isinstance(hello, Hello):
         raise PeerError("the peer did not introduce itself")
     if not connection.peer_identity.permit(hello.role, hello.rank):
@@ -87,7 +87,7 @@ def check_caller(hello: object, connection: Connection) -> Hello:
 
 
 def check_server(connection: Connection, rank: int) -> None:
-    """Close a connection that was to lead to this server and does not; raises AuthenticationFailed then."""
+    """Raise AuthenticationFailed, and close the connection, if its certificate is not for this server."""
     if not connection.peer_identity.permit("server", rank):
         connection.close()
         raise AuthenticationFailed(
@@ -97,7 +97,7 @@ def check_server(connection: Connection, rank: int) -> None:
 
 
 def _check_worker(hello: Hello, said: PushId | Sender) -> None:
-    """Refuse a worker that speaks in the name of another one."""
+    """Raise PeerError for a message with the identity of another worker or incarnation."""
     if (said.worker, said.incarnation) != (hello.rank, hello.incarnation):
         raise PeerError(
             f"{hello.role} {hello.rank} (incarnation {hello.incarnation}) speaks as worker {said.worker} "

@@ -1,4 +1,4 @@
-"""Whether a connection that is made again and again leads anywhere."""
+"""Detection of connections that are made again and again but never carry an answer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Final
 
 NUM_FRUITLESS: Final = 3
-# A path that takes small packets and drops large ones breaks a connection after 10 to 25 s: a kernel gives it up.
+# On a path that passes small packets and drops large ones, the kernel gives a connection up after 10 to 25 s.
 SOON_S: Final = 30.0
-SMALL_BYTES: Final = 500  # pass on every path
+SMALL_BYTES: Final = 500  # frames of this size pass on every path
 
 
 @dataclass(slots=True)
 class Progress:
-    """What came of the last connections to one server.
+    """The results of the last connections to one server.
 
-    A connection is fruitless if it breaks within 30 s with no answer received over it, beyond that to the join. One
-    that lives longer proves its path, though its worker may have had nothing but others to wait for.
+    A connection is fruitless if it breaks within 30 s without an answer, apart from that to the join. A connection that
+    lives longer shows that the path works: its worker may only have waited for other workers.
 
     Args:
-        patience_s: for so long, too, fruitless ones are made again.
+        patience_s: how long to continue with fruitless connections.
     """
 
     patience_s: float
@@ -55,7 +55,7 @@ class Progress:
         self._num_fruitless += 1
 
     def objection(self) -> str:
-        """Return why it is not made again, or nothing."""
+        """Return why not to reconnect, or an empty text."""
         is_over = self.now() - self._fruitless_since_s >= self.patience_s
         if self._num_fruitless < NUM_FRUITLESS or not is_over:
             return ""

@@ -1,6 +1,6 @@
-"""What a worker asks of a server outside the protocol of clocks: tables, their state, meeting points.
+"""Requests of a worker to a server outside the clock protocol: tables, their state, barriers, dynamic work.
 
-A request carries a number of the worker's choosing; the reply repeats it. Repeating a request is harmless.
+A request carries a number that the worker chooses; the reply repeats it. Repeating a request is harmless.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper
 from paceline.update.table import TableSpec
 
-COUNT_BYTES = 8  # before the tensors that a function returns: how many values or rows it changed
-NEXT_SLOT = "next_slot"  # beside the rows of a piece: where the next piece begins
+COUNT_BYTES = 8  # the number of changed values or rows, before the tensors that a function returns
+NEXT_SLOT = "next_slot"  # the key, beside the rows of a piece, of the slot where the next piece begins
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """This is a table as I see it; make it if there is none, or tell me how yours differs.
+    """Here is the declaration of a table: create it if it does not exist, else reply how yours differs.
 
-    `live`: send me its values as the memory in which you keep them, instead of copies, where the carrier can.
+    `live`: send me its values as the memory in which you keep them, instead of copies, where the transport can.
     """
 
     number: int
@@ -29,7 +29,7 @@ class Declare:
 
 @dataclass(frozen=True, slots=True)
 class DeclareRows:
-    """This is a row table as I see it; make it if there is none, or tell me how yours differs."""
+    """Here is the declaration of a row table: create it if it does not exist, else reply how yours differs."""
 
     number: int
     spec: RowTableSpec
@@ -37,7 +37,7 @@ class DeclareRows:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Send me the settings of this table, as soon as somebody has declared it."""
+    """Send me the settings of this table as soon as it is declared."""
 
     number: int
     table: str
@@ -45,7 +45,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """These are the first values of your part (beside this, raw); they count only if there are none yet."""
+    """Use the values beside this (raw) as the first values of your part, if it has none yet."""
 
     number: int
     table: str
@@ -53,7 +53,7 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class AwaitValues:
-    """Tell me when your part of the table has values."""
+    """Reply as soon as your part of the table has values."""
 
     number: int
     table: str
@@ -77,10 +77,10 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Tell me when all workers that take part have come to this meeting point.
+    """Reply when all workers that take part have reached this barrier.
 
-    `problem`: what has failed here; then none of them is to go on as if it had not. `needs`: the rank of a worker
-    without which the meeting is of no use; -1 where any will do.
+    `place`: its name. `problem`: a failure of this worker, which fails the barrier for all. `needs`: the rank of a
+    worker without which the barrier fails; -1 for none.
     """
 
     number: int
@@ -91,12 +91,12 @@ class Barrier:
 
 @dataclass(frozen=True, slots=True)
 class ClaimWork:
-    """Give me a piece of this work, in the round to which I have come; or tell me that there is none.
+    """Lease me a piece of this work in the round that I have reached, or reply that none is left.
 
-    `sizes`: how many pieces the share of each home has; none behind the last round of an epoch, where the answer comes
-    when all pieces are settled or one is free again. `terms`: what all have to agree on that take pieces of the epoch.
-    `start`: what is before the first round of the epoch; who was started again is told where the others begin.
-    `clock`: the one that the worker has begun.
+    `sizes`: the number of pieces in the share of each home; empty after the last round of an epoch, where the answer
+    comes once all pieces are settled or one is free again. `terms`: numbers that must be equal for all workers of the
+    epoch. `start`: what precedes the first round of the epoch; a restarted worker learns where the others begin.
+    `clock`: the clock that the worker has begun.
     """
 
     number: int
@@ -111,11 +111,11 @@ class ClaimWork:
 
 @dataclass(frozen=True, slots=True)
 class ReportWait:
-    """I have been waiting for `what` for so many seconds: tell me what you know of that. Without `what`: no longer.
+    """I have waited for `what` for `waited_s` seconds: reply what you know about it. Empty `what`: the wait is over.
 
     The wait ends when every worker has finished the clocks below `needs`, unless that is 0, or when each of `workers`
-    has done its part. `table`: whose values or pushes I wait for. What is sent back is "1" or "0", for whether I am to
-    print it, and a sentence.
+    has done its part. `table`: the table whose values or pushes I wait for. The reply is "1" or "0", for whether I
+    should print it, and a sentence.
     """
 
     number: int
@@ -128,9 +128,9 @@ class ReportWait:
 
 @dataclass(frozen=True, slots=True)
 class TableCall:
-    """Something to be done once with your part of a table, when it has every update below the clock `needs`.
+    """A call to run exactly once over your part of a table, when it has every update below the clock `needs`.
 
-    The worker has the answers to all its requests below `settled`: they need not be kept for copies.
+    I have the answers to all my calls below `settled`, so you need not keep them for repetitions.
     """
 
     number: int
@@ -157,7 +157,7 @@ class CountRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadRows:
-    """Send me the rows from this slot on, as many as make a piece, with all their columns or their values alone."""
+    """Send me one piece of rows from this slot on, with all their columns or only their values."""
 
     table_call: TableCall
     start_slot: int
@@ -166,25 +166,25 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True)
 class WriteRows:
-    """Write the rows that travel beside this over yours."""
+    """Overwrite your rows with those beside this."""
 
     table_call: TableCall
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDone:
-    """Your request is carried out; what you asked for is beside this."""
+    """Your request is done; its result travels beside this."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """Your request cannot be carried out, for this reason."""
+    """Your request has failed, for this reason."""
 
     number: int
     reason: str
 
 
 Request = Declare | DeclareRows | Describe | Initialise | AwaitValues | SaveState | LoadState | Barrier | ClaimWork
-WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # what is asked of all of a table
+WholeTable = CallFunction | CountRows | ReadRows | WriteRows  # requests about all of a table

@@ -1,4 +1,4 @@
-"""How ids and rows lie in the body of a frame: ids first if they are sent, then encoded rows, then echoes.
+"""Layout of rows in the body of a frame: the ids if they are sent, then encoded rows, then echoes.
 
 An echo is a column of the rule's state that readers are sent with the values and send back with their gradients.
 """
@@ -22,7 +22,7 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowBody:
-    """What was in a body: ids if they were sent, rows (n, width) and echoes (n, echo width)."""
+    """A decoded body: the ids if they were sent, rows (n, width) and echoes (n, echo width)."""
 
     ids: Tensor | None
     rows: Tensor
@@ -36,7 +36,7 @@ class RowBody:
 
 @dataclass(frozen=True, slots=True)
 class RowBodyLayout:
-    """The form of one table's rows on the way in one direction."""
+    """The layout of one table's rows in one direction."""
 
     codec: RowEncoding
     width: int
@@ -108,7 +108,7 @@ def ids_of(body: memoryview) -> Tensor:
 
 
 def ids_body(ids: Tensor) -> memoryview:
-    """Return ids as a body."""
+    """Return a body of ids alone."""
     return _as_bytes(ids)
 
 
@@ -125,7 +125,7 @@ def _from_bytes(body: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def body_layouts(spec: RowTableSpec, rule: RowRule) -> tuple[RowBodyLayout, RowBodyLayout]:
-    """Return the form of a table's rows in pushes and in what servers send."""
+    """Return the layouts of a table's rows in pushes and in the frames of servers."""
     dtype = torch_dtype(spec)
     widths = {column.name: column.width or spec.width for column in rule.columns}
     echo_width = widths[rule.echo] if rule.echo else 0

@@ -1,4 +1,7 @@
-"""Frames to one peer, in order: those that its connection is slow to take go by a thread, and delay no other peer."""
+"""The send queue of one peer: frames leave in order, and those that would block are sent by a thread.
+
+So a slow peer does not delay the others.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from dataclasses import dataclass, field
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
 
-_TIMEOUT_S = 60.0  # for a small frame that waits
-_LEAST_BYTES_PER_S = 1e6  # a peer that takes in large ones more slowly than this is given up
-_MOST_WAITING_BYTES = 256 << 20  # for one peer; it has to ask again for what it asked for beyond that
-_MOST_FRAMES = 1 << 14  # that wait for one peer: more than it can have asked for without having read a few
-_MOST_OWED = 2  # frames of one thing that wait: the one that is being sent, and the one after it
+_TIMEOUT_S = 60.0  # for a small frame
+_LEAST_BYTES_PER_S = 1e6  # a peer that receives large frames more slowly than this is disconnected
+_MOST_WAITING_BYTES = 256 << 20  # for one peer; it has to request again what exceeds this
+_MOST_FRAMES = 1 << 14  # waiting for one peer: more than it can have requested without reading some
+_MOST_OWED = 2  # waiting frames of one subject: the one that is being sent, and the one after it
 _JOIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Frame:
-    """What waits, and what it is owed of."""
+    """A frame that waits; `owed` is its subject if the peer never requests it."""
 
     header: bytes
     body: memoryview
@@ -31,20 +34,21 @@ class _Frame:
 class SendQueue:
     """Sends frames over one connection. Only one thread may call `send` at a time.
 
-    A frame that would have to wait for the other end, and all that come after it until it has left, go by a thread;
-    it is made when it is first needed.
+    A frame that would block is left to a thread, as are all later ones until it has left. The thread starts when it is
+    first needed.
 
     Args:
-        on_broken: called once the connection turns out to be over, on any thread; what has not left is lost.
-        bounded: give up a peer that lets too many frames wait, and leave out bodies that would take too much memory.
-        copies: of a body that waits a copy is kept, for callers that change it; else it must stay as it is.
+        connection: to the peer; the queue closes it.
+        on_broken: called when the connection is found to be over, on any thread; frames still in the queue are lost.
+        bounded: disconnect a peer with too many waiting frames, and drop frames whose bodies need too much memory.
+        copies: keep a copy of a body that waits, for callers that change it; without, a body must not change.
     """
 
     connection: Connection
     on_broken: Callable[[], None]
     bounded: bool = False
     copies: bool = False
-    # Invariant: what is being sent stays the first of its queue until it has left.
+    # Invariant: the frame being sent stays the first of its queue until it has left.
     _urgent: deque[_Frame] = field(default_factory=deque[_Frame])
     _waiting: deque[_Frame] = field(default_factory=deque[_Frame])
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -60,14 +64,14 @@ class SendQueue:
         owed: str = "",
         copy: Callable[[], memoryview] | None = None,
     ) -> None:
-        """Send one frame, or have the thread send it; does not wait for the other end.
+        """Send one frame, or leave it to the thread; does not wait for the peer.
 
-        An urgent frame goes before all that wait and are not urgent. A repetition of a frame that still waits is left
-        out. Where bodies are copied, `copy` returns one that peers may share; it is called only if one is needed.
+        An urgent frame passes all waiting ones that are not urgent. A repetition of a waiting frame is dropped. If the
+        queue copies bodies, `copy` returns a copy that queues may share; it is called only if one is needed.
 
-        If the queue is bounded, a body is left out while too many bytes wait: the peer asks for it again. Frames that a
-        peer never asks for are never left out; `owed` names what they are of. A peer with more frames waiting than it
-        can have asked for, or can be owed, is given up.
+        A bounded queue drops a frame with a body while too many bytes wait: the peer requests it again. Frames that a
+        peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
+        have requested, or more than 2 of one `owed` subject, is disconnected.
         """
         with self._changed:
             if self._closed:
@@ -88,7 +92,7 @@ class SendQueue:
         return self._closed
 
     def close(self) -> None:
-        """End the connection, and the thread if there is one; what has not left is lost. May be repeated."""
+        """End the connection, and the thread if there is one; waiting frames are lost. May be repeated."""
         with self._changed:
             self._drop_all()
         self.connection.close()
@@ -99,7 +103,7 @@ class SendQueue:
         return not (self._urgent or self._waiting) and self.connection.has_room(body)
 
     def _is_known(self, header: bytes) -> bool:
-        """Return whether a frame waits already."""
+        """Return whether a frame with this header waits already."""
         return any(header == frame.header for frame in (*self._urgent, *self._waiting))
 
     def _is_flooded(self, owed: str) -> bool:
@@ -112,7 +116,7 @@ class SendQueue:
         return memoryview(bytes(body)) if copy is None else copy()
 
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
-        """Have the thread send a frame."""
+        """Leave a frame to the thread."""
         queue.append(frame)
         if self._thread is None:
             name = f"paceline-post-{self.connection.peer}"
@@ -124,7 +128,7 @@ class SendQueue:
         return sum(frame.body.nbytes for frame in self._waiting) < _MOST_WAITING_BYTES
 
     def _work(self) -> None:
-        """Send what waits, until closed."""
+        """Send the waiting frames until closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._urgent or self._waiting or self._closed)
@@ -133,7 +137,7 @@ class SendQueue:
                 queue = self._urgent or self._waiting
                 frame = queue[0]
             self._send(frame.header, frame.body)
-            del frame  # while it waits for the next one, this one's memory is others' to use
+            del frame  # frees its memory while the thread waits for the next one
             with self._changed:
                 if not self._closed:
                     queue.popleft()
@@ -142,7 +146,7 @@ class SendQueue:
     def _send(self, header: bytes, body: memoryview) -> None:
         try:
             self.connection.send(header, body, timeout_s=_patience_s(body))
-        except (PeerError, UsageError):  # it is gone, or made us say more than a frame may have
+        except (PeerError, UsageError):  # the peer is gone, or its request makes a frame over the limits
             self._give_up()
 
     def _drop_all(self) -> None:

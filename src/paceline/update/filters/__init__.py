@@ -1,4 +1,4 @@
-"""What is left out of pushes and pulls of a row table, or made smaller on the way; each of these is plain data.
+"""Filters of row tables: they leave rows out of pushes, or make pushes and pulls smaller. Each is plain data.
 
 A push goes through them in this order, however they are listed: `KKT` and `Significant` leave rows out, `TopK` picks
 among what is left, `RandomSkip` draws, and one of `Cast` and `Int8` makes the numbers smaller. What is left out or

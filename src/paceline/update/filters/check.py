@@ -1,4 +1,4 @@
-"""Which filters there are, with which numbers, and which of them contradict each other."""
+"""Validation of filters: their names, their numbers, and combinations that contradict each other."""
 
 from __future__ import annotations
 

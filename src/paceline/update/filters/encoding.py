@@ -1,4 +1,4 @@
-"""How the numbers of rows travel: as they are, as shorter floats, or as bytes with a scale."""
+"""Encodings of the numbers of rows: unchanged, as shorter floats, or as bytes with a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker keeps back of its pushes: rows by id, each with the clock since when it waits."""
+"""Error feedback: the parts of its pushes that a worker keeps back, by id, each with the clock since when it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of ids that both ends of a connection remember, so that 16 bytes can stand for one that is sent again."""
+"""Key cache: both ends of a connection remember lists of ids, so that 16 bytes replace a repeated list."""
 
 from __future__ import annotations
 

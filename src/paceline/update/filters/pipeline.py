@@ -1,4 +1,4 @@
-"""What a worker sends of its pushes to one table, and what it keeps back for later ones."""
+"""The filter pipeline of a worker: which part of a push is sent, and which is kept back for later ones."""
 
 from __future__ import annotations
 

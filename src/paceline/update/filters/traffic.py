@@ -1,4 +1,4 @@
-"""What the rows of a table took on the way, in bytes, and what they would have taken without filters."""
+"""Traffic of a row table in bytes, and the bytes that it would have taken without filters."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class WireBytes:
-    """What went one way; all are exact counts, without the headers of frames.
+    """Traffic in one direction: exact counts, without the headers of frames.
 
     Args:
         frames: messages.
         key_bytes: ids, 8 bytes each.
-        digest_bytes: what was sent in place of ids.
-        value_bytes: the numbers of rows, as they were encoded.
-        plain_key_bytes: what ids would have taken without filters.
-        plain_value_bytes: what the numbers of rows would have taken without filters.
+        digest_bytes: digests that were sent instead of ids.
+        value_bytes: the encoded numbers of rows.
+        plain_key_bytes: the bytes of ids without filters.
+        plain_value_bytes: the bytes of the numbers of rows without filters.
 
     Example:
         >>> WireBytes(frames=1, digest_bytes=16, value_bytes=800, plain_key_bytes=800, plain_value_bytes=800).saved
@@ -34,12 +34,12 @@ class WireBytes:
 
     @property
     def total_bytes(self) -> int:
-        """What was sent: ids, digests and numbers."""
+        """All bytes sent: ids, digests and numbers."""
         return self.key_bytes + self.digest_bytes + self.value_bytes
 
     @property
     def plain_total_bytes(self) -> int:
-        """What would have been sent without filters."""
+        """The bytes that would have been sent without filters."""
         return self.plain_key_bytes + self.plain_value_bytes
 
     @property
@@ -60,15 +60,16 @@ class WireBytes:
 
 @dataclass(frozen=True, slots=True)
 class RowTraffic:
-    """What went to and fro for one table.
+    """Traffic of one table in all directions.
 
     Args:
         pushed: gradients, from workers to servers.
-        pulled: what pulls asked for and got: ids one way, values the other.
-        delivered: values that servers sent unasked, to workers that read these rows.
+        pulled: pulls and their answers: ids to the servers, values back.
+        delivered: values that servers sent to subscribed workers when the clock advanced.
 
     Example:
-        >>> both = RowTraffic(pushed=WireBytes(frames=1)) + RowTraffic(pushed=WireBytes(frames=2), pulled=WireBytes(frames=3))
+        >>> first = RowTraffic(pushed=WireBytes(frames=1))
+        >>> both = first + RowTraffic(pushed=WireBytes(frames=2), pulled=WireBytes(frames=3))
         >>> both.pushed.frames, both.total.frames
         (3, 6)
     """
@@ -82,7 +83,7 @@ class RowTraffic:
 
     @property
     def total(self) -> WireBytes:
-        """All of it."""
+        """The sum over all directions."""
         return self.pushed + self.pulled + self.delivered
 
 

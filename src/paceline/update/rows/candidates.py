@@ -1,4 +1,4 @@
-"""Ids that were pushed, but not often enough yet to become rows: counted exactly, in bounded memory.
+"""Candidates: ids that were pushed, but not often enough yet to become rows, counted in bounded memory.
 
 The counts lie in two generations. Each holds a limited number of ids; when the young one is full it becomes the old
 one, and what the old one held is forgotten. An id that is pushed again moves to the young one with its count. So an id

@@ -1,4 +1,4 @@
-"""Memory for rows that grows without a copy: anonymous, or in a file on a disk where main memory does not suffice."""
+"""Growing memory for one column of rows, without copies: in main memory, or mapped from a file on disk."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _GROWTH: Final = 1.5
 
 @final
 class RowColumn:
-    """Rows of `width` numbers, of which there can be more and more; new ones are zero. For one thread at a time.
+    """A growing array of rows of `width` numbers; new rows are zero. For one thread at a time.
 
-    A row takes `row_bytes`. Room is kept for up to half as many rows again; in memory that room costs nothing until
-    it is written, on disk it is taken at once, so that a full disk is an error here and not a crash later.
+    A row takes `row_bytes`. There is room for up to half as many rows again. In memory that room costs nothing until
+    it is written; on disk it is allocated at once, so that a full disk is an error here and not a crash later.
 
     Args:
-        width: numbers a row.
-        dtype: of all of them.
-        descriptor: of an open, empty file that has no name any more (see `unnamed_file`), so that nothing of it
-            outlives the process; it belongs to the column from now on. Without one the column lies in main memory.
+        width: numbers per row.
+        dtype: of all numbers.
+        descriptor: of an open, empty file without a name (see `unnamed_file`), so that it does not outlive the process;
+            the column takes ownership. Without one the column lies in main memory.
 
     Example:
         >>> column = RowColumn(4, torch.float32)
@@ -54,7 +54,7 @@ class RowColumn:
 
     @property
     def tensor(self) -> Tensor:
-        """Return all rows there is room for, (rows, width). Keep no view: while there is one, `grow` is refused."""
+        """All rows that there is room for, (rows, width). Keep no view of it: `grow` fails while one exists."""
         if self._tensor is None:
             raise ProtocolBug("a column is used after it was closed")
         return self._tensor
@@ -66,14 +66,14 @@ class RowColumn:
 
     @property
     def size_bytes(self) -> int:
-        """Return what the rows there is room for take, in memory or on disk, once they are written."""
+        """The bytes of all rows that there is room for, in memory or on disk, once they are written."""
         return len(self._map)
 
     def grow(self, num_rows: int) -> None:
-        """Make room for at least so many rows in all; never less than there is.
+        """Make room for at least `num_rows` rows in all; never shrinks.
 
-        Raises UsageError when neither memory nor disk has it, and ProtocolBug while somebody keeps a view; the column
-        stays as it was then.
+        Raises UsageError when memory or disk is full, and ProtocolBug while a view of the column exists. The column
+        does not change then.
         """
         if num_rows <= self.tensor.shape[0]:
             return
@@ -91,7 +91,7 @@ class RowColumn:
             self._tensor = self._view()
 
     def resident_bytes(self) -> int:
-        """Return how much of it lies in main memory as part of this process; takes about 10 ms a GB."""
+        """Return how many bytes of it are in this process's main memory; takes about 10 ms per GB."""
         first = self.tensor.data_ptr() // _PAGE_BYTES * _PAGE_ENTRY_BYTES
         length = self.size_bytes // _PAGE_BYTES * _PAGE_ENTRY_BYTES
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
@@ -99,15 +99,15 @@ class RowColumn:
         return int((entries < 0).sum()) * _PAGE_BYTES
 
     def trim(self) -> None:
-        """Give the memory of rows in a file back; they stay in the file, and whoever reads one gets it from there.
+        """Release the memory of a column in a file; later reads get rows from the file.
 
-        The system keeps pages cached as long as nobody else needs the memory. Without a file nothing happens.
+        The system keeps pages cached while the memory is not needed elsewhere. Without a file nothing happens.
         """
         if self.is_spilled:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Give everything back. Views that are still kept stay valid, and keep the memory until they go."""
+        """Release everything. Views that still exist stay valid, and keep the memory until they are dropped."""
         self._tensor = None
         self._map = _mapping(None)  # closes the one before, or leaves that to its last view
         self._release()
@@ -129,9 +129,9 @@ class RowColumn:
 
 
 def unnamed_file(directory: str) -> int:
-    """Return the descriptor of a new file in `directory` that goes with the process, however that ends.
+    """Return the descriptor of a new file in `directory` that is deleted when the process ends, in any way.
 
-    Raises UsageError when there can be none.
+    Raises UsageError when it cannot be created.
     """
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:

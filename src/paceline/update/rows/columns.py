@@ -1,4 +1,4 @@
-"""The memory of rows: a column each for ids, values, state and use, in main memory or in files mapped to it."""
+"""The columns of a row table: ids, values, state and use, in main memory or in mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pushes bring to the rows of one server, and how those of one update become one gradient a row."""
+"""Contributions of pushes to the rows of one server, and their combination to one gradient per row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowContribution:
-    """What one push brings to the rows of one server.
+    """The part of one push that one server gets.
 
     Args:
         ids: (n,), int64, any; those that repeat are summed.

@@ -1,4 +1,4 @@
-"""Rows of a table in one file: all that is kept for them, in the safetensors format that many programs read.
+"""Export of row tables: all columns in one file, in the safetensors format that many programs read.
 
 The file has a tensor "ids" and one for each column, and says in its metadata of which table it is. Each tensor has a
 checksum, so that a file which was damaged is refused before any of it is used.

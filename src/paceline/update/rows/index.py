@@ -1,4 +1,4 @@
-"""Which row belongs to which id: a hash index that grows by itself, and slots that are used again."""
+"""A growing hash index from row ids to slots; free slots are reused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MIN_ENTRIES: Final = 1 << 10
 
 @final
 class RowIndex:
-    """Gives every id a slot of its own, from 0 up. For one thread at a time.
+    """Maps every id to a slot of its own, from 0 up. For one thread at a time.
 
     Entries, of 8 bytes, are a power of two, so many that at most 3/4 of them are taken; they double when more would be.
     Beside each slot lies its id, of 8 bytes. So with N ids, of N + F slots ever used (F is free now), an index takes
@@ -71,12 +71,12 @@ class RowIndex:
 
     @property
     def num_slots(self) -> int:
-        """Return how many slots were ever used: all are below."""
+        """The number of slots ever used; all slots are below it."""
         return self._num_slots
 
     @property
     def memory_bytes(self) -> int:
-        """Return what the index takes, the ids of its slots included, in memory or in their file."""
+        """The bytes of the index, with the ids of its slots, in memory or in their file."""
         return 8 * (self._entries.numel() + self._num_slots + self._free.numel())
 
     def find(self, keys: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class RowIndex:
         return slots, added
 
     def remove(self, slots: Tensor) -> None:
-        """Take the ids of distinct slots out; their slots are free for others. ProtocolBug for slots that have none."""
+        """Remove the ids of distinct slots, which are then free; raises ProtocolBug for a slot without an id."""
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self._num_slots:
             raise ProtocolBug(f"rows are taken out of an index of {self._num_slots} slots that it never had")
         self._ops.erase(self._entries, self._ids_of_slots(), slots, self._seed)
@@ -124,7 +124,7 @@ class RowIndex:
         return torch.arange(self._num_slots) if live is None else live.nonzero().view(-1)
 
     def close(self) -> None:
-        """Give all memory back; the index is of no use any more."""
+        """Release all memory; the index must not be used afterwards."""
         self._entries = self._free = torch.empty(0, dtype=torch.int64)
         self._ids.close()
 
@@ -135,14 +135,14 @@ class RowIndex:
         return self._entries.numel() // 4 * 3
 
     def _make_room(self, keys: Tensor) -> None:
-        """Double the entries until those ids fit that are really new."""
+        """Double the entries until the ids that are not in the index fit."""
         missing = keys[self.find(keys) < 0]
         needed = len(self) + self._ops.unique(missing)[0].numel()
         if needed > MAX_ROWS:
             raise UsageError(f"A server would have {needed} rows of one table, it can have {MAX_ROWS}. Add servers.")
         wanted = num_entries(needed)
         if wanted > self._entries.numel():
-            self._entries = torch.empty(0)  # the old ones go before the new ones come
+            self._entries = torch.empty(0)  # free the old entries before the new ones are allocated
             self._entries = torch.zeros(wanted, dtype=torch.int64)
             self._ops.rebuild(self._entries, self._ids_of_slots(), self._live(), self._num_slots, self._seed)
 

@@ -1,4 +1,4 @@
-"""The values that rows have before their first update: the same on every server, in every process, at any time.
+"""First values of rows, before their first update: a function of seed, id and column, equal in every process.
 
 Random numbers come from integers alone, by exact operations, so no library's logarithm or order of work shows in them.
 

@@ -1,4 +1,4 @@
-"""What a row consists of, and the memory that rows take: the formulas, all of them."""
+"""Layout of rows: their columns, and the formulas for their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows go: those that nobody used for too long, and where there are too many those that were used least.
+"""Lifecycle of rows: expiry of those unused for too long, and eviction of the least used when there are too many.
 
 Both are decided from what each row was used for, which is kept in a column only where the lifecycle asks for it: the
 clock of the last push or pull (expiry, and a cap with "lru"), or the number of pushes and pulls (a cap with "lfu").

@@ -1,4 +1,4 @@
-"""What is done to rows, and where: in the small C library that is built with the package, or in torch alone."""
+"""Operations on rows: the interface, and the choice between the package's small C library and torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own pushes that a worker has yet to send: the sum of each row, and what says which rows go first."""
+"""Pending rows of a worker: the sum of its unsent pushes for each row, and which rows are sent first."""
 
 from __future__ import annotations
 

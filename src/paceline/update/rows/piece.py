@@ -1,4 +1,4 @@
-"""Some rows of a table with all that is kept for them, as they leave one server and come to another."""
+"""A piece of a row table: some rows with all their columns, as servers send and load them."""
 
 from __future__ import annotations
 

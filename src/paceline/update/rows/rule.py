@@ -1,4 +1,4 @@
-"""What a rule for rows is: it changes the rows of a push, and keeps its state in columns beside their values."""
+"""The interface of row rules: they update the rows of a push, with their state in columns beside the values."""
 
 from __future__ import annotations
 

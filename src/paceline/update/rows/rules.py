@@ -1,4 +1,4 @@
-"""The rules that rows can have, by name."""
+"""The built-in update rules of row tables, by name."""
 
 from __future__ import annotations
 

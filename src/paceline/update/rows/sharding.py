@@ -1,4 +1,4 @@
-"""Which server a row lives on: the same answer on every worker."""
+"""Sharding of rows: the server of each id, computed equally on every worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row table is, as plain data: it travels as msgpack, and all members of a job must agree on it."""
+"""Declarations of row tables: plain data that travels as msgpack and must be equal on all processes of a job."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RowTableSpec:
     filters: tuple[FilterSpec, ...] = ()
 
     def validate(self) -> None:
-        """Raise UsageError for the first thing that makes no sense; types are taken as annotated."""
+        """Raise UsageError for the first invalid value; types are not checked."""
         for problem in self._problems():
             raise UsageError(f"Row table {shown_name(self.name)}: {problem}")
 
@@ -155,7 +155,7 @@ class RowTableSpec:
 
 
 def row_differences(ours: RowTableSpec, theirs: RowTableSpec, limit: int = 3) -> list[str]:
-    """Say in what `theirs` differs from `ours`: the first `limit` differences, a sentence each; empty when equal."""
+    """Return the first `limit` differences of `theirs` from `ours`, a sentence each; empty when equal."""
     return list(islice(_differences(ours, theirs), limit))
 
 

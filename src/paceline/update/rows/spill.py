@@ -1,4 +1,4 @@
-"""How much of a column in a file is mapped to main memory at most: counted, since asking would take too long."""
+"""Accounting of the memory that a column in a file maps at most; asking the kernel would take too long."""
 
 from __future__ import annotations
 

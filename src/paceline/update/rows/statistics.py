@@ -1,4 +1,4 @@
-"""What one server knows of its rows of a table, as plain numbers that add up over the servers."""
+"""Statistics of a row table on one server: plain numbers that add up over the servers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RowStatistics:
         num_admitted: rows that came into being by a push, over all time.
         num_dropped: pushed rows that were lost because their id was not admitted yet: each a gradient that never
             counted.
-        num_expired: rows that went because nobody used them for too long.
-        num_evicted: rows that went because there were more than allowed.
-        num_zeroed: non-finite numbers of gradients that were taken as 0.
+        num_expired: rows removed because they were unused for too long.
+        num_evicted: rows removed because there were more than allowed.
+        num_zeroed: non-finite numbers of gradients that counted as 0.
         index_bytes: main memory of the index and of the candidates.
         column_bytes: main memory of ids, values, state and use; of a table that spills, what is mapped at most.
         spilled_bytes: of ids, values, state and use that lie in a file.

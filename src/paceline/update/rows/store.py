@@ -1,4 +1,4 @@
-"""The rows of one table on one server: their values, their rule, their coming and going, and nothing that decides."""
+"""The rows of one table on one server: values, update rule and lifecycle, without protocol."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ERASE_TIMES = 16  # the ids that closing one gap in the index looks at, at most
 
 @final
 class RowMemory:
-    """Finds, makes and removes rows; used by one thread at a time.
+    """Memory of rows: finds, creates and removes them; used by one thread at a time.
 
-    With a budget, the index and the candidates lie in main memory in full, and columns are mapped to what they leave.
+    With a memory budget, the index and the candidates lie in main memory in full, and columns are mapped to the rest.
 
     Args:
         spec: of the table.
@@ -41,7 +41,7 @@ class RowMemory:
         ops: does the work.
 
     Raises:
-        UsageError: the budget is too small for any table like this, or there can be no files.
+        UsageError: the budget is too small for any table like this, or files cannot be created.
     """
 
     def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
@@ -63,7 +63,7 @@ class RowMemory:
 
     @property
     def num_slots(self) -> int:
-        """Slots that were ever used: all rows are in slots below."""
+        """The number of slots ever used; all rows are in slots below it."""
         return self._index.num_slots
 
     @property
@@ -78,7 +78,7 @@ class RowMemory:
 
     @property
     def spilled_bytes(self) -> int:
-        """What lies in files."""
+        """Bytes in files."""
         return self._row_bytes * self.num_slots if self._spilled else 0
 
     def pieces(self, num_rows: int) -> Iterator[slice]:
@@ -118,14 +118,14 @@ class RowMemory:
         return same_index and self._slots_with(num_new) <= self.columns.num_rows
 
     def reserve(self, ids: Tensor) -> None:
-        """Make room for those of distinct ids that have no row; raises UsageError, and changes nothing, without."""
+        """Make room for the rows of distinct new ids; raises UsageError and changes nothing if memory is full."""
         if not self.has_room(len(ids)):
             num_new = int((self.find(ids) < 0).sum())
             self._require_index(num_new)
             self.columns.grow(self._slots_with(num_new))
 
     def add(self, ids: Tensor) -> Tensor:
-        """Return the slots of new, distinct rows that room was made for; for a piece."""
+        """Return the slots of new, distinct rows, for which `reserve` has made room; for a piece."""
         entry_bytes = max(self._entry_bytes, index_bytes(len(self) + len(ids)))
         grows = entry_bytes > self._entry_bytes
         if grows:  # all ids are read
@@ -139,7 +139,7 @@ class RowMemory:
         return slots
 
     def remove(self, slots: Tensor) -> None:
-        """Let rows go; their slots are for others."""
+        """Remove rows; their slots are free for others."""
         for piece in self.columns.pieces(len(slots), _ERASE_TIMES):
             self._index.remove(slots[piece])
             self.columns.trim()  # whatever other ids were looked at
@@ -181,8 +181,8 @@ __all__ = ["RowContribution", "RowPiece", "RowStatistics", "RowStore"]
 class RowStore:
     """The rows of one table on one server; used by one thread at a time.
 
-    Rows come into being as they are pushed; whatever has no row reads as the first values. Between two calls of
-    `advance` nothing goes, so there may be more rows than `max_rows` by those that came in since.
+    A push creates the rows of its ids; ids without a row read as the first values. Only `advance` removes rows, so
+    there may be more than `max_rows` between two calls.
 
     Args:
         spec: of the table, the same on every server.
@@ -226,7 +226,7 @@ class RowStore:
 
     @property
     def read_width(self) -> int:
-        """How many numbers a row is read as: its values, and after them its echo if the rule has one."""
+        """Numbers per row of a read: its values, then its echo if the rule has one."""
         return self.spec.width + self._echo_width
 
     @property
@@ -253,7 +253,7 @@ class RowStore:
             self._usage.touch(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
-        """Have room for the rows of all these ids, so that no update of them can fail for want of it.
+        """Make room for the rows of all these ids, so that no update of them can run out of memory.
 
         Raises:
             UsageError: the memory budget or the disk does not suffice; nothing has changed.
@@ -297,10 +297,10 @@ class RowStore:
         return update.ids
 
     def advance(self, clock: int) -> Tensor:
-        """Let rows go that are due as the table comes to a clock; return their ids, (n,).
+        """Remove the rows that are due when the table reaches a clock; return their ids, (n,).
 
-        First those that were last used more than `expire_after` clocks ago, as long as `floor` rows are left; then the
-        least used of those above `max_rows`.
+        First those last used more than `expire_after` clocks ago, as long as `floor` rows are left; then the least used
+        ones in excess of `max_rows`.
         """
         num_slots = self._memory.num_slots
         self._usage.fade(len(self), num_slots)
@@ -310,7 +310,7 @@ class RowStore:
         return torch.cat((expired, evicted))
 
     def statistics(self) -> RowStatistics:
-        """Return what there is now, and what happened so far."""
+        """Return the current numbers of rows and bytes, and the counts so far."""
         candidates, memory = self._candidates, self._memory
         return self._done + RowStatistics(
             num_rows=len(self),
@@ -321,10 +321,10 @@ class RowStore:
         )
 
     def rows(self, start_slot: int, limit: int) -> RowPiece:
-        """Return copies of the rows in `limit` slots from `start_slot` on, which is no use of them.
+        """Return copies of the rows in `limit` slots from `start_slot` on; this does not count as a use of them.
 
-        The first piece starts at 0, each other where the one before says. Together they are the table, if it does not
-        change meanwhile.
+        The first piece starts at slot 0, the others at `next_slot` of the piece before. Together they are the table, if
+        it does not change meanwhile.
         """
         stop = min(start_slot + limit, self._memory.num_slots)
         parts = [self._copies(torch.empty(0, dtype=torch.int64))]
@@ -358,7 +358,7 @@ class RowStore:
         self._usage.forget_bounds()
 
     def close(self) -> None:
-        """Give all memory back; there is no call afterwards."""
+        """Release all memory; no call may follow."""
         self._memory.close()
         if self._candidates is not None:
             self._candidates.close()
@@ -399,7 +399,7 @@ class RowStore:
         self._usage.touch(slots, clock)
 
     def _remove(self, slots: Tensor) -> Tensor:
-        """Let rows go, and return their ids."""
+        """Remove rows, and return their ids."""
         ids = torch.empty_like(slots)
         for piece in self._memory.pieces(len(slots)):
             ids[piece] = self._memory.ids_of(slots[piece])

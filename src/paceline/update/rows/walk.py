@@ -1,4 +1,4 @@
-"""All rows of a table on one server, as a function of yours meets them: piece by piece, never all at once."""
+"""Iteration of a user's function over all rows of a table on one server, piece by piece."""
 
 from __future__ import annotations
 
