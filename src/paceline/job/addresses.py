@@ -1,4 +1,4 @@
-"""Where servers and data servers of a job say that they listen, and workers hear it: files in the run directory."""
+"""The address book of a job: files in the run directory where servers publish their addresses to the workers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Final, Literal, final
 from paceline.job.folders import names_in
 from paceline.job.spec import ClusterSpec
 
-SPEC_NAME: Final = "spec.json"  # what the servers read: nobody listens yet
+SPEC_NAME: Final = "spec.json"  # for the servers, before any of them listens
 CLUSTER_NAME: Final = "cluster.json"  # what the workers wait for: all servers listen
 
 Serving = Literal["server", "data"]

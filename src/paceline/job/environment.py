@@ -90,7 +90,7 @@ def inherited_from(variables: Mapping[str, str] = os.environ) -> int | None:
 
 
 def inherited(variables: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return all that whoever started this process has left in the environment."""
+    """Return the environment variables of this process."""
     return dict(variables)
 
 
@@ -145,7 +145,7 @@ def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     return whole_number(variables, LAUNCHER) if LAUNCHER in variables else None
 
 
-def begin_serving() -> None:
+def mark_as_server() -> None:
     """Note, for all that this process imports or starts, that it is a server and trains nothing."""
     os.environ[SERVING] = "1"
 

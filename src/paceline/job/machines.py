@@ -87,7 +87,7 @@ def own_addresses() -> list[str]:
 def own_address(host: str) -> str:
     """Return the address of this machine that the user means by a name, an address or a network (10.1.0.0/16).
 
-    Raises UsageError when it has no such address, or one at which nobody else reaches it.
+    Raises UsageError when it has no such address, or one that other machines cannot reach.
     """
     found = _addresses_in(host) if "/" in host else look_up(host)
     for address in found:

@@ -24,10 +24,10 @@ class MeshShape:
         tensor: ranks that each layer is split over.
 
     Example:
-        >>> grid = Grid(pipeline=2, replicas=2, tensor=1)
-        >>> grid.spot(3)
-        Spot(stage=1, replica=1, tensor=0)
-        >>> grid.replica_ranks(1)
+        >>> mesh = MeshShape(pipeline=2, replicas=2, tensor=1)
+        >>> mesh.position(3)
+        MeshPosition(stage=1, replica=1, tensor=0)
+        >>> mesh.replica_ranks(1)
         [1, 3]
     """
 
@@ -66,7 +66,7 @@ class MeshShape:
     def part_name(self, position: MeshPosition) -> str:
         """Return what the part of the model that is held there is called: "stage1.tensor0"; "" for all of it.
 
-        >>> Grid(2, 1, 1).part_name(Spot(1, 0, 0))
+        >>> MeshShape(2, 1, 1).part_name(MeshPosition(1, 0, 0))
         'stage1'
         """
         stage = f"stage{position.stage}" if self.pipeline > 1 else ""

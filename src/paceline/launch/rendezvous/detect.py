@@ -32,7 +32,7 @@ class Detected:
 
     launcher: str
     job: str  # no two jobs of one launcher that run at once have it in common
-    rank: int | None  # None: whoever comes first is first
+    rank: int | None  # None: in order of arrival
     size: int
     local_rank: int | None = None
     local_size: int | None = None
