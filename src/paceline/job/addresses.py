@@ -48,7 +48,7 @@ class AddressBook:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._run_dir = Path(spec.run_dir)
-        # In threads of one process the servers need no addresses, and there is nobody to wait for.
+        # In threads of one process the servers need no addresses, and there is nothing to wait for.
         apart = spec.transport != "memory"
         self._counts: dict[Serving, int] = (
             {"server": spec.num_servers, "data": spec.num_data_servers} if apart else {"server": 0, "data": 0}

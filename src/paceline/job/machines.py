@@ -42,7 +42,7 @@ def this_machine() -> Machine:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether this names the machine that says it, whichever it is.
+    """Return whether this names the machine that says it, whichever it is.
 
     >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("node-3")
     (True, True, False)

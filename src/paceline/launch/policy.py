@@ -45,7 +45,7 @@ class Policy:
         return CrashDecision(self.on_crash)
 
     def is_used_up(self, exit_code: int, num_restarts: int) -> bool:
-        """Tell whether a process that ended so would be started again, if it had not been as often as it may."""
+        """Return whether a process that ended so would be started again, if it had not been as often as it may."""
         return exit_code < 0 and self.on_crash == "restart" and num_restarts >= self.max_restarts
 
 

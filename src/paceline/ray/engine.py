@@ -66,7 +66,7 @@ def prepare(options: RayOptions) -> ModuleType:
     """Import Ray, told in time how a cluster of our own is to be, and see whether another can be reached.
 
     Raises UsageError when Ray is not installed, must not be started so, or is to be at what is no address, and
-    PeerError when nobody answers.
+    PeerError when it does not answer.
     """
     if options.address is None and "ray" not in sys.modules:  # it looks at these variables when it is imported
         set_missing({**OWN_CLUSTER, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -131,7 +131,7 @@ def check_dashboard(host: str | None, *, authenticates: bool) -> None:
     """Refuse a dashboard that other machines reach without authentication: it runs any code it is sent."""
     if host is not None and not authenticates and not is_loopback(host.strip("[]")):
         raise UsageError(
-            f"--dashboard-host {host} lets everybody who reaches it run code here, because Ray's authentication is "
+            f"--dashboard-host {host} lets every client that reaches it run code here, because Ray's authentication is "
             "off: let it listen on 127.0.0.1, or set RAY_AUTH_MODE=token"
         )
 

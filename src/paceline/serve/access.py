@@ -119,7 +119,7 @@ class ClientCredentials:
             return TokenFiles(Path(self.keys), JOB)
         if self.token is None:
             raise UsageError(
-                f"{location} lets nobody in without its token: give token=..., the path of the file `{TOKEN_NAME}` in "
+                f"{location} refuses clients without its token: give token=..., the path of the file `{TOKEN_NAME}` in "
                 "the folder that the server was given as --state or --keys, or its bytes"
             )
         try:

@@ -126,7 +126,7 @@ class Namespaces:
             if name not in names and len(names) >= MAX_NAMESPACES:
                 raise Refused(
                     f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
-                    "these, or have the folder of one that nobody needs removed"
+                    "these, or have the folder of one that is not needed removed"
                 )
             if known is not None:
                 known.wait_end(_END_TIMEOUT_S)

@@ -173,7 +173,7 @@ def test_the_command_line_tells_no_secret(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("who", ["worker", "worker--1", "worker-x", "king-1", "worker-1\nany", "any-1", ""])
 def test_only_names_and_serial_numbers_are_revoked(folder: Path, who: str) -> None:
-    with pytest.raises(UsageError, match="nobody's name"):
+    with pytest.raises(UsageError, match="not the name of a holder"):
         revoke(folder, who)
     assert not (folder / "revoked").exists()
 

@@ -50,7 +50,7 @@ def issue(folder: Path, holder: str, /, *, out: Path) -> int:
     from paceline.job.credentials.key_store import issue_keys
 
     issue_keys(folder, Holder.parse(holder), out)
-    print(f"{out} holds a certificate for {holder}: carry it there by a way that nobody else can read")
+    print(f"{out} holds a certificate for {holder}: transfer it by a channel that no one else can read")
     return 0
 
 

@@ -33,7 +33,7 @@ class Holder:
         """Read a name as `str` gives it; raises UsageError when it is none."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise UsageError(f"{text!r} is nobody's name, expected one such as worker-3, server-0 or any")
+            raise UsageError(f"{text!r} is not the name of a holder, expected one such as worker-3, server-0 or any")
         if match[1] is None:
             return Holder("any")
         return Holder(cast("Role", match[1]), int(match[2]))

@@ -142,7 +142,7 @@ def _mpich(variables: Variables) -> Detected:
 
 
 def _in_slurm_step(variables: Variables) -> bool:
-    """Tell whether srun started this process as a task: no shell, be it of salloc, of sbatch or of `srun --pty`."""
+    """Return whether srun started this process as a task: no shell, be it of salloc, of sbatch or of `srun --pty`."""
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < SLURM_STEPS_END and "SLURM_PTY_PORT" not in variables
 

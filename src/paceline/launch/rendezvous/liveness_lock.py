@@ -178,7 +178,7 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float =
 
 
 def takes_part(run_dir: Path, role: Role, index: int) -> bool:
-    """Tell whether one who has come still takes part; does not block."""
+    """Return whether one who has come still takes part; does not block."""
     try:
         descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def takes_part(run_dir: Path, role: Role, index: int) -> bool:
 
 
 def is_held(descriptor: int) -> bool:
-    """Tell whether another process holds this file locked; does not block."""
+    """Return whether another process holds this file locked; does not block."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:

@@ -78,7 +78,7 @@ def wait_all(roster: Roster, timeout_s: float = START_TIMEOUT_S) -> None:
         timeout_s,
         lambda: (
             f"{', '.join(roster.missing)} did not come to {socket.gethostname()} within {timeout_s:g} s (there: "
-            f"{str(roster) or 'nobody'}). Look at what the missing ones wrote, whether they call paceline.init(), "
+            f"{str(roster) or 'none'}). Look at what the missing ones wrote, whether they call paceline.init(), "
             "and whether they see the same folder"
         ),
         INTERVAL_SHARED_S,
