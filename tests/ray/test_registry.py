@@ -101,7 +101,7 @@ def test_an_actor_of_another_version_is_refused(tmp_path: Path) -> None:
     [launch, *_] = plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})
 
     with pytest.raises(PeerError, match=r"server 0 is on 10\.0\.0\.1, where paceline 0\.0\.1 is installed"):
-        registry_of(tmp_path / "run", "aaaaa").order(launch, ActorReady("10.0.0.1", "", "0.0.1", b""))
+        registry_of(tmp_path / "run", "aaaaa").command_for(launch, ActorReady("10.0.0.1", "", "0.0.1", b""))
 
 
 def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> None:
