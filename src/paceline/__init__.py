@@ -1,6 +1,6 @@
 """Paceline: the parameter server for PyTorch.
 
-Everything public is here; what needs torch is imported when it is first used.
+Every public name is here; modules that need torch are imported at first use.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """The command line: `paceline run`, `tune`, `serve`, `launch`, `keys`, `compare`, `demo`, `simulate` and `plan`.
 
-Thin and light: what a command needs is imported when it runs, so that `paceline --help` answers at once.
+A command's imports are deferred until it runs, so that `paceline --help` is fast.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from paceline.tools.run import run, take_config
 
 TRACEBACK_FLAG: Final = "--traceback"
 END_OF_OPTIONS: Final = "--"
-# At which place the script stands that takes all the rest: a search has its file before it.
+# Position of the script, which takes all arguments behind it: `tune` has its search file before it.
 SCRIPT_PLACES: Final = {"run": 1, "launch": 1, "tune": 2}
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
@@ -52,12 +52,12 @@ app.config = (take_config,)
 
 
 def main() -> None:
-    """Answer the command line and exit: 0, 2 for the caller's mistake, 1 for another failure, or the job's code."""
+    """Run the command line and exit: 0, 2 for a usage error, 1 for another failure, or the job's exit code."""
     sys.exit(answer(sys.argv[1:]))
 
 
 def answer(tokens: Sequence[str]) -> int:
-    """Run one command and return its exit code; errors are told on stderr in one line."""
+    """Run one command and return its exit code; errors go to stderr in one line."""
     options, script = split_at_script(tokens)
     wants_traceback = TRACEBACK_FLAG in options
     if options[:1] != ["run"]:  # `run` hands it on to its workers
@@ -80,7 +80,7 @@ def answer(tokens: Sequence[str]) -> int:
 
 
 def require_working_folder() -> None:
-    """Raise UsageError where the folder that this was started in is gone: torch and scripts cannot do without one."""
+    """Raise UsageError when the working folder is gone: torch and scripts need one."""
     try:
         os.getcwd()
     except OSError as error:
@@ -112,7 +112,7 @@ def split_at_script(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def names_module(tokens: Sequence[str], position: int) -> bool:
-    """Tell whether a module stands here in place of a script: `-m NAME`, where `-m 2` is a number of servers."""
+    """Return whether a module is named here instead of a script: `-m NAME`; `-m 2` is a number of servers."""
     following = tokens[position + 1 : position + 2]
     takes_module = SCRIPT_PLACES.get(tokens[0]) == 1
     return takes_module and tokens[position] == "-m" and bool(following) and following[0][:1].isidentifier()

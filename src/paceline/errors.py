@@ -1,7 +1,7 @@
-"""Every error Paceline raises on purpose, by whose mistake it is.
+"""The errors that Paceline raises, by cause.
 
-Yours (`UsageError`), theirs (`PeerError`), ours (`ProtocolBug`). A message says what happened, where (worker,
-table, clock), what was expected and what was found, and what to do about it.
+Mistakes of the caller (`UsageError`), failures of another process (`PeerError`), bugs of Paceline (`ProtocolBug`). A
+message says what happened, where (worker, table, clock), what was expected and found, and what to do.
 """
 
 
@@ -10,15 +10,15 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """You asked for something that cannot be done: a wrong setting, name, shape or value."""
+    """The caller asked for something that cannot be done: a wrong setting, name, shape or value."""
 
 
 class IdOutOfRange(UsageError, IndexError):
-    """An id is none of those that were declared. An `IndexError` too, as a torch module raises."""
+    """An id is outside the declared range. Also an `IndexError`, as a torch module raises."""
 
 
 class NoWeight(UsageError, AttributeError):
-    """A layer has no `weight`, as its rows live on the servers. An `AttributeError` too, so that `hasattr` says so."""
+    """A layer has no `weight`, because its rows live on the servers. Also an `AttributeError`, so `hasattr` works."""
 
 
 class CheckpointError(PacelineError):
@@ -34,7 +34,7 @@ class RecordError(DataError):
 
 
 class PeerError(PacelineError):
-    """Another process failed us: it went away, answered nonsense, or refused."""
+    """Another process failed: it is gone, sent an invalid answer, or refused."""
 
 
 class ConnectionLost(PeerError):
@@ -66,4 +66,4 @@ class Refused(PeerError):
 
 
 class ProtocolBug(PacelineError):
-    """A state that must not exist. The message carries the story that led to it; please report it whole."""
+    """A state that must not exist. The message contains the events that led to it; please report all of it."""

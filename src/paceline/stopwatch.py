@@ -1,4 +1,4 @@
-"""How long a process has waited: time in which it was stopped does not count."""
+"""Measures how long a process has run: time in which it was stopped does not count."""
 
 import time
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import final
 
 @final
 class Stopwatch:
-    """Counts the seconds in which this process has run; look at it at least every `turn_s` seconds.
+    """Counts the seconds in which this process has run; call `look` at least every `turn_s` seconds.
 
-    A process that was stopped (SIGSTOP, a frozen container) finds the monotonic clock far ahead when it goes on, and
-    what it waits for was mostly stopped with it. So a pause between two looks counts for twice `turn_s` at most.
+    A process that was stopped (SIGSTOP, a frozen container) finds the monotonic clock far ahead when it resumes, and
+    its peers were mostly stopped with it. So a pause between two calls counts for at most twice `turn_s`.
 
     >>> times = iter([0.0, 1.0, 3601.0])
     >>> watch = Stopwatch(turn_s=1.0, now=times.__next__)

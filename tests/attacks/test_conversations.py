@@ -23,7 +23,7 @@ from tests.serve.house import house
 from paceline.core.messages import Sender
 from paceline.errors import PeerError
 from paceline.serve.access import server_access
-from paceline.serve.client import GatewayConnection, enter
+from paceline.serve.client import NamespaceTransport, enter_namespace
 from paceline.serve.url import ServeUrl
 from paceline.transport import Transport
 from paceline.transport.base import Connection
@@ -89,10 +89,10 @@ def attack_served(folder: Path, num_messages: int, seed: int) -> None:
     with house(folder / "state") as served:
         location = ServeUrl.parse(served.address("shared"))
         access = server_access("127.0.0.1", served.state, None)
-        lines: dict[tuple[int, int], GatewayConnection] = {}
+        lines: dict[tuple[int, int], NamespaceTransport] = {}
 
         def let_in(rank: int) -> Sender:
-            entrance = enter(location, access, rank, None)
+            entrance = enter_namespace(location, access, rank, None)
             admitted = entrance.admitted
             lines[rank, admitted.incarnation] = entrance.line
             return Sender(admitted.generation, rank, admitted.incarnation)

@@ -26,7 +26,7 @@ from paceline.launch.rendezvous.liveness_lock import process_info
 from paceline.launch.rendezvous.store import Invitation
 from paceline.observe.runs import decode_lines
 from paceline.serve.manifest import Manifest
-from paceline.serve.messages import EnterFrame, decode_answer, decode_visit
+from paceline.serve.messages import EnterFrame, decode_answer, decode_enter_frame
 from paceline.serve.messages import encode as encode_words
 from paceline.transport import Limits, TcpTransport, TlsSettings
 from paceline.transport.channel import OutOfTime, SocketChannel
@@ -130,7 +130,7 @@ def test_what_processes_of_a_job_tell_each_other_in_files(tmp_path: Path, data: 
 @given(any_bytes(encode_words(EnterFrame("mnist")), Manifest("mnist", 3, ()).encode()))
 @settings(deadline=None)
 def test_what_clients_of_a_server_of_its_own_say_and_what_it_has_saved(data: bytes) -> None:
-    is_read_or_refused(lambda: decode_visit(data), PeerError)
+    is_read_or_refused(lambda: decode_enter_frame(data), PeerError)
     is_read_or_refused(lambda: decode_answer(data), PeerError)
     is_read_or_refused(lambda: Manifest.decode(data, Path("manifest.json")), CheckpointError)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.launch.launching import wait_gone
 
-from paceline.launch.guard import LIFE, Guard, clear, keep_watch, remove_abandoned
+from paceline.launch.guard import LIFE, Guard, clear, follow_orders, remove_abandoned
 
 
 def start_sleeper() -> subprocess.Popen[bytes]:
@@ -16,7 +16,7 @@ def start_sleeper() -> subprocess.Popen[bytes]:
 def test_orders_are_followed() -> None:
     groups = ["watch 1\n", "watch 2\n", "forget 1\n", "forget 9\n"]
     processes = ["watch-process 2\n", "watch-process 3\n", "forget-process 2\n"]
-    assert keep_watch([*groups, *processes]) == ({2}, {3})
+    assert follow_orders([*groups, *processes]) == ({2}, {3})
 
 
 def test_it_kills_what_it_still_watches_and_spares_the_rest(tmp_path: Path) -> None:

@@ -272,10 +272,10 @@ def test_a_worker_that_would_finish_its_step_ends_at_once_with_a_run_that_failed
         tmp_path,
         """
 from pathlib import Path
-from paceline.launch.preemption import CALLED_OFF_NAME, Notice
+from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
 gate = os.path.join(spec.run_dir, "gate")
 if place.rank == 0:
-    notice = Notice(Path(spec.run_dir) / CALLED_OFF_NAME)
+    notice = PreemptionNotice(Path(spec.run_dir) / ABORT_MARKER_NAME)
     notice.listen()
     os.mkfifo(gate)
     open(gate, "w").close()

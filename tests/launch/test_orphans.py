@@ -124,8 +124,8 @@ def test_an_ignored_signal_stays_ignored() -> None:
         with Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
-            assert signals.take() == [signal.SIGTERM]
-            assert signals.take() == []
+            assert signals.pop_received() == [signal.SIGTERM]
+            assert signals.pop_received() == []
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.preemption import EXIT_TOLD, ONE_ORDER_S, TELLING, PreemptionNotice
+from paceline.launch.preemption import EXIT_PREEMPTED, PREEMPTION_SIGNALS, REPEAT_WINDOW_S, PreemptionNotice
 
 
 @pytest.fixture
 def before() -> Iterator[None]:
     """Signals do what they do by default, and will again."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in TELLING}
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in PREEMPTION_SIGNALS}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -26,14 +26,14 @@ def left(notice: PreemptionNotice) -> bool:
     """Whether the end of a step ends the process."""
     calls: list[None] = []
     try:
-        notice.heed(lambda: calls.append(None))
+        notice.exit_if_preempted(lambda: calls.append(None))
     except SystemExit as stop:
-        return (stop.code, len(calls)) == (EXIT_TOLD, 1)
+        return (stop.code, len(calls)) == (EXIT_PREEMPTED, 1)
     return False
 
 
 @pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("number", TELLING)
+@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_a_signal_is_noted_and_heeded_where_a_step_ends(number: signal.Signals) -> None:
     notice = PreemptionNotice(now=lambda: 5.0)
     notice.listen()
@@ -49,10 +49,10 @@ def test_a_signal_is_noted_and_heeded_where_a_step_ends(number: signal.Signals) 
 def test_a_script_that_asks_sees_to_it_itself() -> None:
     notice = PreemptionNotice()
     notice.listen()
-    assert not notice.ask()
+    assert not notice.check_preempted()
     signal.raise_signal(signal.SIGTERM)
     assert not left(notice)
-    assert notice.ask()
+    assert notice.check_preempted()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel says who has handlers")
@@ -77,7 +77,7 @@ def test_handlers_of_the_script_stay_and_ours_go() -> None:
     notice = PreemptionNotice()
     notice.listen()
     signal.raise_signal(signal.SIGTERM)
-    assert (seen, notice.ask()) == ([signal.SIGTERM], False)
+    assert (seen, notice.check_preempted()) == ([signal.SIGTERM], False)
 
     notice.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
@@ -105,7 +105,7 @@ def test_only_the_main_thread_has_signals() -> None:
 
 
 ENDS_AT_ONCE = {
-    "a second order": f"clock[0] += {ONE_ORDER_S}; tell(); print('after the second')",
+    "a second order": f"clock[0] += {REPEAT_WINDOW_S}; tell(); print('after the second')",
     "a run that is called off": "off.touch(); tell(); print('after it was called off')",
     "a process that was forked": "pid = os.fork(); tell() if pid == 0 else sys.exit(os.waitpid(pid, 0)[1])",
 }
@@ -138,4 +138,4 @@ def test_a_script_that_may_be_saving_is_not_cut_short_when_the_run_is_called_off
 
     signal.raise_signal(signal.SIGTERM)
 
-    assert notice.ask()
+    assert notice.check_preempted()

@@ -21,7 +21,7 @@ from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
 from paceline.job.carriers import make_transport
 from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import KEYS_NAME, Holder, tls_settings
-from paceline.job.credentials.key_store import end_previous, revoke, rotate_token
+from paceline.job.credentials.key_store import expire_previous_token, revoke, rotate_token
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.transport import Credentials, TcpTransport
 from paceline.worker.lock import WorkerOptions
@@ -108,7 +108,7 @@ def test_a_server_process_from_its_start_to_its_end(tmp_path: Path) -> None:
 
         rotate_token(run_dir)
         assert can_connect(spec, 0)
-        end_previous(run_dir)
+        expire_previous_token(run_dir)
         assert can_connect(spec, 0)
         secrets += spellings(run_dir)
 

@@ -94,6 +94,6 @@ def test_without_proc_nothing_is_counted_and_no_title_is_set(tmp_path: Path, mon
     before = Path(title.STAT.parent / "cmdline").read_bytes()
     monkeypatch.setattr(title, "STAT", tmp_path / "stat")
     monkeypatch.setattr(resources, "_PROCESS", tmp_path / "self")
-    title.show_as(("another",), {})
+    title.set_process_title(("another",), {})
     assert Path("/proc/self/cmdline").read_bytes() == before
     assert resources.ResourceUsage().usage() is None

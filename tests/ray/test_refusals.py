@@ -102,10 +102,10 @@ def test_news_come_in_order_and_the_exit_code_with_all_that_was_before() -> None
     outbox = NewsBuffer()
     outbox.relay("worker 0", 0, "one", to_stderr=False)
     outbox.relay("worker 0", 0, "two", to_stderr=True)
-    outbox.put(trace=b"a\n")
-    outbox.put(trace=b"b\n", exit_code=3)
+    outbox.add(trace=b"a\n")
+    outbox.add(trace=b"b\n", exit_code=3)
 
-    assert outbox.take(1.0) == News([(False, "one"), (True, "two")], "", b"a\nb\n", 3)
+    assert outbox.wait_news(1.0) == News([(False, "one"), (True, "two")], "", b"a\nb\n", 3)
 
 
 def test_a_trace_is_told_in_whole_lines_to_its_end_though_its_folder_is_gone(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_a_trace_is_told_in_whole_lines_to_its_end_though_its_folder_is_gone(tmp
     outbox, tail = NewsBuffer(), FileFollower(tmp_path, "server", 0)
 
     assert tail.report(outbox)
-    first = outbox.take(1.0)
+    first = outbox.wait_news(1.0)
     path.unlink()
     tail.finish(outbox)
 
     assert first.address == "tcp://127.0.0.1:7"
     assert first.trace.endswith(b"\n")
-    assert first.trace + outbox.take(1.0).trace == line
+    assert first.trace + outbox.wait_news(1.0).trace == line

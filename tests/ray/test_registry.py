@@ -19,7 +19,7 @@ from paceline.ray.actor import plan, write_into
 from paceline.ray.messages import ActorCommand, ActorReady, News
 from paceline.ray.options import RayOptions
 from paceline.ray.registry import RayRegistry
-from paceline.ray.remote import Remote
+from paceline.ray.remote import RemoteProcess
 
 RUN = LocalRun(script=Path("train.py"), num_workers=3, num_servers=2)
 OPTIONS = RayOptions(address="auto")
@@ -41,7 +41,7 @@ def orders_of(registry: RayRegistry, folder: Path) -> list[ActorCommand]:
         own = folder / f"{role}-{rank}"
         own.mkdir(parents=True)
         asked = request(own, Holder("server" if role == "server" else "worker", rank)) if registry.encrypted else b""
-        orders.append(registry.order(launch, ActorReady(f"10.0.0.{len(orders)}", str(own), VERSION, asked)))
+        orders.append(registry.command_for(launch, ActorReady(f"10.0.0.{len(orders)}", str(own), VERSION, asked)))
     return orders
 
 
@@ -87,7 +87,7 @@ def test_a_job_may_have_more_servers_than_workers(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     registry = RayRegistry(run, OPTIONS, tmp_path / "run", nodes, "a")
 
-    orders = [registry.order(launch, ActorReady("10.0.0.1", str(tmp_path), VERSION, b"")) for launch in launches]
+    orders = [registry.command_for(launch, ActorReady("10.0.0.1", str(tmp_path), VERSION, b"")) for launch in launches]
 
     assert [(order.name, order.local_rank) for order in orders] == [
         ("server 0", 0),
@@ -101,7 +101,7 @@ def test_an_actor_of_another_version_is_refused(tmp_path: Path) -> None:
     [launch, *_] = plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})
 
     with pytest.raises(PeerError, match=r"server 0 is on 10\.0\.0\.1, where paceline 0\.0\.1 is installed"):
-        registry_of(tmp_path / "run", "aaaaa").order(launch, ActorReady("10.0.0.1", "", "0.0.1", b""))
+        registry_of(tmp_path / "run", "aaaaa").command_for(launch, ActorReady("10.0.0.1", "", "0.0.1", b""))
 
 
 def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> Non
     assert registry.book.missing() == ["server 0", "server 1"]
 
     for launch in launches[:2]:
-        registry.keep(launch, News([], f"tcp://10.0.0.{launch.rank}:7", b"{}\n", None))
-        registry.keep(launch, News([], "", b"{}\n", None))
+        registry.store_news(launch, News([], f"tcp://10.0.0.{launch.rank}:7", b"{}\n", None))
+        registry.store_news(launch, News([], "", b"{}\n", None))
 
     assert registry.book.poll()
     assert (tmp_path / "run" / "trace" / "server-1.jsonl").read_bytes() == b"{}\n{}\n"
     (tmp_path / "there").mkdir()
-    for name, content in registry.news("cluster.json").items():
+    for name, content in registry.read_file("cluster.json").items():
         write_into(tmp_path / "there", name, content)
     spec = ClusterSpec.read(tmp_path / "there" / "cluster.json")
     assert (spec.addresses, spec.run_dir) == (("tcp://10.0.0.0:7", "tcp://10.0.0.1:7"), str(tmp_path / "there"))
@@ -132,14 +132,14 @@ def test_data_servers_have_places_too_and_workers_hear_where_one_listens_later(t
     asked = request(tmp_path / "apart", Holder("data", 0))
     [data] = [launch for launch in launches if launch.role == "data"]
 
-    order = registry.order(data, ActorReady("10.0.0.2", str(tmp_path / "apart"), VERSION, asked))
+    order = registry.command_for(data, ActorReady("10.0.0.2", str(tmp_path / "apart"), VERSION, asked))
 
     assert "keys/data-0.pem" in order.files
     planned = plan(order, tmp_path)
     assert planned.command[2:] == ("paceline.launch.data_server", str(tmp_path / "spec.json"), "0", "10.0.0.2")
     assert registry.book.missing() == ["server 0", "data server 0"]
     for port in (7, 8):
-        registry.keep(data, News([], f"tcp://10.0.0.2:{port}", b"", None))
+        registry.store_news(data, News([], f"tcp://10.0.0.2:{port}", b"", None))
         assert registry.data_addresses() == {"data-0.address": b"tcp://10.0.0.2:%d" % port}
     assert RayRegistry(run, OPTIONS, tmp_path / "run", dict.fromkeys(nodes, "b"), "a").data_addresses() == {}
 
@@ -159,12 +159,14 @@ def test_a_first_life_that_does_not_begin_is_a_mistake_and_a_later_one_is_lost(
 ) -> None:
     registry, killed = registry_of(tmp_path / "run", "aaaaa"), []
     launch = plan_launches(RUN, DEFAULT_PROGRAMS, tmp_path, {})[-1]
-    lives = [Remote(life, MagicMock(), registry, Console(), killed.append, 7.0) for life in (launch, launch.again())]
+    lives = [
+        RemoteProcess(life, MagicMock(), registry, Console(), killed.append, 7.0) for life in (launch, launch.again())
+    ]
 
     assert [life.is_late(6.9) for life in lives] == [False, False]
     assert [life.is_late(7.0) for life in lives] == [True, True]
     for life in lives:
-        life.lose("no such node")
+        life.mark_lost("no such node")
 
     assert [life.reap() for life in lives] == [126, -9]
     assert len(killed) == 2

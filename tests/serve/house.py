@@ -16,7 +16,7 @@ import paceline
 from paceline.api.session import Session
 from paceline.serve.access import server_access
 from paceline.serve.gateway import Gateway
-from paceline.serve.namespace import Hosting
+from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.namespaces import Namespaces
 from paceline.serve.state import StateFolder
 
@@ -71,7 +71,7 @@ def house(state: Path, keys: Path | None = None, *, num_unsaved: int = 0, **sett
         try:
             transport = server_access("127.0.0.1", state, keys).transport(told)
             listener = transport.listen("127.0.0.1:0")
-            namespaces = Namespaces(folder, transport, Hosting(tell=told, **settings))
+            namespaces = Namespaces(folder, transport, NamespaceConfig(tell=told, **settings))
             gateway, unsaved = Gateway(listener, namespaces), list[list[str]]()
             thread = threading.Thread(target=lambda: unsaved.append(gateway.run()), name="test-reception")
             thread.start()

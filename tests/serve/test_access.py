@@ -46,7 +46,7 @@ def told_in_time(error: type[Exception], match: str) -> Iterator[None]:
 def test_a_token_is_needed_and_the_right_one(served: House) -> None:
     with told_in_time(AuthenticationFailed, rf"{served.address('x')} does not let this client in.*the file `token`"):
         served.connect("x", token=TOKEN)
-    with told_in_time(UsageError, "lets nobody in without its token: give token="):
+    with told_in_time(UsageError, "refuses clients without its token: give token="):
         served.connect(token=None)
     with told_in_time(UsageError, r"cannot read the token of paceline://.*nowhere: No such file"):
         served.connect(token=served.state / "nowhere")

@@ -11,7 +11,7 @@ import pytest
 import paceline
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.serve import client as calling
-from paceline.serve.client import GatewayConnection
+from paceline.serve.client import NamespaceTransport
 from paceline.serve.messages import EnterFrame
 from paceline.serve.url import ServeUrl
 from paceline.transport import Credentials, TcpTransport
@@ -44,23 +44,23 @@ def test_an_address_that_drops_packets_leaves_time_to_the_next_one_which_is_reme
     tcp: TcpTransport, deaf: str
 ) -> None:
     with closing(tcp.listen("127.0.0.1:0")) as listener:
-        line = GatewayConnection(WHERE, tcp, lambda: (deaf, listener.address))
+        line = NamespaceTransport(WHERE, tcp, lambda: (deaf, listener.address))
 
-        with closing(line.call(VISIT, timeout_s=0.8)) as connection:
+        with closing(line.open_connection(VISIT, timeout_s=0.8)) as connection:
             assert f"tcp://{connection.peer}" == listener.address
         began_s = time.monotonic()
-        with closing(line.call(VISIT, timeout_s=30.0)):
+        with closing(line.open_connection(VISIT, timeout_s=30.0)):
             assert time.monotonic() - began_s < 10.0, "the deaf one is tried first no more"
 
 
 def test_where_no_address_leads_there_the_host_is_looked_up_again(tcp: TcpTransport, deaf: str) -> None:
     with closing(tcp.listen("127.0.0.1:0")) as listener:
         known = iter([(deaf,), (listener.address,)])
-        line = GatewayConnection(WHERE, tcp, lambda: next(known))
+        line = NamespaceTransport(WHERE, tcp, lambda: next(known))
 
         with pytest.raises(DeadlineExceeded):
-            line.call(VISIT, timeout_s=0.1)
-        line.call(VISIT, timeout_s=30.0).close()
+            line.open_connection(VISIT, timeout_s=0.1)
+        line.open_connection(VISIT, timeout_s=30.0).close()
 
 
 def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

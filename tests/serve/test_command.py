@@ -124,7 +124,7 @@ def test_what_cannot_be_served_is_told_and_nothing_is_left(tmp_path: Path, capsy
 
 def test_a_damaged_namespace_is_told_and_the_others_are_served(tmp_path: Path) -> None:
     folder = NamespaceFolder(tmp_path / "state" / "namespaces" / "broken")
-    folder.take_up()
+    folder.start_generation()
     (folder.path / "newest").write_text("save-1")
     (tmp_path / "state").chmod(0o700)
     with serving(tmp_path / "state") as (process, line):

@@ -34,7 +34,7 @@ def content(folder: NamespaceFolder, *, or_previous: bool = False) -> str | None
 @pytest.fixture
 def folder(tmp_path: Path) -> NamespaceFolder:
     found = NamespaceFolder(tmp_path / "job")
-    assert found.take_up() == 1
+    assert found.start_generation() == 1
     return found
 
 
@@ -44,7 +44,7 @@ def test_the_newest_save_counts_and_the_one_before_it_is_kept(folder: NamespaceF
         folder.write(writing(text))
         assert content(folder) == text
     assert sorted(path.name for path in folder.path.glob("save*")) == ["save-2", "save-3"]
-    assert [folder.take_up(), folder.take_up()] == [2, 3]
+    assert [folder.start_generation(), folder.start_generation()] == [2, 3]
 
 
 def test_a_save_that_broke_off_changes_nothing(folder: NamespaceFolder) -> None:
@@ -60,7 +60,7 @@ def test_a_save_that_broke_off_changes_nothing(folder: NamespaceFolder) -> None:
     (folder.path / "unfinished-2" / "0.safetensors").write_text("half of ")
     (folder.path / "save-2").mkdir()  # killed before it was named as the newest
     assert content(folder) == "one"
-    folder.take_up()
+    folder.start_generation()
     assert not list(folder.path.glob("unfinished*"))
     folder.write(writing("three"))
     assert content(folder) == "three"
@@ -118,7 +118,7 @@ def test_what_lies_where_a_save_is_written_blocks_nothing(folder: NamespaceFolde
     put_in_the_way(1)
     folder.write(writing("one"))
     put_in_the_way(2)
-    assert folder.take_up() == 2
+    assert folder.start_generation() == 2
     assert content(folder) == "one"
     assert sorted(path.name for path in folder.path.iterdir()) == ["generation", "newest", "save-1"]
     assert (elsewhere / "kept").read_text() == "kept"
@@ -133,14 +133,14 @@ def test_a_namespace_that_a_full_disk_does_not_take_is_not_there(
 
     state = StateFolder(tmp_path / "state")
     known = state.folder("known")
-    known.take_up()
+    known.start_generation()
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.serve.state.put", full)
+        patch.setattr("paceline.serve.state.write_durably", full)
         for folder in (known, state.folder("new")):
             with pytest.raises(OSError, match="No space left"):
-                folder.take_up()
+                folder.start_generation()
     assert state.names() == ["known"]
-    assert [state.folder(name).take_up() for name in ("known", "new")] == [2, 1]
+    assert [state.folder(name).start_generation() for name in ("known", "new")] == [2, 1]
     state.close()
 
 
@@ -155,7 +155,7 @@ def test_nothing_but_a_save_can_be_the_newest(folder: NamespaceFolder, name: str
 def test_a_generation_that_cannot_be_is_refused_and_left_as_it_is(folder: NamespaceFolder, left: bytes) -> None:
     (folder.path / "generation").write_bytes(left)
     with pytest.raises(CheckpointError, match=r"generation says .*, expected a number of at most 18 digits"):
-        folder.take_up()
+        folder.start_generation()
     assert (folder.path / "generation").read_bytes() == left
 
 
@@ -261,6 +261,6 @@ def test_names_on_disk_are_ours_and_lead_back_to_those_of_the_wire(name: str) ->
 def test_a_lost_generation_begins_none_that_was_there_before(folder: NamespaceFolder) -> None:
     folder.write(writing("one"))
     (folder.path / "generation").unlink()
-    first = folder.take_up()
+    first = folder.start_generation()
     assert first > 1
-    assert folder.take_up() == first + 1
+    assert folder.start_generation() == first + 1

@@ -1,4 +1,4 @@
-"""Patterns of communication by name, on tensors: among the workers of a job, and with its servers."""
+"""The public collective calls (broadcast, reduce, all_reduce, all_gather), push and pull by name, and `wait`."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def broadcast(
 def broadcast(
     tensor: Tensor, root: int = 0, *, later: bool = False, timeout_s: float | None = None
 ) -> Tensor | Future[Tensor]:
-    """Give every worker the tensor of one of them, the root.
+    """Return the root's tensor on every worker.
 
-    What is given stays as it is; that of the others says shape and dtype. Dense or sparse, of any dtype. Blocks until
-    this worker has it.
+    The argument is not changed; on workers other than the root it gives shape and dtype. Dense or sparse, of any dtype.
+    Blocks until this worker has the result.
 
     Args:
         tensor: of the same shape and dtype on all workers.
-        root: the worker whose tensor it is.
-        later: return a future at once, which `paceline.wait` ends; leave the tensor as it is until then.
-        timeout_s: until the others have to come; by default as long as any wait of the job.
+        root: rank of the worker whose tensor is sent.
+        later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
+        timeout_s: how long to wait for the other workers. Default: the limit of all waits of the job.
 
     Raises:
         UsageError: workers make different calls; the message says which.
@@ -76,17 +76,17 @@ def reduce(
 def reduce(
     tensor: Tensor, root: int = 0, *, op: Op = "sum", later: bool = False, timeout_s: float | None = None
 ) -> Tensor | Future[Tensor | None] | None:
-    """Give one worker, the root, the sum of the tensors of all workers; the others get None.
+    """Return the sum of all workers' tensors on one worker, the root, and None on the others.
 
-    What is given stays as it is. Blocks until this worker's part is done, which for the root is the sum. Half-precision
-    numbers are added as float32 and rounded once. Sparse tensors are gathered by all and summed.
+    The argument is not changed. Blocks until this worker's part is done, which for the root is the sum. Half-precision
+    numbers are added as float32 and rounded once. Sparse tensors are gathered by all workers and summed.
 
     Args:
         tensor: of the same shape and dtype on all workers; sparse ones may have values elsewhere.
-        root: the worker that gets it.
+        root: rank of the worker that gets the sum.
         op: "sum", "mean", "min", "max" or "product"; only the first two for sparse and complex tensors.
-        later: return a future at once, which `paceline.wait` ends; leave the tensor as it is until then.
-        timeout_s: until the others have to come; by default as long as any wait of the job.
+        later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
+        timeout_s: how long to wait for the other workers. Default: the limit of all waits of the job.
 
     Raises:
         UsageError, DeadlineExceeded, PeerError: as `paceline.broadcast`.
@@ -127,24 +127,24 @@ def all_reduce(
     unused: bool = False,
     bucket_mb: float = 25.0,
 ) -> Tensor | Future[Tensor] | AllReduce:
-    """Give every worker the sum of the tensors of all; without a tensor, name that as a strategy of training.
+    """Return the sum of all workers' tensors on every worker; without a tensor, return the all-reduce strategy.
 
-    What is given stays as it is. Blocks until this worker has the sum. Every worker gets the same bits, and sends and
+    The argument is not changed. Blocks until this worker has the sum. Every worker gets the same bits, and sends and
     receives 2(n-1)/n times the bytes of the tensor. Half-precision numbers are added as float32 and rounded once.
-    Sparse tensors are gathered by all and summed.
+    Sparse tensors are gathered by all workers and summed.
 
-    As a strategy: `paceline.distributed(optimizer, strategy=paceline.all_reduce(), model=model)` lets every worker keep
-    and step the whole model, with the mean of all workers' gradients, which travel while backward runs
-    (DistributedDataParallel beneath). One process with the whole batch computes the same.
+    As a strategy: with `paceline.distributed(optimizer, strategy=paceline.all_reduce(), model=model)` every worker
+    keeps and steps the whole model, with the mean of all workers' gradients, which are sent while backward runs
+    (built on DistributedDataParallel). One process with the whole batch computes the same.
 
     Args:
         tensor: of the same shape and dtype on all workers; sparse ones may have values elsewhere.
         op: "sum", "mean", "min", "max" or "product"; only the first two for sparse and complex tensors.
-        later: return a future at once, which `paceline.wait` ends; leave the tensor as it is until then.
-        timeout_s: until the others have to come; by default as long as any wait of the job.
-        unused: of the strategy: some parameters may not take part in every forward, which costs a walk through the
+        later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
+        timeout_s: how long to wait for the other workers. Default: the limit of all waits of the job.
+        unused: strategy only: allow parameters that are not used in every forward, which costs a walk through the
             graph each time.
-        bucket_mb: of the strategy: how much travels together.
+        bucket_mb: strategy only: size of a bucket of gradients.
 
     Raises:
         UsageError: workers make different calls; the message says which.
@@ -180,14 +180,14 @@ def all_gather(tensor: Tensor, *, later: Literal[True], timeout_s: float | None 
 def all_gather(
     tensor: Tensor, *, later: bool = False, timeout_s: float | None = None
 ) -> list[Tensor] | Future[list[Tensor]]:
-    """Give every worker the tensors of all workers, by rank.
+    """Return the tensors of all workers on every worker, by rank.
 
     Dense or sparse, of any dtype. Blocks until this worker has them.
 
     Args:
         tensor: of the same shape and dtype on all workers; sparse ones may have values elsewhere.
-        later: return a future at once, which `paceline.wait` ends; leave the tensor as it is until then.
-        timeout_s: until the others have to come; by default as long as any wait of the job.
+        later: return a future at once, for `paceline.wait`; leave the tensor as it is until then.
+        timeout_s: how long to wait for the other workers. Default: the limit of all waits of the job.
 
     Raises:
         UsageError, DeadlineExceeded, PeerError: as `paceline.broadcast`.
@@ -212,18 +212,18 @@ def push(name: str, tensor: Tensor, *, later: Literal[True]) -> Future[PushOutco
 
 
 def push(name: str, tensor: Tensor, *, later: bool = False) -> Future[PushOutcome] | None:
-    """Add a tensor to the one of this name on the servers; the first push makes it. No other worker takes part.
+    """Add a tensor to the one of this name on the servers; the first push creates it. No other worker takes part.
 
     Blocks until it is added. For tables with an update rule, a consistency or rows, see `paceline.Session.table`.
 
     Args:
-        name: of the tensor, unique in the job.
+        name: name of the tensor, unique in the job.
         tensor: dense, of a floating-point dtype, and of the shape and dtype of the first push.
-        later: return a future at once, which `paceline.wait` ends; the tensor may be changed all the same.
+        later: return a future at once, for `paceline.wait`; the tensor may be changed meanwhile.
 
     Raises:
-        UsageError: the tensor is not of the shape and dtype of this worker's first, or not finite.
-        Refused: another worker has made it with another shape or dtype.
+        UsageError: the tensor differs in shape or dtype from this worker's first push, or is not finite.
+        Refused: another worker has created it with another shape or dtype.
         PeerError: a server is gone.
 
     Example:
@@ -250,16 +250,16 @@ def pull(name: str, *, later: Literal[True]) -> Future[Tensor]: ...
 
 
 def pull(name: str, *, later: bool = False) -> Tensor | Future[Tensor]:
-    """Return the tensor of this name from the servers: the sum of all pushes that had ended when it was asked for.
+    """Return the tensor of this name from the servers: the sum of all pushes that had returned before this call.
 
-    Blocks until somebody has pushed to it for the first time, and until it is here.
+    Blocks until the first push to it by any worker, and until the values have arrived.
 
     Args:
-        name: of the tensor.
-        later: return a future, which `paceline.wait` ends, once somebody has pushed to it for the first time.
+        name: name of the tensor.
+        later: return a future, for `paceline.wait`, after the first push to it by any worker.
 
     Raises:
-        DeadlineExceeded: nobody has pushed to it in time.
+        DeadlineExceeded: no worker has pushed to it in time.
         PeerError: a server is gone.
 
     Example:
@@ -282,16 +282,16 @@ def wait(first: Future[T], second: Future[T], /, *more: Future[T], timeout_s: fl
 
 
 def wait(*futures: Future[T], timeout_s: float | None = None) -> T | list[T]:
-    """Return what a call made with `later=True` gives, or a list of it for several; blocks until it is there.
+    """Return the result of a call made with `later=True`, or a list of results for several; blocks until it is there.
 
-    Raises what the call raises, which has a deadline of its own.
+    Raises what the call raises; each call also has a deadline of its own.
 
     Args:
-        futures: of `paceline` calls in any order; also those of a table's `push` and `pull_later`.
-        timeout_s: give up sooner; the calls go on, and may be waited for again.
+        futures: of `paceline` calls in any order, or of a table's `push` and `pull_later`.
+        timeout_s: a shorter limit for this wait; the calls continue, and can be waited for again.
 
     Raises:
-        DeadlineExceeded: `timeout_s` is over.
+        DeadlineExceeded: `timeout_s` has passed.
 
     Example:
         >>> import torch, paceline

@@ -1,30 +1,23 @@
-"""How a process becomes a worker: of the job it was started in, of a server of its own elsewhere, or alone."""
+"""The public `connect`: joins the job of this process, or a namespace of a standalone server."""
 
 from __future__ import annotations
 
-import atexit
-
+from paceline.api.assembly import SessionConfig, assemble_session, close_with_script
 from paceline.api.join import start
 from paceline.api.session import Session
-from paceline.collective.collectives import Collectives
-from paceline.collective.group import WorkerSet
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import UsageError
 from paceline.job.environment import Place, checks_memory, wait_timeout_s
-from paceline.launch.script_exit import leave_after_crash, when_script_ends
-from paceline.model_parallel.arrangement import Arrangement
-from paceline.observe.trace import Trace
+from paceline.launch.script_exit import leave_after_crash
 from paceline.serve.access import ClientCredentials, PathLike
-from paceline.serve.client import enter
+from paceline.serve.client import enter_namespace
 from paceline.serve.messages import MAX_WORKERS
 from paceline.serve.namespace import LEASE_S
 from paceline.serve.url import ServeUrl
 from paceline.transport.base import Transport
 from paceline.worker.given import brief
 from paceline.worker.lock import WorkerOptions
-from paceline.worker.metrics import StepMetrics
-from paceline.worker.node import WorkerNode
 
 
 def connect(
@@ -42,28 +35,28 @@ def connect(
     servers: str | None = None,
     timeout_s: float | None = None,
 ) -> Session:
-    """Join the job that this process was started in, or embed one server when it was started alone; or call a server.
+    """Join the job that this process was started in (without a launcher, embed one server), or a standalone server.
 
-    Blocks until all servers are there and have let this worker take part.
+    Blocks until all servers have accepted this worker.
 
     Args:
-        address: of a server of its own (`paceline serve`), "paceline://HOST:PORT/NAMESPACE": join the job of this name
-            there, which begins with its first worker. The arguments up to `workers` are for that.
-        token: what the server lets nobody in without: the path of its file, or its bytes. By default that in `keys`.
-        keys: a folder with certificates, as `paceline keys issue` writes it; needed from another machine.
-        ca: instead of `keys`, the certificate of your own authority, and with it `certificate` and `key`.
-        certificate: of this client.
-        key: of this client.
-        rank: which worker this is, a new life of it where there was one before; by default the first that nobody is.
-        workers: how many take part, which all must say alike; bsp waits for all of them from the start. By default as
-            many as are there.
-        transport: the carrier; by default the one the job's spec names.
-        place: which worker of which job this is; by default what the launcher left in the environment.
-        servers: where servers are under another launcher than ours; see `paceline.init`.
+        address: of a standalone server (`paceline serve`), "paceline://HOST:PORT/NAMESPACE". Its first worker starts
+            the namespace, which is a job of its own. The arguments up to `workers` apply to an address only.
+        token: the server's token: the path of its file, or its bytes. Default: the one in `keys`.
+        keys: a folder with certificates, as `paceline keys issue` writes it; required from another machine.
+        ca: instead of `keys`, the certificate of your own authority, together with `certificate` and `key`.
+        certificate: path of this client's certificate.
+        key: path of this client's private key.
+        rank: which worker this is; an earlier incarnation of it is replaced. Default: the lowest free rank.
+        workers: number of workers, the same for all clients; bsp waits for all of them from the start. Default: as many
+            as have joined.
+        transport: the carrier. Default: the one in the job's spec.
+        place: which worker of which job this is. Default: what the launcher set in the environment.
+        servers: where servers run under another launcher; see `paceline.init`.
         timeout_s: how long this worker waits for others, in any call; see `paceline.init`.
 
     Raises:
-        UsageError: arguments that make no sense together, or a host that has no address.
+        UsageError: arguments that do not go together, or a host without an address.
         PacelineError: no server can be reached in time, or they refuse this worker.
 
     Example:
@@ -95,23 +88,19 @@ def _allowing(timeout_s: float | None, session: Session) -> Session:
 def _join_remote(location: ServeUrl, shown: ClientCredentials, rank: int | None, workers: int | None) -> Session:
     _check("rank", rank, 0)
     _check("workers", workers, 1)
-    entrance = enter(location, shown.access(location, rank), rank, workers)
-    admitted = entrance.admitted
-    settings = WorkerSettings(Sender(admitted.generation, admitted.rank, admitted.incarnation), num_servers=1)
-    options = WorkerOptions(wait_timeout_s(), LEASE_S, checks_memory())
-    node = WorkerNode(settings, entrance.line, (str(location),), options)
-    try:
-        node.join()
-    except BaseException:
-        node.close()
-        raise
-    apart = Collectives(WorkerSet(admitted.rank, admitted.size, node, None, together=False))
-    arrangement = Arrangement(admitted.rank, admitted.size)
-    meter = StepMetrics(Trace(None), admitted.rank)
-    session = Session(admitted.rank, admitted.size, 0, node, meter, None, None, apart, arrangement)
-    session.notice.listen()
-    atexit.register(session.leave_at_exit)
-    when_script_ends(lambda well: session.close(politely=well))
+    entry = enter_namespace(location, shown.access(location, rank), rank, workers)
+    admitted = entry.admitted
+    session = assemble_session(
+        SessionConfig(
+            settings=WorkerSettings(Sender(admitted.generation, admitted.rank, admitted.incarnation), num_servers=1),
+            transport=entry.transport,
+            addresses=(str(location),),
+            options=WorkerOptions(wait_timeout_s(), LEASE_S, checks_memory()),
+            size=admitted.size,
+            are_together=False,
+        )
+    )
+    close_with_script(session)
     leave_after_crash()
     return session
 

@@ -1,4 +1,4 @@
-"""Layers whose rows live on the servers, in the place of `torch.nn.Embedding` and `torch.nn.EmbeddingBag`."""
+"""Embedding layers whose rows live on the servers: replacements of `torch.nn.Embedding` and `EmbeddingBag`."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ _NO_WEIGHT: Final = (
 
 
 class _RowLayer(nn.Module):
-    """What layers have in common whose rows live on the servers. `_lookup` is set once a table is there."""
+    """Base of layers whose rows live on the servers. `_lookup` is set once the table is open."""
 
     _lookup: EmbeddingLookup
     _learns = True
 
     @property
     def table(self) -> RowTable:
-        """The rows, to be pulled and pushed by hand."""
+        """The row table, for direct pulls and pushes."""
         return self._lookup.table
 
     @property
     def num_refused(self) -> int:
-        """Pushes that were not applied, of this worker (not finite, or late under backup)."""
+        """Number of this worker's pushes that were not applied (not finite, or late under backup)."""
         return self._lookup.num_refused
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Let the rows learn, or freeze them: what forward returns from now on needs no gradient of them.
+        """Train or freeze the rows; applies to later forwards.
 
-        The same of a module that has this one inside reaches the rows, too. A loop over `model.parameters()` does not,
-        as rows are no parameters.
+        `requires_grad_` of an enclosing module reaches the rows, too. A loop over `model.parameters()` does not,
+        because rows are not parameters.
         """
         super().requires_grad_(requires_grad)
         self._learns = requires_grad
@@ -63,7 +63,7 @@ class _RowLayer(nn.Module):
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter | None]:
-        """The parameters, none; who asks for them may be `requires_grad_` of a module that has this one inside."""
+        """The parameters, none. Read by `requires_grad_` of an enclosing module, which is detected here."""
         asked = _asked_by_requires_grad(inspect.currentframe())
         if asked is not None:
             self._learns = asked
@@ -76,11 +76,12 @@ class _RowLayer(nn.Module):
         self.__dict__["_parameters"] = parameters
 
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
-        """Ask for the rows of a batch to come, so many clocks from now; forward uses them if its ids are among these.
+        """Pull the rows of a batch `ahead` clocks from now; forward uses them if its ids are among these.
 
-        They are as fresh as the consistency demands then: under bsp the same bits as without; elsewhere perhaps older,
-        and without own pushes made after this call unless those are added here (cache=True with a rule that adds, or
-        plain SGD). Does not block. Eight requests are kept for a clock to come, and no more are made.
+        The rows are as fresh as the consistency requires at that clock: under bsp the same bits as without a prefetch;
+        under other policies possibly older, and without own pushes made after this call unless the cache adds those
+        (cache=True with a rule that adds, or plain SGD). Does not block. At most eight requests are kept per future
+        clock; further calls do nothing.
         """
         self._lookup.ask(ids, ahead)
 
@@ -90,13 +91,13 @@ class _RowLayer(nn.Module):
         self._lookup.zero_grad()
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """Say of `weight` why it is not there."""
+        """Raise an error that explains why there is no `weight`."""
         if name == "weight":
             raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
-        """Take no `weight`, which would change nothing."""
+        """Refuse a `weight`, which would have no effect."""
         if name == "weight":
             raise NoWeight(_NO_WEIGHT.format(self._lookup.table.name))
         super().__setattr__(name, value)
@@ -112,32 +113,32 @@ class Embedding(_RowLayer):
     (`copy.deepcopy`) reads and trains the same rows, and is frozen by itself.
 
     Args:
-        num_embeddings: ids are 0 to this; None takes any 64-bit ids, of which a row is kept once it was pushed.
-        embedding_dim: numbers a row.
-        padding_idx: an id whose row is zeros and does not learn.
-        max_norm: must be None: rows are not changed by looking at them. Weight decay of the rule keeps them small.
+        num_embeddings: ids are below this; None takes any 64-bit ids, whose rows are stored from their first push.
+        embedding_dim: width of a row.
+        padding_idx: an id whose row is zeros and is not trained.
+        max_norm: must be None: lookups do not change rows. Weight decay of the rule keeps them small.
         norm_type: goes with `max_norm`.
-        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch.
-        sparse: makes no difference: gradients are those of the rows that were used in any case.
+        scale_grad_by_freq: divide the gradient of a row by its number of occurrences in the batch.
+        sparse: has no effect: gradients always contain the used rows only.
         update: how gradients become values, `paceline.update.Adagrad(lr=0.1)` for example.
-        consistency: of this table alone, whatever the rest of the model has; by default as for `Session.table`.
+        consistency: of this table alone, independent of the rest of the model; default as for `Session.table`.
         scale: as for `Session.table`, as all that follow.
-        name: of the table; unique in the job. By default "embedding", and for further layers "embedding-2" and so on,
-            the same on all workers that make them in the same order. A second layer of the same name and settings, as
-            where a notebook runs a cell again, reads and trains the same rows.
-        init: first values; by default normal with deviation 1, as torch has them, each table by a seed of its name.
-        dtype: of the rows; torch's default dtype if None.
+        name: name of the table, unique in the job. Default: "embedding", then "embedding-2" and so on, the same on
+            all workers that make the layers in the same order. A second layer of the same name and settings, as
+            when a notebook runs a cell again, reads and trains the same rows.
+        init: first values. Default: normal with deviation 1, as in torch, seeded by the name of the table.
+        dtype: dtype of the rows; torch's default dtype if None.
         nonfinite: what happens to a gradient with NaN or infinity.
-        cache: keep rows that were pulled until the consistency demands new ones.
-        cache_rows: how many at most.
-        life: when rows come and go.
-        filters: what is left out or made smaller on the way.
-        communication: let pushes wait for a budget.
-        ps: the session; by default that of `paceline.init()`.
+        cache: keep pulled rows until the consistency requires new ones.
+        cache_rows: maximum number of cached rows.
+        life: when rows are created and evicted.
+        filters: what is dropped or compressed in transit.
+        communication: let pushes wait for a bandwidth budget.
+        ps: the session. Default: that of `paceline.init()`.
 
     Raises:
-        UsageError: `paceline.init` was not called, or settings make no sense; in forward: ids are no integers.
-        IdOutOfRange: an `IndexError`; in forward: an id is not one of 0 to `num_embeddings`.
+        UsageError: `paceline.init` was not called, or settings are not valid; in forward: ids are not integers.
+        IdOutOfRange: an `IndexError`; in forward: an id is not in 0 to `num_embeddings`.
 
     Shape:
         ids of any shape and integer type, to `(*shape of the ids, embedding_dim)`, where the ids are.

@@ -1,4 +1,4 @@
-"""The call by which a training loop is fed: from data servers, where the job has them, or by reading here."""
+"""The public `feed`: a loader of batches from data servers, or from this process where the job has none."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ def feed(
     slices: int = 1,
     prefetch: int = 2,
 ) -> FedLoader:
-    r"""Return a loader of batches that data servers make, or this process where the job has none: bit for bit the same.
+    r"""Return a loader of batches from data servers, or from this process where the job has none, bit for bit the same.
 
-    All workers call it with the same arguments, and together see every sample once an epoch, in an order that depends
-    on `seed` and epoch alone. With `leases` batches are dealt: a worker takes its own first, and then those of one that
-    lags or has died; `step()` of an optimizer from `distributed` finishes the clock. Blocks until the source is open.
+    All workers call this with the same arguments, and together see every sample once per epoch, in an order that
+    depends on `seed` and epoch alone. With `leases` batches are assigned dynamically: a worker computes its own first,
+    and then those of a slow or dead worker; `step()` of an optimizer from `distributed` finishes the clock. Blocks
+    until the source is open.
 
     Args:
-        source: from `paceline.sources`.
-        batch_size: samples of a batch, which a worker has for one clock.
-        shuffle: the samples, anew in every epoch.
-        seed: of the shuffle, and of the generators of transforms.
-        drop_last: leave out a last batch that would be smaller.
-        transform: "module:function", which gets a record and returns one; imported where batches are made. If it
+        source: one of `paceline.sources`.
+        batch_size: number of samples in a batch, which is one worker's work for one clock.
+        shuffle: shuffle the samples, anew in every epoch.
+        seed: seed of the shuffle, and of the generators of transforms.
+        drop_last: drop a last batch that is smaller.
+        transform: "module:function", which maps a record to a record; imported where batches are made. If it
             has a parameter named `generator`, that is a `torch.Generator` that depends on seed, epoch and sample alone.
-        on_error: a record that cannot be decoded fails the batch ("raise"), or is left out and counted ("skip").
-        leases: without them every worker has a fixed share, as from `shard`: for all-reduce and FSDP, and for loops
+        on_error: a record that cannot be decoded fails the batch ("raise"), or is skipped and counted ("skip").
+        leases: without them every worker has a fixed shard, as from `shard`: for all-reduce and FSDP, and for loops
             whose clocks no optimizer finishes.
-        slices: into which a batch is cut, to be dealt one by one, so that a slow worker is helped within a clock.
-        prefetch: batches that data servers make before this worker reads them.
+        slices: number of slices of a batch, assigned one by one, so that a slow worker is helped within a clock.
+        prefetch: number of batches that data servers make before this worker reads them.
 
     Raises:
-        UsageError: arguments that make no sense, or code that cannot be imported.
+        UsageError: arguments that are not valid, or code that cannot be imported.
         DataError: a file that is missing or damaged.
         PeerError: no data server can be reached in time.
 

@@ -1,8 +1,7 @@
-"""How a process takes part as a worker: it finds its place and joins the servers there, or embeds one."""
+"""Joins a job as a worker: finds the place of this process and joins its servers, or embeds one server."""
 
 from __future__ import annotations
 
-import atexit
 import os
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -11,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from paceline.api.assembly import SessionConfig, assemble_session, close_with_script
 from paceline.api.session import Session
-from paceline.collective.collectives import Collectives
-from paceline.collective.group import WorkerSet
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
@@ -35,19 +33,15 @@ from paceline.job.environment import (
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
 from paceline.launch.lost_servers import how_server_ended
-from paceline.launch.preemption import CALLED_OFF_NAME, PreemptionNotice
-from paceline.launch.rendezvous.join import enter
+from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
+from paceline.launch.rendezvous.join import join_started_job
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S
-from paceline.launch.script_exit import when_script_ends
-from paceline.model_parallel.arrangement import Arrangement
-from paceline.observe.trace import Trace, trace_path
+from paceline.observe.trace import trace_path
 from paceline.server.embedded import Embedded
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello
 from paceline.worker.lock import WorkerOptions
-from paceline.worker.metrics import StepMetrics
-from paceline.worker.node import WorkerNode
 from paceline.worker.waits import Waits
 
 if TYPE_CHECKING:
@@ -57,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Process:
-    """What this process has joined: as a worker of the job that it was started for at most once."""
+    """The sessions of this process; at most one is of the job that the process was started for."""
 
     sessions: list[Session] = field(default_factory=list[Session])
     has_joined: bool = False
@@ -65,25 +59,25 @@ class _Process:
 
 _process: Final = _Process()
 
-# The session of a worker that is a thread, where the workers of a job are threads of one process.
-of_thread: Final[ContextVar[Session]] = ContextVar("paceline_session")
+# The session of a worker that is a thread.
+thread_session: Final[ContextVar[Session]] = ContextVar("paceline_session")
 
 
 def start(*, transport: Transport | None = None, place: Place | None = None, servers: str | None = None) -> Session:
-    """Join the job that this process was started in, or embed one server when it was started alone.
+    """Join the job that this process was started in; without a launcher, embed one server.
 
-    Blocks until all servers are there and have let this worker take part.
+    Blocks until all servers have accepted this worker.
 
     Args:
-        transport: the carrier; by default the one the job's spec names.
-        place: which worker of which job this is; by default what the launcher left in the environment.
-        servers: where servers are under another launcher than ours; see `paceline.init`.
+        transport: the carrier. Default: the one in the job's spec.
+        place: which worker of which job this is. Default: what the launcher set in the environment.
+        servers: where servers run under another launcher; see `paceline.init`.
 
     Raises:
         PacelineError: no server can be reached in time, or they refuse this worker.
     """
     if place is None:
-        bound = of_thread.get(None)
+        bound = thread_session.get(None)
         if bound is not None and not bound.closed:
             return bound
         place = _own_place()
@@ -98,7 +92,7 @@ def start(*, transport: Transport | None = None, place: Place | None = None, ser
             f"process {os.getpid()} was started by a worker (process {owner}), whose place it does not take: it trains "
             "alone, with a server of its own"
         )
-    stay = enter(servers) if place is None and owner is None else None
+    stay = join_started_job(servers) if place is None and owner is None else None
     place = place if stay is None else stay.place
     if place is None:
         return _noted(_embed())
@@ -120,12 +114,12 @@ def _noted(session: Session) -> Session:
 
 
 def open_session() -> Session | None:
-    """Return the session that `start` has made last in this process, if it is still open."""
+    """Return the newest session of `start` that is still open, if any."""
     return next((session for session in reversed(_process.sessions) if not session.closed), None)
 
 
 def _own_place() -> Place | None:
-    """Return the place of this process, which is taken once; raises UsageError the second time."""
+    """Return the place of this process; raises UsageError when it has been used."""
     place = find_place()
     if place is not None and _process.has_joined:
         known = open_session()
@@ -137,7 +131,7 @@ def _own_place() -> Place | None:
 
 
 def _forget() -> None:
-    """Let go of what the parent of this forked process has joined."""
+    """Abandon the sessions that this forked process has from its parent."""
     for session in _process.sessions:
         session.abandon()
     _process.sessions.clear()
@@ -147,35 +141,38 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def join(spec: ClusterSpec, place: Place, transport: Transport, notice: PreemptionNotice | None = None) -> Session:
-    """Take part in a job as the worker of this place; with a notice of its own, unless others listen for it."""
-    sender = Sender(spec.generation, place.rank, place.incarnation)
-    settings = WorkerSettings(sender, spec.num_servers, shares=spec.shares)
-    rank, size, run_dir = place.rank, spec.num_workers, Path(spec.run_dir)
-    options = WorkerOptions(
-        spec.wait_timeout_s, checks_memory=checks_memory(), how_ended=partial(how_server_ended, run_dir)
+    """Join a launched job as the worker of this place.
+
+    `notice` is given where several workers share a process, and only one notice can listen for signals.
+    """
+    run_dir = Path(spec.run_dir)
+    config = SessionConfig(
+        settings=WorkerSettings(
+            Sender(spec.generation, place.rank, place.incarnation), spec.num_servers, shares=spec.shares
+        ),
+        transport=transport,
+        addresses=spec.addresses,
+        options=WorkerOptions(
+            spec.wait_timeout_s, checks_memory=checks_memory(), how_ended=partial(how_server_ended, run_dir)
+        ),
+        size=spec.num_workers,
+        local_rank=place.local_rank,
+        consistency=Consistency.parse(spec.consistency) if spec.consistency else None,
+        scale=spec.scale,
+        distribution=Distribution.parse(spec.strategy) if spec.strategy else Distribution(),
+        run_dir=run_dir,
+        trace_path=trace_path(run_dir, "worker", place.rank),
+        trace_bytes=spec.trace_bytes,
+        allows_plain_collectives=allows_plain_collectives(),
     )
-    node = WorkerNode(settings, transport, spec.addresses, options)
-    with ExitStack() as undo:
-        undo.callback(node.close)
-        node.join()
-        meter = StepMetrics(Trace(trace_path(run_dir, "worker", rank), spec.trace_bytes), rank)
-        consistency = Consistency.parse(spec.consistency) if spec.consistency else None
-        exchange = Collectives(WorkerSet(rank, size, node, run_dir, allows_plain_collectives()))
-        among = Arrangement(rank, size, Distribution.parse(spec.strategy) if spec.strategy else Distribution())
-        session = Session(rank, size, place.local_rank, node, meter, consistency, spec.scale, exchange, among)
-        session.readers = _readers(spec, place, transport, node.waits)
-        meter.start_states()
-        undo.pop_all()
-    session.notice = notice or PreemptionNotice(run_dir / CALLED_OFF_NAME)
-    session.notice.may_save = lambda: node.is_failing
-    session.notice.listen()
-    atexit.register(session.leave_at_exit)
-    when_script_ends(lambda well: session.close(politely=well))
+    session = assemble_session(config, notice or PreemptionNotice(run_dir / ABORT_MARKER_NAME))
+    session.readers = _readers(spec, place, transport, session.node.waits)
+    close_with_script(session)
     return session
 
 
 def _readers(spec: ClusterSpec, place: Place, transport: Transport, waits: Waits) -> SessionReaders:
-    """Return what reads training examples for this worker: data servers where the job has them, else this process."""
+    """Return what reads training examples: data servers where the job has them, else this process."""
     if not spec.num_data_servers:
         return SessionReaders()
     hello = Hello("worker", place.rank, place.incarnation, spec.generation)
@@ -193,16 +190,17 @@ def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
     with ExitStack() as undo:
-        checks = checks_memory()
-        server = Embedded.start(transport, checks_memory=checks)
+        server = Embedded.start(transport, checks_memory=checks_memory())
         undo.callback(server.close, politely=False)
-        settings = WorkerSettings(Sender(1, 0, 0), num_servers=1)
-        node = WorkerNode(settings, transport, server.addresses, WorkerOptions(wait_timeout_s(), checks_memory=checks))
-        undo.callback(node.close)
-        node.join()
+        session = assemble_session(
+            SessionConfig(
+                settings=WorkerSettings(Sender(1, 0, 0), num_servers=1),
+                transport=transport,
+                addresses=server.addresses,
+                options=WorkerOptions(wait_timeout_s(), checks_memory=checks_memory()),
+                size=1,
+            )
+        )
         undo.pop_all()
-    alone = Collectives(WorkerSet(0, 1, node, None))
-    session = Session(0, 1, 0, node, StepMetrics(Trace(None), 0), None, None, alone, Arrangement(0, 1), server)
-    session.notice.listen()
-    atexit.register(session.leave_at_exit)
+    session.server = server
     return session

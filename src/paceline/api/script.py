@@ -1,4 +1,4 @@
-"""The calls of a training script: each speaks to the session of this process, which `init` makes."""
+"""The calls of a training script. Each uses the session of this process, which `init` makes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from paceline.api.join import of_thread, open_session, start
+from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
 from paceline.core.consistency import Consistency
 from paceline.data.hashing import Key
@@ -39,33 +39,31 @@ class _Process:
     """The session of this process, for all of its threads."""
 
     session: Session | None = None
-    servers: str | None = None  # what `init` was told of them when it made the session
+    servers: str | None = None  # the argument of the `init` that made the session
 
 
 _process: Final = _Process()
 
 
 def init(session: Session | None = None, *, servers: str | None = None, timeout_s: float | None = None) -> Session:
-    """Join the job this process was started in; run alone, embed one server. A second call changes nothing.
+    """Join the job this process was started in; without a launcher, embed one server. A second call changes nothing.
 
-    What `paceline.connect()` has joined without an address is found. The session belongs to the process, whichever of
-    its threads calls; a process that is forked from it, or started by it, has none. It is left when the process ends. A
-    process of torchrun, srun or mpirun finds its place by itself, as one of `paceline run` does; where it is to be a
-    server, this serves until the job is over, and raises SystemExit(0).
+    A session that `paceline.connect()` made without an address is reused. The session belongs to the process and is
+    shared by its threads; child processes, forked or spawned, do not inherit it. It is closed when the process ends.
+    Under torchrun, srun and mpirun the process finds its place as under `paceline run`. If that place is a server's,
+    this call serves until the job is over, and raises SystemExit(0). Blocks until all servers have accepted it.
 
     Args:
-        session: one that was joined before, for the calls of this script to speak to: what `paceline.connect` returns
-            that was given the address of a server of its own.
-        servers: where servers are under another launcher than ours: "first:M" are M processes beside rank 0, "node:M"
-            are M beside the first rank of every node, "ranks:M" are the last M ranks, "node:M+ranks:N" are both. By
-            default what PACELINE_SERVERS says, else "first:1".
-        timeout_s: how long this worker waits for others, in any call, before it gives up with `DeadlineExceeded`; at
-            least three times the longest step so far. By default what `paceline run --timeout` or PACELINE_TIMEOUT_S
-            says, else 600.
+        session: the session that the calls of this script use, from `paceline.connect` with an address.
+        servers: where the servers run under another launcher: "first:M" for M processes beside rank 0, "node:M" for M
+            beside the first rank of every node, "ranks:M" for the last M ranks, "node:M+ranks:N" for both. Default:
+            PACELINE_SERVERS, else "first:1".
+        timeout_s: how long this worker waits for others, in any call, before it raises `DeadlineExceeded`; at least
+            three times the longest step so far. Default: `paceline run --timeout` or PACELINE_TIMEOUT_S, else 600.
 
     Raises:
-        UsageError: another session is given while one is joined, or one that is closed, or with it where servers are;
-            or other servers than in the first call.
+        UsageError: the session is closed, or not the one in use; or `servers` comes with a session, or differs from the
+            first call.
         PacelineError: the job cannot be joined.
 
     Example:
@@ -83,10 +81,10 @@ def init(session: Session | None = None, *, servers: str | None = None, timeout_
     known = _known()
     if known is None or known.closed:
         known = session or open_session() or start(servers=servers)
-        if of_thread.get(None) is None:
+        if thread_session.get(None) is None:
             _process.session, _process.servers = known, servers
         else:
-            of_thread.set(known)
+            thread_session.set(known)
     elif servers not in (None, _process.servers):
         raise UsageError(
             f"paceline.init(servers={servers!r}): this process has joined already, with servers={_process.servers!r}, "
@@ -110,8 +108,8 @@ def _check_given(session: object) -> None:
 
 
 def bind(session: Session) -> None:
-    """Make this the session of the running thread, where workers are threads; `init` finds it."""
-    of_thread.set(session)
+    """Make this the session of the current thread, where workers are threads; `init` returns it."""
+    thread_session.set(session)
 
 
 def current() -> Session:
@@ -127,11 +125,11 @@ def current() -> Session:
 
 
 def _known() -> Session | None:
-    return of_thread.get(_process.session)
+    return thread_session.get(_process.session)
 
 
 def rank() -> int:
-    """Return the number of this worker, from 0.
+    """Return the rank of this worker, from 0.
 
     Example:
         >>> import paceline
@@ -155,7 +153,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this worker among those on its machine, from 0: which accelerator to take, for example.
+    """Return the rank of this worker among those on its machine, from 0; it selects an accelerator, for example.
 
     Example:
         >>> import paceline
@@ -167,7 +165,7 @@ def local_rank() -> int:
 
 
 def barrier() -> None:
-    """Block until every worker that still takes part has called this, and all pushes are applied.
+    """Block until every live worker has called this, and all pushes are applied.
 
     Example:
         >>> import paceline
@@ -178,11 +176,11 @@ def barrier() -> None:
 
 
 def preempted() -> bool:
-    """Return whether this process was told to leave: by SIGTERM, SIGUSR1 or SIGUSR2, as machines are taken away.
+    """Return whether this process has been preempted: by SIGTERM, SIGUSR1 or SIGUSR2, as schedulers reclaim a machine.
 
-    Without this call a worker that is told so leaves at the end of its step, and ends with exit code 143. A script
-    that has called it sees to that itself: it saves what it wants to keep, and ends, as it likes, soon. Always False
-    where the script has handlers of its own for these signals. Does not block.
+    A script that never calls this leaves the job at the end of the step, with exit code 143. A script that has called
+    it decides for itself: it saves what it needs, and exits soon. Always False where the script has its own handlers
+    for these signals. Does not block.
 
     Example:
         >>> import paceline
@@ -190,19 +188,19 @@ def preempted() -> bool:
         >>> paceline.preempted()
         False
     """
-    return current().notice.ask()
+    return current().notice.check_preempted()
 
 
 def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
-    """Tell how training goes: the loss of this clock, or with `accuracy` (0 to 1) a measurement on held-out data.
+    """Report the training loss of this clock, or with `accuracy` (0 to 1) an evaluation on held-out data.
 
-    Shown in the live progress and in the report; what `paceline tune` compares trials by. Does not block. Where this
-    worker was told to leave, as a trial is that others leave behind, it ends here: with a measurement, or before the
-    first clock is finished; else it ends where its step does.
+    The live progress and the report show it, and `paceline tune` compares trials by it. Does not block. A worker that
+    has been preempted, as a pruned trial is, exits here: with an evaluation, or before its first clock is finished;
+    otherwise it exits at the end of the step.
 
     Raises:
-        SystemExit: with 143, see `preempted`.
-        UsageError: an accuracy without the loss that was measured beside it.
+        SystemExit: with 143; see `preempted`.
+        UsageError: an accuracy without a loss.
 
     Example:
         >>> import paceline
@@ -234,38 +232,39 @@ def shard(
     shuffle: bool = False,
     key: Callable[[Any], Key] | None = None,
 ) -> _Source:
-    """Return this worker's part of a data source: a `DataLoader`, a dataset, a sequence, a tensor, files, an iterable.
+    """Return this worker's shard of a data source: a `DataLoader`, a dataset, a sequence, a tensor, files, an iterable.
 
-    All workers together see every sample once an epoch. A loader is cut by batches and shuffled by `seed` and epoch,
-    the same way on every worker; when its batches do not divide evenly, workers without a last one finish that clock
-    empty-handed, so that all stay in step (which takes a step a batch: with gradient accumulation, see to it that they
-    divide evenly). Batches that are read while gradients are off, as in `optimizer.snapshot()`, are for evaluation:
-    they count as no samples and finish no clock. A loader has `state_dict()` and `load_state_dict(...)`, which say how
-    far all have come and let any number of workers continue there.
+    All workers together see every sample once per epoch. A loader is split by batches and shuffled by `seed` and epoch,
+    identically on every worker. When its batches do not divide evenly, workers without a last batch finish that clock
+    without one, so that all stay in step (this assumes one step per batch: with gradient accumulation, make them divide
+    evenly). Batches that are read with gradients off, as in `optimizer.snapshot()`, are for evaluation: they count no
+    samples and finish no clock. A loader has `state_dict()` and `load_state_dict(...)`, which record the progress of
+    all workers and let any number of workers continue from there.
 
-    With `slices`, workers help one that lags: the batch that a worker has for a clock, `batch_size` samples, is cut in
-    so many parts. A worker takes its own first and then those of whoever has most left; `step()` keeps their gradients,
-    weighed by samples, and finishes the clock when there is none left. So each clock takes as long as all speeds
-    together allow, and each sample still counts once in it, wherever it was computed. Needs an optimizer from
-    `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0; `no_grad` loops get whole batches.
+    With `slices`, fast workers help slow ones: a worker's batch for one clock, `batch_size` samples, is split into that
+    many slices. A worker computes its own slices first, then those of the worker with the most left; `step()`
+    accumulates their gradients, weighted by samples, and finishes the clock when no slice is left. A clock then takes
+    as long as the combined speed of all workers allows, and each sample still counts once, on whichever worker it was
+    computed. Requires an optimizer from `distributed` (not under all-reduce) and a `DataLoader` with num_workers=0;
+    `no_grad` loops get whole batches.
 
     Args:
-        source: whose samples, batches of a loader, or files from `paceline.files`, are shared out. Not empty.
-        seed: of the shuffle, the same on all workers.
-        slices: of a worker's batch.
-        partition: "strided" gives worker r of W numbers r, r + W and so on; "contiguous" a run, as long as those of
-            others or one longer or shorter; "hashed" whatever has a hash that falls to it, so that a sample stays
-            where it is when others are added. By default strided, and files so that all get about as many bytes.
-        shuffle: by `seed` before it is cut, the same way for any number of workers. A loader says itself if it is
-            shuffled, anew in every epoch.
-        key: of a sample (or `Path`), what is hashed: an int, str, bytes or tuple of these. By default its place in the
-            source, or the path.
+        source: the samples, the batches of a loader, or the files of `paceline.files` to shard. Not empty.
+        seed: seed of the shuffle, the same on all workers.
+        slices: number of slices of a worker's batch.
+        partition: "strided" gives worker r of W the samples r, r + W and so on; "contiguous" gives it one run, whose
+            length differs between workers by at most one; "hashed" gives it the samples whose hash maps to it, so that
+            a sample keeps its worker when others are added. Default: strided; files are balanced by bytes.
+        shuffle: shuffle by `seed` before the split, identically for any number of workers. A loader has its own
+            setting, and is shuffled anew in every epoch.
+        key: returns what is hashed of a sample (or `Path`): an int, str, bytes or tuple of these. Default: the index
+            in the source, or the path.
 
     Raises:
-        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or what
-            is empty, or cannot be cut so: an iterable in runs, whose length nobody knows, or a loader by hash. Or
-            slices of what is no loader, more slices than samples in a batch, or a loop over slices without an optimizer
-            that can add up their gradients.
+        UsageError: a loader with a custom sampler, or over an iterable dataset: shard the dataset instead; a source
+            that is empty or cannot be split this way: an iterable of unknown length into runs, or a loader by hash;
+            slices of a source that is not a loader, more slices than samples in a batch, or a loop over slices without
+            an optimizer that can accumulate their gradients.
 
     Example:
         >>> import paceline
@@ -296,35 +295,37 @@ def parallelize(
     placement: Placement | None = None,
     reduction: Reduction | None = None,
 ) -> Parallel:
-    """Let several workers hold a model between them: its layers cut into stages, each layer split over ranks.
+    """Split a model over several workers: its layers into pipeline stages, each layer over tensor ranks.
 
-    Every worker calls it with the same model and keeps its own part; what others hold is freed. Where nothing is asked
-    for, here or by the launcher, the whole model is used through the same face. Blocks until all workers have come.
+    Every worker calls this with the same model and keeps its own part; the memory of the other parts is freed. Without
+    a split, asked for here or by the launcher, the result holds the whole model and has the same interface. Blocks
+    until all workers have called it.
 
     Args:
         model: a `torch.nn.Sequential` (those inside of it are flattened), or a model with a method `layers()` that
             returns the modules whose composition is its forward; any model where nothing is cut.
         loss: of outputs and targets, one number for the batch: `torch.nn.functional.cross_entropy` for example.
-        pipeline: stages that the layers are cut into; by default what the launcher was told, else 1.
-        tensor: ranks that each layer is split over; by default what the launcher was told, else 1.
-        data: how replicas become one model, "ssp:3" or "all-reduce" for example, where there are several: the workers
-            divided by pipeline times tensor. By default what the launcher was told, else the parameter server.
-        micro_batches: that a batch is cut into on its way through the stages, which must divide it. By default four a
-            stage, or the next lower number that divides the batch.
-        schedule: "1f1b" runs each backward as soon as it can, and keeps the activations of no more micro-batches than
-            there are stages; "gpipe" runs all forwards first.
+        pipeline: number of pipeline stages. Default: the launcher's, else 1.
+        tensor: number of ranks that each layer is split over. Default: the launcher's, else 1.
+        data: how replicas of the model are kept together, "ssp:3" or "all-reduce" for example. There are as many
+            replicas as workers divided by pipeline times tensor. Default: the launcher's, else the parameter server.
+        micro_batches: number of micro-batches of a batch, which must divide it. Default: four per stage, or the next
+            lower number that divides the batch.
+        schedule: "1f1b" runs each backward as soon as it can, and keeps the activations of at most as many
+            micro-batches as there are stages; "gpipe" runs all forwards first.
         recompute: keep only the input of each layer, and run it again for backward, with the same random numbers.
-        balance: inputs to measure each layer with, on worker 0, so that stages take the same time; without it they get
-            about the same number of parameters.
-        placement: where to cut instead: the stage of layers by the beginning of their names, {"features": 0,
-            "classifier": 1}, or a list of where each stage after the first begins.
-        reduction: how the loss of a batch follows from those of its micro-batches: "mean", "sum", or for a mean what
-            the targets of a micro-batch weigh, `lambda targets: (targets >= 0).sum()` for example. By default what
-            losses of torch say of themselves (`reduction`, `ignore_index`, `weight`). Any other loss is taken once
-            of the whole batch, which keeps the activations of all micro-batches as "gpipe" does.
+        balance: inputs that worker 0 measures each layer with, so that stages take the same time; without it stages
+            have about the same number of parameters.
+        placement: explicit stages instead: by prefix of layer names, {"features": 0, "classifier": 1}, or a list of
+            the first layer of each stage after the first.
+        reduction: how the losses of micro-batches combine into the loss of the batch: "mean", "sum", or a function
+            that returns the weight of a micro-batch from its targets, `lambda targets: (targets >= 0).sum()` for
+            example. Default: derived from torch losses (`reduction`, `ignore_index`, `weight`). Any other loss is
+            computed once per batch, which keeps the activations of all micro-batches as "gpipe" does.
 
     Raises:
-        UsageError: a model that cannot be cut so, workers that do not divide, or threads where processes are needed.
+        UsageError: the model cannot be split this way, the workers do not divide evenly, or workers are threads where
+            processes are required.
         PeerError: a worker is gone.
 
     Example:
@@ -355,45 +356,46 @@ def distributed(
     model: nn.Module | None = None,
     name: str | None = None,
 ) -> Distributed:
-    """Move an optimizer's update to the servers: the one changed line of an ordinary training loop.
+    """Distribute an optimizer over the job: the one changed line of an ordinary training loop.
 
     The result is used like the optimizer it wraps: `zero_grad`, `step`, `param_groups`, schedulers, `state_dict`. Its
     parameters are set to those of worker 0 at once. `step()` pushes this worker's gradients, finishes its clock and
-    fetches values; it blocks as long as the consistency asks for. Clip gradients before `step`: that clips each
-    worker's own.
+    pulls values; it blocks as long as the consistency requires. Gradients clipped before `step` are clipped per worker.
 
     Args:
-        optimizer: any `torch.optim` optimizer that steps without a closure; its class and numbers go to the servers.
-        strategy: "parameter-server" by default, or what the launcher was told with --strategy, "ssp:3" for example;
-            see `paceline.all_reduce`, which needs `model` and knows `scale`, `nonfinite` and `name`. Or a policy for
-            each pattern of parameter names, {"embedding.*": "ssp:3", "*": "all-reduce"}: the first that matches counts.
-        consistency: bsp() by default, or what the launcher was told with --consistency.
-        scale: what one update applies of the workers' gradients: the mean weighted by "samples" (default; the counts
+        optimizer: any `torch.optim` optimizer that steps without a closure; the servers run its class with its
+            hyperparameters.
+        strategy: how workers share the update. Default: the launcher's --strategy, "ssp:3" for example, else
+            "parameter-server". `paceline.all_reduce` requires `model` and supports `scale`, `nonfinite` and `name`. A
+            mapping gives a policy per pattern of parameter names, {"embedding.*": "ssp:3", "*": "all-reduce"}; the
+            first match counts.
+        consistency: when reads wait. Default: the launcher's --consistency, else bsp().
+        scale: how one update combines the workers' gradients: the mean weighted by "samples" (default; the counts
             come from `shard`, or from `step(samples=...)`), the plain "mean", or the "sum". Under ssp and asynchronous
             each push is an update of its own and is applied in full with the given learning rate.
-        fetch_every: fetch values from the servers every n-th step; in between, and with None always, use the copy at
-            hand until the staleness bound forces a fetch.
+        fetch_every: pull values every n-th step; in between, and always with None, use the cached values until the
+            staleness bound forces a pull.
         nonfinite: a gradient with NaN or infinity is dropped and counted ("reject"), zeroed there ("zero"), or ends
-            the worker ("halt"); "ignore" applies it as it is and saves the look.
-        views: let the parameters be views of the servers' own memory where that is on this machine (shm), so that
-            nothing is copied to read them. By default under bsp, where values change only while all workers wait.
-            Elsewhere updates of others then show in the middle of a step: values are never too old, but not of one
-            moment. What a script writes to such a parameter itself is gone with the next step, as without views.
-        overlap: send gradients while backward still runs, in buckets of some MB, and where `model` is given wait
-            for values when its forward begins (in a `Sequential`, child by child) instead of in `step`; until then all
-            parameters are those of the step before. Where some are views, or not of the model, `step` waits. For links
-            that are slow beside the computation. A backward that is not the last of its step then belongs inside
-            `with optimizer.accumulate()`, gradients are not to be changed after backward, and each bucket is a push
-            of its own: one that is not finite leaves the others' updates as they are.
-        model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and its
-            names are used in messages.
-        name: of the table on the servers; unique in the job. By default "model", and for further calls "model-2" and so
-            on, the same on all workers that make these calls in the same order; so a notebook can run a cell again,
-            and goes on from the values that the model has.
+            the worker ("halt"); "ignore" applies it unchecked.
+        views: make the parameters views of the servers' memory where that is on this machine (shm), so that reading
+            them copies nothing. Default: under bsp, where values change only while all workers wait. Under other
+            policies updates of other workers show in the middle of a step: values are never too old, but not of one
+            moment. What a script writes to such a parameter is lost with the next step, as without views.
+        overlap: push gradients while backward still runs, in buckets of some MB, and with `model` wait for values when
+            its forward begins (in a `Sequential`, child by child) instead of in `step`; until then all parameters are
+            those of the step before. If some are views, or not of the model, `step` waits. For links that are slow
+            compared with the computation. A backward that is not the last of its step then belongs inside
+            `with optimizer.accumulate()`, gradients must not change after backward, and each bucket is a push of its
+            own: one that is not finite does not stop the updates of the others.
+        model: if given, its floating-point buffers (BatchNorm statistics) are averaged over the workers too, and
+            messages use its parameter names.
+        name: name of the table on the servers; unique in the job. Default: "model", then "model-2" and so on, the same
+            on all workers that make these calls in the same order. A notebook can therefore run a cell again, and
+            continues from the values that the model has.
 
     Raises:
         Refused: another worker has a different model or optimizer; the first differences are listed.
-        UsageError: an optimizer that cannot run on a server, with the reason.
+        UsageError: the optimizer cannot run on a server; the message gives the reason.
 
     Example:
         >>> import torch, paceline

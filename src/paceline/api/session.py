@@ -1,4 +1,4 @@
-"""A process as a worker of a job: it opens tables, finishes clocks, meets others and leaves."""
+"""The session: a worker's connection to its job. It opens tables, finishes clocks, waits at barriers and leaves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Protocol, Self, overload
 from weakref import WeakSet
 
 from torch import Tensor
@@ -20,11 +20,9 @@ from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Slicing
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.preemption import PreemptionNotice
-from paceline.launch.rendezvous.join import JoinedJob
 from paceline.launch.script_exit import ended_well
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
-from paceline.server.embedded import Embedded
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.optimizer import Settings
 from paceline.training.part_job import distribute_part
@@ -50,15 +48,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class Closable(Protocol):
+    """What a session closes last: an embedded server, or this process's part in the rendezvous of its job."""
+
+    def close(self, *, politely: bool) -> None:
+        """Release it. Politely: block for as long as other workers need it."""
+        ...
+
+
 @dataclass(slots=True)
 class Session:
-    """This process as a worker of a job. Made by `connect` and `init`; a context manager that leaves the job.
+    """A worker's connection to its job, from `connect` or `init`. A context manager: leaving it closes the session.
 
     Attributes:
         rank: number of this worker, from 0.
         size: number of workers that were started.
-        local_rank: number of this worker on its machine.
-        num_samples: how many samples loaders from `shard` and `feed` have handed out for training so far.
+        local_rank: number of this worker on its machine, from 0.
+        num_samples: number of training samples that loaders from `shard` and `feed` have returned so far.
 
     Example:
         >>> import paceline
@@ -75,13 +81,13 @@ class Session:
     local_rank: int
     node: WorkerNode
     meter: StepMetrics
-    consistency: Consistency | None  # what the launcher was told; a script that names its own wins
+    consistency: Consistency | None  # the launcher's; one that the script names takes precedence
     scale: Scale | None
     exchange: Collectives
     arrangement: Arrangement
-    server: Embedded | JoinedJob | None = None
+    server: Closable | None = None  # what this process keeps running for the job until it leaves
     num_samples: int = 0
-    # Those in use. Weak: whoever drops an optimizer is done with it, and with its parameters.
+    # Weak references: dropping an optimizer also releases its parameters.
     _optimizers: WeakSet[Distributed] = field(default_factory=WeakSet)
     _weights: WeakSet[Weights] = field(default_factory=WeakSet)
     tables: TableOpener = field(init=False)
@@ -93,7 +99,7 @@ class Session:
     closed: bool = False
 
     def __post_init__(self) -> None:
-        """Start without tables."""
+        """Create the parts that need the node."""
         self.tables = TableOpener(self.rank, self.node, self.meter)
         self.named = NamedTensors(self.tables)
         self.slicing = Slicing(self.size, self.node.rpc, self._optimizers, lambda: self.node.clock)
@@ -107,7 +113,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Leave the job; after an error without waiting for anybody."""
+        """Leave the job; after an error without waiting for pushes or other workers."""
         self.close(politely=ended_well(error))
 
     # -- tables and clocks -------------------------------------------------------------------------------------------
@@ -168,37 +174,37 @@ class Session:
         filters: Sequence[FilterSpec] = (),
         communication: Managed | None = None,
     ) -> Table | RowTable:
-        """Open a table, and make it if it is new: one of a `shape`, or `rows` of so many numbers under 64-bit ids.
+        """Open a table, and create it if it is new: dense, of a `shape`, or sparse, with `rows` under 64-bit ids.
 
-        Every worker must call this with the same settings. Blocks until all servers have agreed and, for a shape, until
-        worker 0 has given the first values. A second call with the same settings, as where a notebook runs a cell
-        again, returns the same table with the values that it has.
+        Every worker must call this with the same settings. Blocks until all servers have accepted the table and, for a
+        shape, until worker 0 has written the first values. A second call with the same settings, as when a notebook
+        runs a cell again, returns the same table with its current values.
 
         Args:
-            name: unique in the job.
-            shape: of the values.
-            rows: numbers a row, for a table whose ids nobody lists in advance; a row comes with its first push.
+            name: name of the table, unique in the job.
+            shape: shape of the values of a dense table.
+            rows: width of a row, for a table whose ids are not declared in advance; the first push creates a row.
             update: how pushes become values: `paceline.update.SGD(lr=0.1)`, for example.
-            consistency: when reads wait and what they see; by default what the launcher was told, else bsp.
-            scale: what one update applies of several pushes: their "sum", "mean", or the mean weighted by "samples"
-                (the default). Where updates show on arrival each push is applied on its own, in full.
-            init: first values: a number, a tensor of the shape (that of worker 0 counts), or for rows what
-                `paceline.first` gives, `paceline.first.normal(0.01)` for example.
-            dtype: of the values.
+            consistency: when reads wait and what they see. Default: the launcher's, else bsp.
+            scale: how one update combines several pushes: their "sum", "mean", or the mean weighted by "samples"
+                (the default). Where updates are visible on arrival each push is applied on its own, in full.
+            init: first values: a number, a tensor of the shape (that of worker 0 counts), or for rows one of
+                `paceline.first`, `paceline.first.normal(0.01)` for example.
+            dtype: dtype of the values.
             nonfinite: what happens to pushes with NaN or infinity: "reject", "zero", "halt", or "ignore" them.
-            read_my_writes: let reads that are served here contain this worker's own pushes, where the rule allows it.
-            view: of a shape: also map the servers' memory, where that is on this machine (shm), so that `view` and
-                `pull` read from there; then cached reads do not add own pushes that the servers have yet to apply.
-            cache: of rows: keep those that were pulled, and ask for them again only when the consistency demands it. By
-                default so under essp, where servers send what changes.
-            cache_rows: keep at most so many, least recently used go first; 0 means no limit.
-            life: of rows: when they come, go, and where they lie; see `paceline.Lifecycle`.
-            filters: of rows: what is left out or made smaller on the way; see `paceline.filters`.
-            communication: of rows: let pushes wait for a budget, of this worker; see `paceline.managed`.
+            read_my_writes: let cached reads contain this worker's own pushes, where the rule allows it.
+            view: dense tables: also map the servers' memory, where that is on this machine (shm), so that `view` and
+                `pull` read from it; cached reads then do not add own pushes that the servers have yet to apply.
+            cache: row tables: keep pulled rows, and pull them again only when the consistency requires it. Default:
+                only under essp, where servers send changes.
+            cache_rows: row tables: maximum number of cached rows, least recently used evicted first; 0 for no limit.
+            life: row tables: when rows are created and evicted, and where they are stored; see `paceline.Lifecycle`.
+            filters: row tables: what is dropped or compressed in transit; see `paceline.filters`.
+            communication: row tables: let this worker's pushes wait for a bandwidth budget; see `paceline.managed`.
 
         Raises:
             Refused: another worker declared the table differently; the message lists the first differences.
-            UsageError: settings that make no sense, or others than in an earlier call of this worker.
+            UsageError: settings that are not valid, or differ from an earlier call of this worker.
         """
         declared = Declaration(
             name, dtype, update, str(self.policy(consistency)), scale or self.scale or "samples", nonfinite
@@ -248,8 +254,8 @@ class Session:
     def clock(self, *, samples: float | None = None) -> int:
         """Finish the current clock of this worker, on all tables; return the number of finished clocks.
 
-        What embeddings have collected is pushed first, for so many `samples`: by default those that loaders have handed
-        out. Does not block: the next pull waits. Only rows under `paceline.managed` may have to wait for their budget.
+        Gradients of embeddings are pushed first, weighted by `samples`: by default the number that loaders have
+        returned. Does not block: the next pull waits. Only rows under `paceline.managed` may wait for their budget.
         """
         with self.communicating():
             here = f"worker {self.rank}, clock {self.node.clock}"
@@ -262,21 +268,21 @@ class Session:
         return self.node.clock
 
     def heed(self) -> None:
-        """End this process, after it has left, if it was told to; for where a step ends. Raises SystemExit(143)."""
-        self.notice.heed(self.close)
+        """Close the session and raise SystemExit(143) if this process was preempted; called at the end of a step."""
+        self.notice.exit_if_preempted(self.close)
 
     def communicating(self) -> AbstractContextManager[None]:
-        """Return a context in which the time of the training loop counts as communication; it may be nested."""
+        """Return a context whose time counts as communication of the training loop; it may be nested."""
         return self.meter.communicating()
 
     def policy(self, given: Consistency | str | None) -> Consistency:
-        """Return the consistency to use: what the script names, else what the launcher was told, else bsp."""
+        """Return the consistency to use: the script's, else the launcher's, else bsp."""
         return (Consistency.parse(given) if isinstance(given, str) else given) or self.consistency or bsp()
 
-    # -- meeting and leaving -----------------------------------------------------------------------------------------
+    # -- barriers and leaving ----------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Block until every worker that still takes part has called this, and all its pushes are settled."""
+        """Block until every live worker has called this, and all its pushes are settled."""
         with self.communicating():
             self.node.settle()
             self.meter.resources.look()
@@ -284,16 +290,16 @@ class Session:
         self.meter.start_training()
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
-        """Block until every worker that still takes part has come to the same place, and all its pushes are settled.
+        """Block until every live worker has called this with the same place, and all its pushes are settled.
 
         Args:
-            place: what all meet for.
-            problem: what has failed on this worker.
-            needs_first: whether the meeting is of no use without one worker.
-            first: which one that is.
+            place: name of this barrier.
+            problem: what has failed on this worker, if anything; the barrier then fails on all workers.
+            needs_first: whether the barrier fails when worker `first` is gone.
+            first: rank of the required worker.
 
         Raises:
-            Refused: something has failed on one of the workers, or the first is gone; all of them are told.
+            Refused: a worker has reported a problem, or the required worker is gone; raised on all workers.
         """
         needs = first if needs_first else -1
         with self.communicating():
@@ -303,12 +309,12 @@ class Session:
             )
 
     def close(self, *, politely: bool = True) -> None:
-        """Leave the job and free everything. Politely: wait until all pushes are settled. May be repeated."""
+        """Leave the job and release everything. Politely: wait until all pushes are settled. Idempotent."""
         if self.closed:
             return
         self.closed = True
         atexit.unregister(self.leave_at_exit)
-        with ExitStack() as freeing:  # from the last to the first, whatever fails on the way
+        with ExitStack() as freeing:  # in reverse order, each even if another one fails
             if self.server is not None:
                 freeing.callback(self.server.close, politely=politely)
             freeing.callback(self.notice.close)
@@ -326,7 +332,7 @@ class Session:
                 self.node.leave()
 
     def _tell_unfinished(self) -> None:
-        """Tell what this worker has done in a clock that it has not finished."""
+        """Warn of pushes and gradients in a clock that this worker has not finished."""
         held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
         if held:
             self.meter.tell(
@@ -352,7 +358,7 @@ class Session:
                 sys.stderr.write(f"paceline: {error}\n")
 
     def abandon(self) -> None:
-        """Let go of the job in a process that was forked from this worker: its calls are refused, nothing is sent."""
+        """Disable the session in a process that was forked from this worker: calls are refused, nothing is sent."""
         self.closed = True
         atexit.unregister(self.leave_at_exit)
         self.node.abandon(
@@ -361,7 +367,7 @@ class Session:
         )
 
     def _settle_parameters(self, *, politely: bool) -> None:
-        """Let parameters have the values that are still under way, and memory of their own."""
+        """Give parameters the values still in flight, and memory of their own."""
         try:
             for optimizer in list(self._optimizers) if politely else ():
                 optimizer.arrive()
@@ -381,7 +387,7 @@ class Session:
             for known in former:
                 known.arrive()
             made = distribute_part(strategy, optimizer, model, settings, self, part)
-            for known in former:  # stepping both would step values that are in one of them only
+            for known in former:  # only one of two optimizers over the same parameters may step them
                 known.hand_over(settings.name)
                 self._optimizers.discard(known)
         made.turns = self.node.clock, self.node.clock
@@ -389,7 +395,7 @@ class Session:
         return made
 
     def sharding(self, seed: int) -> Sharding:
-        """Return this worker's part in the data."""
+        """Return which shard of the data is this worker's."""
         replica, num_replicas = self.arrangement.share()
         return Sharding(replica, num_replicas, seed, on_samples=self._count_samples, on_missing=self._skip_batch)
 
@@ -398,9 +404,10 @@ class Session:
         self.meter.samples += num_samples
 
     def _skip_batch(self) -> None:
-        """Finish the clocks of a batch that only others have, one an optimizer, and follow: first where they meet.
+        """Finish the clocks of a batch that only other workers have, one per optimizer, and take the optimizers' turns.
 
-        The others use those which this worker has used with its last batch; a script may still hold some of before.
+        Optimizers without a turn time come first, because their turn is collective. Only optimizers that were used
+        with the last batch take part; a script may still hold earlier ones.
         """
         used = in_use(list(self._optimizers))
         with self.communicating():
@@ -411,7 +418,7 @@ class Session:
 
 
 def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:
-    """Say how many of what there are.
+    """Return a list with counts as text.
 
     >>> _listed([("table 'a'", 3), ("table 'b'", 1)], "push", "pushes")
     "3 pushes of table 'a' and 1 push of table 'b'"

@@ -1,4 +1,4 @@
-"""A whole job as threads of one process: `python -m paceline.api.threads script.py args...`.
+"""Runs a whole job as threads of one process: `python -m paceline.api.threads script.py args...`.
 
 Or `-m module args...`. The workers run the script as separate modules, each with a session of its own; nothing leaves
 the process.
@@ -21,10 +21,10 @@ from paceline.api.script import bind
 from paceline.errors import UsageError
 from paceline.job.environment import Place, checks_memory, claim_place, find_place
 from paceline.job.spec import ClusterSpec, wait_spec
-from paceline.launch.error_report import complain
+from paceline.launch.error_report import report_error
 from paceline.launch.module import OPTION, find_module, source_of
 from paceline.launch.parent_death import die_with_launcher
-from paceline.launch.preemption import CALLED_OFF_NAME, EXIT_TOLD, PreemptionNotice
+from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED, PreemptionNotice
 from paceline.launch.server import server_settings
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
@@ -39,7 +39,7 @@ def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
 
     The first worker that fails ends the process with its traceback. All are told to leave at once, by one notice.
     """
-    notice, told = PreemptionNotice(Path(spec.run_dir) / CALLED_OFF_NAME), list[int]()
+    notice, told = PreemptionNotice(Path(spec.run_dir) / ABORT_MARKER_NAME), list[int]()
     notice.listen()
     transport = MemoryTransport()
     listeners = [transport.listen(f"memory://server-{rank}") for rank in range(spec.num_servers)]
@@ -60,7 +60,7 @@ def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
     servers = [threading.Thread(target=node.run, name=f"paceline-server-{k}") for k, node in enumerate(nodes)]
 
     def work(rank: int) -> None:
-        if _run_worker(spec, replace(place, rank=rank, local_rank=rank), transport, notice, script) == EXIT_TOLD:
+        if _run_worker(spec, replace(place, rank=rank, local_rank=rank), transport, notice, script) == EXIT_PREEMPTED:
             told.append(rank)
 
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(spec.num_workers)]
@@ -72,7 +72,7 @@ def run_job(spec: ClusterSpec, place: Place, script: ModuleSpec) -> int:
         node.stop()
     for thread in servers:
         thread.join(timeout=spec.grace_s)
-    return EXIT_TOLD if told else 0
+    return EXIT_PREEMPTED if told else 0
 
 
 def _run_worker(
@@ -83,13 +83,13 @@ def _run_worker(
     try:
         context.run(_run_script, spec, place, transport, notice, script)
     except SystemExit as stop:
-        if stop.code == EXIT_TOLD:
-            return EXIT_TOLD
+        if stop.code == EXIT_PREEMPTED:
+            return EXIT_PREEMPTED
         if stop.code not in (None, 0):
             os._exit(stop.code if isinstance(stop.code, int) else _EXIT_FAILURE)
     except BaseException as error:
         print(f"worker {place.rank} failed:", file=sys.stderr)
-        complain(error, script.origin or "")
+        report_error(error, script.origin or "")
         os._exit(_EXIT_FAILURE)
     return 0
 

@@ -1,4 +1,4 @@
-"""Where servers and data servers of a job say that they listen, and workers hear it: files in the run directory."""
+"""The address book of a job: files in the run directory where servers publish their addresses to the workers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Final, Literal, final
 from paceline.job.folders import names_in
 from paceline.job.spec import ClusterSpec
 
-SPEC_NAME: Final = "spec.json"  # what the servers read: nobody listens yet
+SPEC_NAME: Final = "spec.json"  # for the servers, before any of them listens
 CLUSTER_NAME: Final = "cluster.json"  # what the workers wait for: all servers listen
 
 Serving = Literal["server", "data"]
@@ -48,7 +48,7 @@ class AddressBook:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._run_dir = Path(spec.run_dir)
-        # In threads of one process the servers need no addresses, and there is nobody to wait for.
+        # In threads of one process the servers need no addresses, and there is nothing to wait for.
         apart = spec.transport != "memory"
         self._counts: dict[Serving, int] = (
             {"server": spec.num_servers, "data": spec.num_data_servers} if apart else {"server": 0, "data": 0}

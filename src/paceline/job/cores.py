@@ -15,7 +15,7 @@ def cores_here() -> list[int]:
 
 
 def share_of(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
-    """Return the cores of one of `count` processes: neighbours, at least one, and nobody else's while they suffice.
+    """Return the cores of one of `count` processes: neighbours, at least one, and not shared while they suffice.
 
     >>> share_of(range(8), index=1, count=3)
     (2, 3)

@@ -90,7 +90,7 @@ def inherited_from(variables: Mapping[str, str] = os.environ) -> int | None:
 
 
 def inherited(variables: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return all that whoever started this process has left in the environment."""
+    """Return the environment variables of this process."""
     return dict(variables)
 
 
@@ -127,7 +127,7 @@ def wait_timeout_s(variables: Mapping[str, str] = os.environ) -> float:
 
 
 def allows_plain_collectives(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user lets collective calls between machines travel unencrypted."""
+    """Return whether the user lets collective calls between machines travel unencrypted."""
     return variables.get(PLAIN_COLLECTIVES, "0") not in ("", "0")
 
 
@@ -145,28 +145,28 @@ def find_launcher(variables: Mapping[str, str] = os.environ) -> int | None:
     return whole_number(variables, LAUNCHER) if LAUNCHER in variables else None
 
 
-def begin_serving() -> None:
+def mark_as_server() -> None:
     """Note, for all that this process imports or starts, that it is a server and trains nothing."""
     os.environ[SERVING] = "1"
 
 
 def is_serving(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this process is a server."""
+    """Return whether this process is a server."""
     return SERVING in variables
 
 
 def chose_num_threads(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user has said with how many threads a process computes."""
+    """Return whether the user has said with how many threads a process computes."""
     return NUM_THREADS in variables
 
 
 def wants_traceback(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user asked to be shown where errors come from."""
+    """Return whether the user asked to be shown where errors come from."""
     return bool(variables.get(TRACEBACK))
 
 
 def checks_memory(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether nodes look after the memory that they lend, which takes time: every test of Paceline runs so.
+    """Return whether nodes look after the memory that they lend, which takes time: every test of Paceline runs so.
 
     >>> checks_memory({"PACELINE_CHECK_MEMORY": "1"}), checks_memory({})
     (True, False)
@@ -238,12 +238,12 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def ray_authenticates(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a Ray cluster asks who connects, as far as this process was told."""
+    """Return whether a Ray cluster asks who connects, as far as this process was told."""
     return variables.get("RAY_AUTH_MODE", "disabled").lower() != "disabled"
 
 
 def wants_colour(variables: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether the user leaves colours on (NO_COLOR is unset or empty, the terminal is not dumb)."""
+    """Return whether the user leaves colours on (NO_COLOR is unset or empty, the terminal is not dumb)."""
     return not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
 
 

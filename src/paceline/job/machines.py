@@ -42,7 +42,7 @@ def this_machine() -> Machine:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether this names the machine that says it, whichever it is.
+    """Return whether this names the machine that says it, whichever it is.
 
     >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("node-3")
     (True, True, False)
@@ -87,7 +87,7 @@ def own_addresses() -> list[str]:
 def own_address(host: str) -> str:
     """Return the address of this machine that the user means by a name, an address or a network (10.1.0.0/16).
 
-    Raises UsageError when it has no such address, or one at which nobody else reaches it.
+    Raises UsageError when it has no such address, or one that other machines cannot reach.
     """
     found = _addresses_in(host) if "/" in host else look_up(host)
     for address in found:

@@ -24,10 +24,10 @@ class MeshShape:
         tensor: ranks that each layer is split over.
 
     Example:
-        >>> grid = MeshShape(pipeline=2, replicas=2, tensor=1)
-        >>> grid.position(3)
+        >>> mesh = MeshShape(pipeline=2, replicas=2, tensor=1)
+        >>> mesh.position(3)
         MeshPosition(stage=1, replica=1, tensor=0)
-        >>> grid.replica_ranks(1)
+        >>> mesh.replica_ranks(1)
         [1, 3]
     """
 

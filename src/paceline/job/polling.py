@@ -20,7 +20,7 @@ def wait_for(
 
     Raises DeadlineExceeded with what `late` says when nothing is after `timeout_s`; whatever `look` raises comes out.
 
-    >>> wait_for(iter([None, "spec.json"]).__next__, 1.0, lambda: "nobody has written it")
+    >>> wait_for(iter([None, "spec.json"]).__next__, 1.0, lambda: "it was not written")
     'spec.json'
     """
     watch = Stopwatch()

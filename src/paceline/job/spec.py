@@ -1,6 +1,6 @@
 """What the processes of one job must agree on, as one small file.
 
-The launcher writes it, everybody else reads it. The job's secret is not in it: the token has a file of its
+The launcher writes it, all other processes read it. The job's secret is not in it: the token has a file of its
 own, and never travels by command line or environment.
 """
 

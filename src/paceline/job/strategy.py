@@ -53,7 +53,7 @@ class Distribution:
 
     @property
     def needs_servers(self) -> bool:
-        """Say whether servers have more to do than to let workers meet."""
+        """Whether servers hold tables, and not only barriers."""
         return self.data not in (ALL_REDUCE, FSDP)
 
     def num_replicas(self, num_workers: int) -> int:

@@ -18,12 +18,12 @@ NUM_LAST_LINES: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How to start one process. A worker has a place in the job; a server is told its rank by its command.
+    """How to start one process. A worker has a place in the job; a server gets its rank on its command line.
 
-    The nursery is no part of the job: it helps to start the others.
+    The fork server is not part of the job: it helps to start the others.
     """
 
-    role: Literal["worker", "server", "data", "nursery"]
+    role: Literal["worker", "server", "data", "fork-server"]
     name: str
     rank: int
     command: tuple[str, ...]
@@ -90,7 +90,7 @@ class Process(Protocol):
 
 
 class Relay(Protocol):
-    """Who is told what a process writes."""
+    """Receives the lines that a process writes."""
 
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Take one line."""
@@ -123,8 +123,8 @@ class Child:
         self._console = console
         self._guard = guard
         self._is_held = is_held
-        # What the nursery forks is not its own, and may be listed under its environment.
-        self._marks = () if launch.role == "nursery" else (secrets.token_hex(8),)
+        # Processes that the fork server forks are not its own, and may be listed under its environment.
+        self._marks = () if launch.role == "fork-server" else (secrets.token_hex(8),)
         self._process = start(launch.marked(guard.mark, *self._marks))
         self._pid = self._process.pid
         self._guard.watch(self._pid)
@@ -164,7 +164,7 @@ class Child:
         for mark in self._marks:
             kill_marked(mark)
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Write a line to the process's standard input; a process that is gone does not listen."""
         assert self._process.stdin is not None
         try:

@@ -63,7 +63,7 @@ def read_mapping(path: Path) -> dict[str, object]:
     try:
         data = path.read_bytes()
         found = format_of.decode(data)
-        twice = _named_twice(data, format_of)
+        twice = _duplicate_key(data, format_of)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ImportError as error:
@@ -82,10 +82,10 @@ def read_mapping(path: Path) -> dict[str, object]:
     return found
 
 
-def _named_twice(data: bytes, format_of: ModuleType) -> str:
+def _duplicate_key(data: bytes, format_of: ModuleType) -> str:
     """Say which name stands twice in one mapping of a file, "" for none: parsers take the last, but that of TOML."""
     if format_of is as_yaml:
-        return _named_twice_in_yaml(data)
+        return _duplicate_yaml_key(data)
     found: list[str] = []
 
     def look(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -98,7 +98,7 @@ def _named_twice(data: bytes, format_of: ModuleType) -> str:
     return f"'{found[0]}' is there twice" if found else ""
 
 
-def _named_twice_in_yaml(data: bytes) -> str:
+def _duplicate_yaml_key(data: bytes) -> str:
     import yaml
 
     nodes, seen = [yaml.compose(data, Loader=yaml.SafeLoader)], set[int]()

@@ -35,7 +35,7 @@ class Console:
             prefix = f"\x1b[{COLOURS[colour % len(COLOURS)]}m{prefix}{RESET}"
         _write(stream, f"{prefix} {line}\n")
 
-    def say(self, message: str) -> None:
+    def announce(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""
         self._tell(f"paceline: {message}\n")
 
@@ -43,7 +43,7 @@ class Console:
         """Write the last lines that a process wrote to stderr once more, unless they are still on the screen."""
         if self._latest.count(name) >= len(lines):
             return
-        self.say(f"the last {len(lines)} lines that {name} wrote to stderr:")
+        self.announce(f"the last {len(lines)} lines that {name} wrote to stderr:")
         self._tell("".join(f"    {line}\n" for line in lines))
 
     def _tell(self, text: str) -> None:

@@ -16,7 +16,7 @@ from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec, write_private
-from paceline.launch.serving import orders, run_program, tell_misunderstood
+from paceline.launch.serving import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 
 
@@ -42,13 +42,13 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
 
 
 def _obey(node: FeedNode) -> None:
-    for words in orders():
+    for words in read_orders():
         match words:
             case ["stop"]:
                 node.stop()
                 return
             case _:
-                tell_misunderstood(words, "data server")
+                report_unknown_order(words, "data server")
 
 
 def main() -> None:

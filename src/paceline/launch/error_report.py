@@ -1,4 +1,4 @@
-"""What a worker says when its script ends with an error: no more than helps."""
+"""Reports the error that ended a worker's script, without the frames of Paceline."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ PACKAGE: Final = Path(__file__).parent.parent
 INSTALLED: Final = {"site-packages", "dist-packages"}  # folders of packages that the user's code calls
 
 
-def complain(error: BaseException, script: str) -> None:
+def report_error(error: BaseException, script: str) -> None:
     """Write on stderr what went wrong.
 
     An error of ours is told in one line with the place in the user's code that led to it, unless a traceback was asked

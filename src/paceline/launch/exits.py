@@ -1,4 +1,4 @@
-"""What is told of processes that end: a line at once, their state on the live display, a record, and a sentence."""
+"""Reports the exits of processes: as a line, on the live display, in the trace, and in the final summary."""
 
 import time
 from collections.abc import Callable
@@ -63,14 +63,14 @@ class Exits:
         """Return the exit code of a run that has come to its end; say so where it has lost workers."""
         if not self._lost:
             return 0
-        self._console.say(f"the run has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
+        self._console.announce(f"the run has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
         return EXIT_LOST
 
     def _tell(self, member: "Member", exit_code: int, then: str) -> None:
         launch, pid = member.launch, member.pid
         number = "" if pid is None else f" (pid {pid})"
         happened = describe_exit(exit_code)
-        self._console.say(f"{member.name}{number} {happened}; {then}")
+        self._console.announce(f"{member.name}{number} {happened}; {then}")
         with suppress(OSError), Trace(self._trace) as trace:  # a full disk ends no run
             life = member.name, launch.role, launch.rank, launch.incarnation, pid
             trace.record(Exit(time.monotonic(), *life, exit_code, self._now(), happened, then))

@@ -42,13 +42,13 @@ class Guard:
     def __init__(self, run_dir: Path, *, temporary: bool, orphan: bool = False) -> None:
         """Start the guard; it clears `run_dir` at the end, and removes it when it is `temporary`.
 
-        As an `orphan` it is nobody's child, for a process whose master kills its children with it. Then `pid` is not
+        As an `orphan` it has no parent here, for a process whose master kills its children with it. Then `pid` is not
         the guard's.
         """
         self.mark = secrets.token_hex(8)
         keep = "temporary" if temporary else "kept"
         life = _begin_life(run_dir) if temporary else None
-        # No inherited output: the guard must not hold open a pipe that somebody reads until the launcher ends.
+        # No inherited output: the guard must not hold a pipe open whose reader waits for the end of the launcher.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(run_dir), keep, self.mark, *(("orphan",) if orphan else ())],
             stdin=subprocess.PIPE,
@@ -69,7 +69,7 @@ class Guard:
         self._tell("watch", group)
 
     def forget(self, group: int) -> None:
-        """Stop watching over a group: call it before its number can be given to somebody else."""
+        """Stop watching over a group: call it before its number can be reused."""
         self._tell("forget", group)
 
     def watch_process(self, pid: int) -> None:
@@ -77,7 +77,7 @@ class Guard:
         self._tell("watch-process", pid)
 
     def forget_process(self, pid: int) -> None:
-        """Stop watching over a process: call it before its number can be given to somebody else."""
+        """Stop watching over a process: call it before its number can be reused."""
         self._tell("forget-process", pid)
 
     def dismiss(self, timeout_s: float) -> None:
@@ -205,7 +205,7 @@ def _living() -> dict[int, tuple[int, int]]:
 
 
 def cleans_up(pid: int) -> bool:
-    """Tell whether a process removes what others leave, and ends by itself when they have ended."""
+    """Return whether a process cleans up after others, and ends by itself when they have ended."""
     command = _content(pid, "cmdline")
     return any(words in command for words in CLEANERS)
 
@@ -222,7 +222,7 @@ def _content(pid: int, name: str) -> bytes:
         return b""
 
 
-def keep_watch(orders: Iterable[str]) -> tuple[set[int], set[int]]:
+def follow_orders(orders: Iterable[str]) -> tuple[set[int], set[int]]:
     """Follow the launcher's orders until it is gone; return the groups, and the processes, still watched then."""
     groups: set[int] = set()
     processes: set[int] = set()
@@ -237,10 +237,10 @@ def keep_watch(orders: Iterable[str]) -> tuple[set[int], set[int]]:
 
 
 def main(run_dir: Path, mark: str, *, temporary: bool) -> None:
-    """Watch, and clean up once the launcher is gone: also where whoever stops the launcher tells all its processes."""
+    """Watch, and clean up once the launcher is gone, even if the same signal was sent to all of its processes."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    groups, processes = keep_watch(sys.stdin)
+    groups, processes = follow_orders(sys.stdin)
     _kill_all(lambda: _descendants(processes))
     for group in groups:
         kill_group(group)

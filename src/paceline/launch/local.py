@@ -146,19 +146,19 @@ def _supervise(run: LocalRun, programs: Programs, run_dir: Path, guard: Guard) -
     spec.write(run_dir / SPEC_NAME)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    terms = SupervisionConfig(
+    config = SupervisionConfig(
         policy=run.policy, start_timeout_s=run.start_timeout_s, grace_s=run.grace_s, run_dir=run_dir
     )
     with kept_terminal(), Signals() as signals, unblocked_output() as outlets, open_copy(run.copy_to) as copy:
         display = open_board(trace_folder, run.num_workers) if run.progress and run.debug is None else None
         console = Console(copy)
         if run.debug is not None and not run.quiet:
-            console.say(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
+            console.announce(f"worker {run.debug} has this terminal, for breakpoint() and pdb; Ctrl-C goes to it alone")
         environment = _share_cores(run, console)
         with Orphans(guard) as orphans, open_fork_server(run, programs, run_dir, environment) as fork_server:
-            stage = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
+            backend = LocalBackend(console, guard, signals.wakeup_fd, fork_server, outlets, orphans)
             supervisor = Supervisor(
-                terms, stage, AddressBook(spec), console, signals, display, Exits(console, display, run_dir)
+                config, backend, AddressBook(spec), console, signals, display, Exits(console, display, run_dir)
             )
             return supervisor.run(plan_launches(run, programs, run_dir, environment))
 
@@ -187,10 +187,10 @@ def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
 def open_fork_server(
     run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]
 ) -> AbstractContextManager[ForkServer | None]:
-    """Plan a nursery for this run, or none: it forks our own programs only, and one process alone needs none."""
+    """Return the fork server of this run, or none: it forks our own programs only, and one process needs none."""
     if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
         return nullcontext()
-    return ForkServer(fork_server_environment(environment, run.folder), run_dir, run.script)
+    return ForkServer(fork_server_environment(environment, run.folder), run_dir, programs.preloaded, run.script)
 
 
 def open_board(trace_folder: Path, num_workers: int) -> ProgressDisplay:
@@ -207,7 +207,7 @@ def _share_cores(run: LocalRun, console: Console) -> dict[str, str]:
     num_cores = len(cores_here())
     environment = child_environment(num_processes, num_cores, traceback=run.traceback)
     if not (run.quiet or chose_num_threads()):
-        console.say(
+        console.announce(
             f"{NUM_THREADS}={environment[NUM_THREADS]} for each of {num_processes} processes "
             f"on {num_cores} cores; set it yourself to change that"
         )

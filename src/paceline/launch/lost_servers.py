@@ -1,13 +1,13 @@
-"""How the workers of a job hear from their launcher that a server has ended: by a file in the folder of the job."""
+"""Files in the folder of the job by which the launcher tells workers that a server has ended."""
 
 from contextlib import suppress
 from pathlib import Path
 
 
-def tell_server_ended(run_dir: Path, rank: int, how: str) -> None:
-    """Have the workers of this job know that a server has ended, and how.
+def record_server_ended(run_dir: Path, rank: int, how: str) -> None:
+    """Record that a server has ended, and how, for the workers of this job.
 
-    Where the file cannot be written, a full disk for example, they find out by themselves, some seconds later.
+    If the file cannot be written, because the disk is full for example, workers find out seconds later by themselves.
     """
     with suppress(OSError):
         _path(run_dir, rank).write_text(how, encoding="utf-8")

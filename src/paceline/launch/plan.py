@@ -31,6 +31,7 @@ class Programs:
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
     threads: tuple[str, ...] = (sys.executable, "-m", "paceline.api.threads")
     data_server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.data_server")
+    preloaded: str = "paceline.api.script"
 
 
 DEFAULT_PROGRAMS: Final = Programs()

@@ -1,4 +1,4 @@
-"""What the end of a worker means for the run: decisions only, no processes."""
+"""The crash policy: decides what a run does after the exit of a worker."""
 
 import signal
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Final
 
 from paceline.job.choices import OnCrash, OnError
-from paceline.launch.preemption import EXIT_TOLD
+from paceline.launch.preemption import EXIT_PREEMPTED
 
 EXIT_LOST: Final = 75  # no shell and hardly a script ends so: the run has come to its end, without some of its workers
 
@@ -36,7 +36,7 @@ class Policy:
 
     def decide(self, exit_code: int, num_restarts: int) -> CrashDecision:
         """Decide after a worker ended with `exit_code` (negative: the signal that killed it)."""
-        if exit_code in (0, EXIT_TOLD):
+        if exit_code in (0, EXIT_PREEMPTED):
             return CrashDecision.CONTINUE
         if exit_code > 0:
             return CrashDecision(self.on_error)
@@ -45,17 +45,17 @@ class Policy:
         return CrashDecision(self.on_crash)
 
     def is_used_up(self, exit_code: int, num_restarts: int) -> bool:
-        """Tell whether a process that ended so would be started again, if it had not been as often as it may."""
+        """Return whether a process that ended so would be started again, if it had not been as often as it may."""
         return exit_code < 0 and self.on_crash == "restart" and num_restarts >= self.max_restarts
 
 
 def describe_exit(exit_code: int) -> str:
-    """Say in words how a process ended.
+    """Return in words how a process ended.
 
     >>> describe_exit(-9)
     'was killed by SIGKILL'
     """
-    if exit_code == EXIT_TOLD:
+    if exit_code == EXIT_PREEMPTED:
         return "was told to leave, and has"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"

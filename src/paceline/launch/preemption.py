@@ -1,7 +1,7 @@
-"""Told to leave: a worker answers signals by which machines are taken away when its step is over, not in the middle.
+"""Preemption: a worker acts on the signals by which schedulers reclaim a machine at the end of its step.
 
-A first signal is only noted, and heeded where a step ends. A second one ends the process at once, and so does the first
-where nobody is going to heed it: in what a worker has forked, after it has left, and once the run is over anyhow.
+The first signal is only noted, and acted on where a step ends. A second one ends the process at once. So does the first
+one where no step will end: in a process forked from a worker, after the worker has left, and once the run is aborted.
 """
 
 import os
@@ -13,29 +13,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, final
 
-# What ends a process politely, and what Slurm's --signal sends ahead of that as its users ask for.
-TELLING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-EXIT_TOLD: Final = 128 + signal.SIGTERM
-CALLED_OFF_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
-# Who stops a whole group of processes tells each of them, and our launcher then tells its workers once more.
-ONE_ORDER_S: Final = 1.0
+# SIGTERM ends a process politely; the others are what users let Slurm's --signal send ahead of it.
+PREEMPTION_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+EXIT_PREEMPTED: Final = 128 + signal.SIGTERM
+ABORT_MARKER_NAME: Final = "called.off"  # in the folder of a job whose workers are to end at once
+# A signal to the whole process group reaches workers directly, and then once more through our launcher.
+REPEAT_WINDOW_S: Final = 1.0
 
 
 @final
 class PreemptionNotice:
-    """Whether this process was told to leave.
+    """Notes whether this process was preempted.
 
     Args:
-        called_off: a file that appears when a run ends for another reason, and nothing is worth finishing.
+        abort_marker: a file that appears when a run ends for another reason, and nothing is worth finishing.
         now: monotonic seconds.
     """
 
-    def __init__(self, called_off: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._called_off = called_off
+    def __init__(self, abort_marker: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._abort_marker = abort_marker
         self._now = now
         self._told_at_s: float | None = None
         self._script_decides = False
-        # Returns whether the script may be saving what it holds, as the job has failed it: it is not cut short.
+        # Returns whether the script may be saving its state because the job has failed: then it is not cut short.
         self.may_save: Callable[[], bool] = lambda: False
         self._listener: int | None = None  # the process that is told, while it listens: not what it forks
 
@@ -46,7 +46,7 @@ class PreemptionNotice:
         """
         if threading.current_thread() is threading.main_thread():
             self._listener = os.getpid()
-            for number in TELLING:
+            for number in PREEMPTION_SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
                     signal.signal(number, self._note)
 
@@ -57,25 +57,25 @@ class PreemptionNotice:
         """
         if self._told_at_s is None and threading.current_thread() is threading.main_thread():
             self._listener = None
-            for number in TELLING:
+            for number in PREEMPTION_SIGNALS:
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL)
 
-    def ask(self) -> bool:
-        """Return whether this process was told to leave, for a script that sees to that itself from now on."""
+    def check_preempted(self) -> bool:
+        """Return whether this process was preempted; from now on the script decides when to leave."""
         self._script_decides = True
         return self._told_at_s is not None
 
-    def heed(self, leave: Callable[[], None]) -> None:
-        """Leave and raise SystemExit(143) if this process was told to, and its script has never asked."""
+    def exit_if_preempted(self, leave: Callable[[], None]) -> None:
+        """Leave and raise SystemExit(143) if this process was preempted, unless the script decides."""
         if self._told_at_s is not None and not self._script_decides:
             leave()
-            raise SystemExit(EXIT_TOLD)
+            raise SystemExit(EXIT_PREEMPTED)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = self._now()
-        is_first = self._told_at_s is None or now - self._told_at_s < ONE_ORDER_S
-        is_wanted = self._called_off is None or not self._called_off.exists() or self.may_save()
+        is_first = self._told_at_s is None or now - self._told_at_s < REPEAT_WINDOW_S
+        is_wanted = self._abort_marker is None or not self._abort_marker.exists() or self.may_save()
         if self._listener == os.getpid() and is_first and is_wanted:
             self._told_at_s = now if self._told_at_s is None else self._told_at_s
         else:
@@ -93,7 +93,7 @@ def _is_caught(number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def ignore_telling() -> None:
-    """Ignore such signals: for processes that end after the workers whom they serve. Call it in the main thread."""
-    for number in TELLING:
+def ignore_preemption_signals() -> None:
+    """Ignore preemption signals: for servers, which end after their workers. Call it in the main thread."""
+    for number in PREEMPTION_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

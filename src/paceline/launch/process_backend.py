@@ -1,4 +1,4 @@
-"""This machine as the place where the processes of a job run."""
+"""The local process backend: starts the processes of a job on this machine."""
 
 from collections.abc import Callable, Sequence
 from typing import final
@@ -17,7 +17,7 @@ from paceline.launch.supervise import Member
 
 @final
 class LocalBackend:
-    """Starts processes here, has them forked where there is a nursery, and reads what they write."""
+    """Starts processes on this machine, forks them where there is a fork server, and reads their output."""
 
     def __init__(
         self,
@@ -41,11 +41,13 @@ class LocalBackend:
         self._pipes: dict[Child, Sequence[Pipe]] = {}
 
     def prepare(self) -> Sequence[Member]:
-        """Start the nursery, if there is one."""
-        return () if self._fork_server is None else (self._add(self._fork_server.launch, self._fork_server.open),)
+        """Start the fork server, if there is one."""
+        return (
+            () if self._fork_server is None else (self._add(self._fork_server.launch, self._fork_server.start_server),)
+        )
 
     def settled(self) -> bool:
-        """Tell whether the nursery is ready, or never will be."""
+        """Return whether the fork server is ready, or has failed."""
         return self._fork_server is None or self._fork_server.settled()
 
     def start(self, launch: Launch) -> Member:

@@ -8,10 +8,10 @@ HEALTHY_S: Final = 60.0  # a process that has lived so long counts as well, and 
 
 
 @final
-class Pauses:
+class RestartDelays:
     """The pauses before the restarts of each process, by its name; times are monotonic seconds.
 
-    >>> pauses = Pauses()
+    >>> pauses = RestartDelays()
     >>> pauses.note_start("worker 0", 0.0)
     >>> [pauses.after_crash("worker 0", now) for now in (1.0, 2.0, 3.0, 90.0)]
     [0.5, 1.0, 2.0, 0.5]

@@ -1,11 +1,11 @@
-"""How a worker's script ended, and what is to be done about it before the process ends."""
+"""Callbacks for the end of a worker's script, with whether it ended well."""
 
 import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, final
 
-from paceline.launch.preemption import EXIT_TOLD
+from paceline.launch.preemption import EXIT_PREEMPTED
 
 # Of this process, whichever thread asks: what a thread has joined is left when the script ends.
 _calls: Final[list[Callable[[bool], None]]] = []
@@ -25,18 +25,18 @@ def script_ended(*, well: bool) -> None:
 
 
 def leave_after_crash() -> None:
-    """Have the calls made when an error ends this process, whose script nobody runs who would make them."""
+    """Make the calls when an error ends this process, for a script that `paceline run` does not run."""
     if not isinstance(sys.excepthook, _TellAndLeave):
         sys.excepthook = _TellAndLeave(sys.excepthook)
 
 
 def ended_well(error: BaseException | None) -> bool:
-    """Tell whether a script that ended with this error, or none, did what it was meant to: to leave, if told to.
+    """Return whether a script that ended with this error, or none, ended well; a preempted one did.
 
     >>> ended_well(None), ended_well(SystemExit(0)), ended_well(SystemExit(143)), ended_well(SystemExit("no data"))
     (True, True, True, False)
     """
-    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_TOLD))
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0, EXIT_PREEMPTED))
 
 
 @final

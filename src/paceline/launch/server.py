@@ -20,7 +20,7 @@ from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
-from paceline.launch.serving import orders, run_program, tell_misunderstood
+from paceline.launch.serving import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
 
@@ -74,7 +74,7 @@ def serve(spec: ClusterSpec, rank: int, obey: Callable[[ServerNode], None], host
 
 
 def _obey(node: ServerNode) -> None:
-    for words in orders():
+    for words in read_orders():
         match words:
             case ["ended", worker, incarnation]:
                 node.report_death(int(worker), int(incarnation), "its process ended")
@@ -82,7 +82,7 @@ def _obey(node: ServerNode) -> None:
                 node.stop()
                 return
             case _:
-                tell_misunderstood(words, "server")
+                report_unknown_order(words, "server")
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ MEASURED: Final = "measured:"
 
 
 def read_shares(text: str | None, num_servers: int) -> tuple[tuple[float, ...], str]:
-    """Return shares, and a line that explains those that nobody named: "2,1,1", or "measured:RUN_DIR".
+    """Return the shares of "2,1,1" or "measured:RUN_DIR", and a line that explains measured ones.
 
     Whether named ones are the right ones is seen later.
 

@@ -6,9 +6,9 @@ from collections import deque
 from types import FrameType
 from typing import Final, Self, final
 
-from paceline.launch.preemption import TELLING
+from paceline.launch.preemption import PREEMPTION_SIGNALS
 
-HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *TELLING)
+HANDLED: Final = (signal.SIGINT, signal.SIGHUP, *PREEMPTION_SIGNALS)
 
 
 @final
@@ -43,7 +43,7 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def take(self) -> list[int]:
+    def pop_received(self) -> list[int]:
         """Return the signals received since the last call, oldest first."""
         return [self._received.popleft() for _ in range(len(self._received))]
 

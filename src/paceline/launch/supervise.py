@@ -17,10 +17,10 @@ from typing import Final, Protocol, final
 from paceline.launch.child import Launch
 from paceline.launch.console import Console
 from paceline.launch.exits import Exits
-from paceline.launch.lost_servers import tell_server_ended
+from paceline.launch.lost_servers import record_server_ended
 from paceline.launch.policy import CrashDecision, Policy, describe_exit, shell_code
-from paceline.launch.preemption import CALLED_OFF_NAME, EXIT_TOLD
-from paceline.launch.restarts import Pauses
+from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED
+from paceline.launch.restarts import RestartDelays
 from paceline.launch.signals import Signals
 
 STARTING_TURN_S: Final = 0.01
@@ -46,10 +46,10 @@ class ProgressDisplay(Protocol):
 
 
 class Rendezvous(Protocol):
-    """Where the servers say that they listen, and the workers hear it."""
+    """Collects the addresses of the servers, and publishes them to the workers."""
 
     def poll(self) -> bool:
-        """Tell whether all have met; does not block."""
+        """Return whether all servers listen; does not block."""
         ...
 
     def missing(self) -> list[str]:
@@ -92,7 +92,7 @@ class Member(Protocol):
         """Kill it and all that it started."""
         ...
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Write a line to its standard input, if it is there to read it."""
         ...
 
@@ -105,7 +105,7 @@ class ProcessBackend(Protocol):
         ...
 
     def settled(self) -> bool:
-        """Tell whether processes can be started now; does not block. Raises when they never can."""
+        """Return whether processes can be started now; does not block. Raises when they never can."""
         ...
 
     def start(self, launch: Launch) -> Member:
@@ -153,16 +153,16 @@ class Supervisor:
 
     def __init__(
         self,
-        terms: SupervisionConfig,
-        stage: ProcessBackend,
+        config: SupervisionConfig,
+        backend: ProcessBackend,
         rendezvous: Rendezvous,
         console: Console,
         signals: Signals,
         display: ProgressDisplay | None,
         exits: Exits,
     ) -> None:
-        self._terms = terms
-        self._stage = stage
+        self._config = config
+        self._backend = backend
         self._rendezvous = rendezvous
         self._console = console
         self._signals = signals
@@ -173,12 +173,12 @@ class Supervisor:
         self._ending: Ending | None = None
         self._num_finished = 0
         self._exits = exits
-        self._pauses = Pauses()
+        self._pauses = RestartDelays()
         self._due: list[tuple[float, Launch]] = []  # when to start what has crashed again (monotonic seconds)
 
     def run(self, launches: Sequence[Launch]) -> int:
         """Run the job to its end; blocks, and returns the exit code of the whole."""
-        self._start_deadline_s = math.inf  # nobody was started, and nobody is awaited
+        self._start_deadline_s = math.inf  # no process has been started yet
         self._next_refresh_s = 0.0
         try:
             self._prepare()
@@ -191,7 +191,7 @@ class Supervisor:
         finally:
             self._kill(self._running)
             self._wait_until_gone(self._running, time.monotonic() + KILL_TIMEOUT_S)
-            self._stage.close()
+            self._backend.close()
             if self._display is not None:
                 self._display.close()
         return self._conclude()
@@ -199,8 +199,8 @@ class Supervisor:
     # What happens
 
     def _turn(self) -> None:
-        self._stage.wait(TURN_S if self._met else STARTING_TURN_S)
-        for number in self._signals.take():
+        self._backend.wait(TURN_S if self._met else STARTING_TURN_S)
+        for number in self._signals.pop_received():
             self._on_signal(number)
         for child in tuple(self._running):
             exit_code = child.reap()
@@ -220,7 +220,7 @@ class Supervisor:
         missing = self._rendezvous.missing()
         slowest = next(child for child in self._running if child.name in missing)
         reason = (
-            f"{slowest.name} did not say where it listens within {self._terms.start_timeout_s:g} s "
+            f"{slowest.name} did not say where it listens within {self._config.start_timeout_s:g} s "
             f"(missing: {', '.join(missing)})"
         )
         self._ending = Ending(1, reason, culprit=slowest)
@@ -235,12 +235,12 @@ class Supervisor:
             tell_workers = signal.SIGTERM if lets_finish else signal.SIGINT
             self._ending = Ending(128 + number, f"stopped by {name}", None, tell_workers, lets_finish)
         elif number == signal.SIGINT:
-            self._console.say("interrupted again: killing what is left")
+            self._console.announce("interrupted again: killing what is left")
             self._kill(self._running)
 
     def _on_exit(self, child: Member, exit_code: int) -> None:
         self._running.remove(child)
-        self._stage.release(child)
+        self._backend.release(child)
         match child.launch.role:
             case "worker":
                 self._on_worker_exit(child, exit_code)
@@ -248,7 +248,7 @@ class Supervisor:
                 self._on_server_exit(child, exit_code)
             case "data":
                 self._on_data_server_exit(child, exit_code)
-            case "nursery":  # the run can do without
+            case "fork-server":  # the run can do without
                 pass
 
     def _on_worker_exit(self, child: Member, exit_code: int) -> None:
@@ -265,14 +265,14 @@ class Supervisor:
             reason = f"{child.name} {describe_exit(exit_code)} {when}"
             self._ending = Ending(1, reason, culprit=child, lets_save=self._met)
             self._exits.note_death(child, exit_code, "the run ends")
-            tell_server_ended(self._terms.run_dir, child.launch.rank, describe_exit(exit_code))
+            record_server_ended(self._config.run_dir, child.launch.rank, describe_exit(exit_code))
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
         """Go on with the others: none decides anything, so that each can serve what another was to."""
         if self._ending is not None or (self._servers_stopped and exit_code == 0):
             return
         happened = f"{child.name} {describe_exit(exit_code)}"
-        decision = self._terms.policy.decide(exit_code, child.launch.incarnation)
+        decision = self._config.policy.decide(exit_code, child.launch.incarnation)
         if self._servers_stopped:
             self._exits.note_death(child, exit_code, "it had been told to stop, and the run ends")
         elif decision == CrashDecision.RESTART:
@@ -288,11 +288,11 @@ class Supervisor:
     def _tell_servers_of_end(self, launch: Launch) -> None:
         """Let the servers wait for this worker no longer; one that has left by itself is not waited for anyway."""
         for server in self._alive("server"):
-            server.tell(f"ended {launch.rank} {launch.incarnation}")
+            server.send_line(f"ended {launch.rank} {launch.incarnation}")
 
     def _on_worker_loss(self, child: Member, exit_code: int) -> None:
-        was_told = exit_code == EXIT_TOLD
-        match self._terms.policy.decide(exit_code, child.launch.incarnation):
+        was_told = exit_code == EXIT_PREEMPTED
+        match self._config.policy.decide(exit_code, child.launch.incarnation):
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
                 self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
                 happened = f"{child.name} {describe_exit(exit_code)}"
@@ -309,7 +309,7 @@ class Supervisor:
 
     def _stop(self, child: Member, exit_code: int, code: int) -> None:
         """End the run, because a process has ended."""
-        policy, num = self._terms.policy, child.launch.incarnation
+        policy, num = self._config.policy, child.launch.incarnation
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
         self._exits.note_death(child, exit_code, f"the run stops{after}")
         self._ending = Ending(code, f"{child.name} {describe_exit(exit_code)}; the run was stopped{after}", child)
@@ -319,18 +319,18 @@ class Supervisor:
         again, now = child.launch.again(), time.monotonic()
         pause_s = self._pauses.after_crash(child.name, now)
         self._due.append((now + pause_s, again))
-        most = self._terms.policy.max_restarts
+        most = self._config.policy.max_restarts
         self._exits.note_death(child, exit_code, f"restart {again.incarnation} of {most} in {pause_s:g} s")
 
     # What is done
 
     def _prepare(self) -> None:
-        self._running.extend(self._stage.prepare())
-        while self._ending is None and not self._stage.settled():
+        self._running.extend(self._backend.prepare())
+        while self._ending is None and not self._backend.settled():
             self._turn()
 
     def _start_all(self, launches: Sequence[Launch]) -> None:
-        self._start_deadline_s = time.monotonic() + self._terms.start_timeout_s
+        self._start_deadline_s = time.monotonic() + self._config.start_timeout_s
         for launch in launches:
             self._start(launch)
 
@@ -342,7 +342,7 @@ class Supervisor:
                 self._start(due[1])
 
     def _start(self, launch: Launch) -> None:
-        member = self._stage.start(launch)
+        member = self._backend.start(launch)
         self._running.append(member)
         self._pauses.note_start(member.name, time.monotonic())
         self._exits.note_start(member)
@@ -350,14 +350,14 @@ class Supervisor:
     def _stop_workers(self) -> None:
         if self._ending is None:
             return
-        workers, grace_s = self._alive("worker"), self._terms.grace_s
+        workers, grace_s = self._alive("worker"), self._config.grace_s
         if self._ending.lets_save:
             grace_s = max(grace_s, SAVING_S)
             self._end_within(workers, grace_s, time.monotonic() + grace_s, "a server was lost")
             return
         if not self._ending.lets_finish:
             with suppress(OSError):  # a full disk, for example: then they take their time
-                (self._terms.run_dir / CALLED_OFF_NAME).touch()
+                (self._config.run_dir / ABORT_MARKER_NAME).touch()
         for worker in workers:
             worker.signal(self._ending.tell_workers)
         self._end_within(workers, grace_s, time.monotonic() + grace_s)
@@ -366,8 +366,8 @@ class Supervisor:
         self._servers_stopped = True
         servers = self._alive("server") + self._alive("data")
         for server in servers:
-            server.tell("stop")
-        grace_s = self._terms.grace_s
+            server.send_line("stop")
+        grace_s = self._config.grace_s
         grace_end_s = time.monotonic() + grace_s
         # A server that is still starting hears of its end only when it has started.
         was_cut_short = self._met or self._ending is not None
@@ -380,7 +380,7 @@ class Supervisor:
         self._wait_until_gone(children, deadline_s)
         late = [child for child in children if child in self._running]
         for child in late:
-            self._console.say(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
+            self._console.announce(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
         self._kill(late)
         self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
 
@@ -410,13 +410,13 @@ class Supervisor:
             self._quote(ending.culprit)
         if ending is None:
             return self._exits.conclude()
-        self._console.say(ending.reason)
+        self._console.announce(ending.reason)
         return ending.code
 
     def _quote(self, culprit: Member) -> None:
         if culprit.launch.has_terminal:  # where its words stand already
             return
         if not culprit.last_lines:
-            self._console.say(f"{culprit.name} wrote nothing to stderr")
+            self._console.announce(f"{culprit.name} wrote nothing to stderr")
             return
         self._console.quote(culprit.name, tuple(culprit.last_lines))

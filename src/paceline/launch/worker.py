@@ -2,7 +2,7 @@
 
 The script runs as it would under plain `python script.py args...`: as `__main__`, with its own folder first on the
 import path; a module as under `python -m module args...`, with the working folder there. When it has ended, well or
-not, this worker leaves the job: after an error without waiting for anybody.
+not, this worker leaves the job: after an error without waiting for other workers.
 """
 
 import os
@@ -12,7 +12,7 @@ import threading
 from typing import Final
 
 from paceline.job.environment import claim_place
-from paceline.launch.error_report import complain
+from paceline.launch.error_report import report_error
 from paceline.launch.module import OPTION, source_of
 from paceline.launch.parent_death import die_with_launcher
 from paceline.launch.script_exit import ended_well, script_ended
@@ -31,7 +31,7 @@ def main() -> None:
         script = str(source_of(module, sys.path))  # the working folder is the first: this was started as a module, too
     elif not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    sys.excepthook = lambda _kind, error, _origin: complain(error, script)
+    sys.excepthook = lambda _kind, error, _origin: report_error(error, script)
     try:
         run_script(script, module)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The actor: a shell around one process of the job, on the node that Ray has chosen.
+"""The actor: runs one process of the job, on the node that Ray has chosen.
 
 It starts the process as its own child, relays what that writes, and ends with it. The process ends with the actor,
 however that ends: the kernel and the guard see to it, as they do for a launcher on one machine.
@@ -50,8 +50,8 @@ class ProcessActor:
         self._waking, self._wake = os.pipe()
         os.set_blocking(self._waking, False)
 
-    def arrive(self, role: Role, rank: int, encrypted: bool) -> bytes:
-        """Say where this is; make a key and ask for a certificate where the job needs one."""
+    def report_ready(self, role: Role, rank: int, encrypted: bool) -> bytes:
+        """Return where this actor runs, and a certificate request where the job is encrypted."""
         request = b""
         if encrypted:
             from paceline.job.credentials.certificates import request as request_certificate
@@ -68,63 +68,63 @@ class ProcessActor:
         told = msgspec.msgpack.decode(order, type=ActorCommand)
         self._job_folder = Path(told.folder)
         # A thread of its own, because the kernel ends a child with the thread that started it.
-        threading.Thread(target=self._live, args=(told,), name="paceline-process", daemon=True).start()
+        threading.Thread(target=self._run_process, args=(told,), name="paceline-process", daemon=True).start()
 
     def news(self) -> bytes:
         """Return what has happened; blocks for a second at most."""
-        return msgspec.msgpack.encode(self._outbox.take(NEWS_TIMEOUT_S))
+        return msgspec.msgpack.encode(self._outbox.wait_news(NEWS_TIMEOUT_S))
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Write a line to the standard input of the process."""
-        self._ask(lambda child: child.tell(line))
+        self._enqueue(lambda child: child.send_line(line))
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
-        self._ask(lambda child: child.signal(number))
+        self._enqueue(lambda child: child.signal(number))
 
-    def put(self, name: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes) -> None:
         """Write a file into the folder of the process."""
         write_into(self._job_folder, name, content)
 
-    def _ask(self, order: Callable[[Child], None]) -> None:
+    def _enqueue(self, order: Callable[[Child], None]) -> None:
         self._orders.put(order)
         os.write(self._wake, b".")
 
-    def _live(self, order: ActorCommand) -> None:
+    def _run_process(self, order: ActorCommand) -> None:
         """Watch over the process from its start to its end."""
         exit_code = EXIT_NOT_STARTED
         try:
-            exit_code = self._watch(order)
+            exit_code = self._supervise(order)
         except OSError as error:
             self._outbox.relay(order.name, 0, f"paceline: cannot start {order.name}: {error}", to_stderr=True)
         finally:
             self._guard.dismiss(GUARD_TIMEOUT_S)
             clear(self._folder, temporary=True)
-            self._outbox.put(exit_code=exit_code)
+            self._outbox.add(exit_code=exit_code)
 
-    def _watch(self, order: ActorCommand) -> int:
+    def _supervise(self, order: ActorCommand) -> int:
         if order.cwd is not None:
             os.chdir(order.cwd)
         folder = self._job_folder
         for name, content in order.files.items():
             write_into(folder, name, content)
-        tail = FileFollower(folder, order.role, order.rank) if order.is_followed else None
+        follower = FileFollower(folder, order.role, order.rank) if order.is_followed else None
         child = Child(plan(order, folder), self._outbox, self._guard, start_unmasked)
         pump = Pump(self._waking)
         for pipe in child.pipes:
             pump.add(pipe)
         while (exit_code := child.reap()) is None:
             pump.wait(TURN_S)
-            self._obey(child)
-            if tail is not None:
-                tail.report(self._outbox)
+            self._follow_orders(child)
+            if follower is not None:
+                follower.report(self._outbox)
         for pipe in child.pipes:
             pump.remove(pipe)
-        if tail is not None:
-            tail.finish(self._outbox)
+        if follower is not None:
+            follower.finish(self._outbox)
         return exit_code
 
-    def _obey(self, child: Child) -> None:
+    def _follow_orders(self, child: Child) -> None:
         try:
             while True:
                 self._orders.get_nowait()(child)
@@ -133,7 +133,7 @@ class ProcessActor:
 
 
 def plan(order: ActorCommand, folder: Path) -> Launch:
-    """Say how the process is started here."""
+    """Return how the process is started here."""
     script = Path.cwd() / order.script
     environment = child_environment(1, 1, traceback=order.traceback) | order.variables
     if order.role != "worker":

@@ -13,9 +13,9 @@ from paceline.launch.output import unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import SupervisionConfig, Supervisor
+from paceline.ray.backend import RayBackend
 from paceline.ray.engine import joined, prepare
 from paceline.ray.options import RayOptions
-from paceline.ray.stage import RayBackend
 
 
 def run_on_ray(run: LocalRun, options: RayOptions) -> int:
@@ -37,13 +37,13 @@ def _supervise(ray: ModuleType, run: LocalRun, options: RayOptions, run_dir: Pat
     write_token(run_dir)
     trace_folder = run_dir / TRACE_NAME
     trace_folder.mkdir()
-    terms = SupervisionConfig(
+    config = SupervisionConfig(
         policy=run.policy, start_timeout_s=options.start_timeout, grace_s=run.grace_s, run_dir=run_dir
     )
     with open_copy(run.copy_to) as copy:
         console = Console(copy)
         with joined(ray, run, options, console) as cluster, Signals() as signals, unblocked_output() as outlets:
             board = open_board(trace_folder, run.num_workers) if run.progress else None
-            stage = RayBackend(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
-            supervisor = Supervisor(terms, stage, stage, console, signals, board, Exits(console, board, run_dir))
+            backend = RayBackend(run, options, run_dir, cluster, console, signals.wakeup_fd, outlets)
+            supervisor = Supervisor(config, backend, backend, console, signals, board, Exits(console, board, run_dir))
             return supervisor.run(plan_launches(run, DEFAULT_PROGRAMS, run_dir, {}))

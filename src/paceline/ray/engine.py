@@ -1,4 +1,4 @@
-"""Ray itself: whether it is there, and a cluster to run on."""
+"""Loads Ray, and connects to a cluster or starts one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.errors import PeerError, UsageError
 from paceline.job.cores import cores_here
 from paceline.job.environment import ray_authenticates, set_missing
 from paceline.job.machines import is_loopback
-from paceline.serve.url import parse_door
+from paceline.serve.url import parse_host_port
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OBJECT_STORE_BYTES: Final = 80 << 20  # about the least that Ray takes; we put nothing there
 REACH_TIMEOUT_S: Final = 5.0
-# Of a cluster of our own: all of it on loopback and behind a token of this process, and nobody is told of it.
+# Of a cluster of our own: all of it on loopback and behind a token of this process, without usage reports.
 OWN_CLUSTER: Final[Mapping[str, str]] = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -50,7 +50,7 @@ class Cluster:
         return _counted(load_ray().cluster_resources())
 
     def free(self) -> dict[str, float]:
-        """Return what nobody has taken."""
+        """Return the free resources."""
         return _counted(load_ray().available_resources())
 
 
@@ -66,7 +66,7 @@ def prepare(options: RayOptions) -> ModuleType:
     """Import Ray, told in time how a cluster of our own is to be, and see whether another can be reached.
 
     Raises UsageError when Ray is not installed, must not be started so, or is to be at what is no address, and
-    PeerError when nobody answers.
+    PeerError when it does not answer.
     """
     if options.address is None and "ray" not in sys.modules:  # it looks at these variables when it is imported
         set_missing({**OWN_CLUSTER, "RAY_AUTH_TOKEN": secrets.token_hex(32)})
@@ -128,10 +128,10 @@ def _own_settings(run: LocalRun, options: RayOptions) -> dict[str, object]:
 
 
 def check_dashboard(host: str | None, *, authenticates: bool) -> None:
-    """Refuse a dashboard that other machines reach and anybody may use: it runs whatever code it is sent."""
+    """Refuse a dashboard that other machines reach without authentication: it runs any code it is sent."""
     if host is not None and not authenticates and not is_loopback(host.strip("[]")):
         raise UsageError(
-            f"--dashboard-host {host} lets everybody who reaches it run code here, because Ray's authentication is "
+            f"--dashboard-host {host} lets every client that reaches it run code here, because Ray's authentication is "
             "off: let it listen on 127.0.0.1, or set RAY_AUTH_MODE=token"
         )
 
@@ -140,19 +140,19 @@ def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
     url: str = ray.get_runtime_context().worker.node.address_info.get("webui_url") or ""
     host = url.rpartition(":")[0]
     if host and not ray_authenticates() and not is_loopback(host.strip("[]")):
-        console.say(
+        console.announce(
             f"warning: the dashboard of this Ray cluster listens at {url} and asks nobody who they are: who reaches it "
             "can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
         )
 
 
 def check_reachable(address: str) -> None:
-    """See whether anybody listens there, because Ray itself would try for a long time.
+    """Check that a cluster listens at this address, because Ray itself would try for a long time.
 
-    Raises UsageError when this is no HOST:PORT, and PeerError when nobody listens.
+    Raises UsageError when this is not HOST:PORT, and PeerError when nothing listens.
     """
     try:
-        host, port = parse_door(address)
+        host, port = parse_host_port(address)
     except UsageError as error:
         raise UsageError(f"--address is neither auto nor HOST:PORT: {error}") from None
     try:

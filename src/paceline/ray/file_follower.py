@@ -26,7 +26,7 @@ class FileFollower:
         """Put what is new into the outbox, a part at most; tell whether there was anything."""
         address, trace = self._take_address(), self._take_trace()
         if address or trace:
-            outbox.put(address=address, trace=trace)
+            outbox.add(address=address, trace=trace)
         return bool(address or trace)
 
     def finish(self, outbox: NewsBuffer) -> None:

@@ -1,4 +1,4 @@
-"""What the launcher and the actors of its processes tell each other: a few small messages, as bytes.
+"""The messages between the launcher and its actors, few and small, as bytes.
 
 No class of ours is pickled on the way, and no tensor is in them: values and updates go from process to process.
 """

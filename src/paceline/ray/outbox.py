@@ -1,4 +1,4 @@
-"""What a process has to tell, until its launcher asks."""
+"""Buffers the news of a process until its launcher fetches them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NUM_LINES_MAX: Final = 2000
 
 @final
 class NewsBuffer:
-    """Collects news in one thread, and hands them over in another.
+    """Collects news in one thread, and returns them in another.
 
-    Lines that nobody fetches hold the process up, as a full pipe does.
+    Lines that are not fetched block the process, as a full pipe does.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class NewsBuffer:
             self._lines.append((to_stderr, line))
             self._changed.notify_all()
 
-    def put(self, *, address: str = "", trace: bytes = b"", exit_code: int | None = None) -> None:
+    def add(self, *, address: str = "", trace: bytes = b"", exit_code: int | None = None) -> None:
         """Put anything else."""
         with self._changed:
             self._address = address or self._address
@@ -42,7 +42,7 @@ class NewsBuffer:
             self._exit_code = exit_code
             self._changed.notify_all()
 
-    def take(self, timeout_s: float) -> News:
+    def wait_news(self, timeout_s: float) -> News:
         """Return all that is there; blocks until there is something, or `timeout_s` have passed."""
         with self._changed:
             self._changed.wait_for(self._has_news, timeout_s)

@@ -41,8 +41,8 @@ class PlacementGroups:
         self._ray_util: ModuleType = load_ray().util
         self._groups: dict[str, Any] = {}
 
-    def ask(self) -> None:
-        """Ask for room; raises UsageError when a cluster that will not grow has less than that."""
+    def request(self) -> None:
+        """Request room; raises UsageError when a cluster that will not grow has less than that."""
         self._start_s = self._told_s = time.monotonic()
         if self._cluster.is_own:
             self._check_enough()
@@ -53,8 +53,8 @@ class PlacementGroups:
                 [dict(self._needs[role]) for _ in range(count)], strategy
             )
 
-    def there(self) -> bool:
-        """Tell whether all have room; does not block. Raises DeadlineExceeded when it takes too long."""
+    def is_ready(self) -> bool:
+        """Return whether all have room; does not block. Raises DeadlineExceeded when it takes too long."""
         if all(group.wait(0) for group in self._groups.values()):
             return True
         now = time.monotonic()
@@ -65,7 +65,7 @@ class PlacementGroups:
             )
         if now - self._told_s >= TELL_INTERVAL_S:
             self._told_s = now
-            self._console.say(f"waiting for room on the Ray cluster: {self._asked()}; {self._found()}")
+            self._console.announce(f"waiting for room on the Ray cluster: {self._asked()}; {self._found()}")
         return False
 
     def nodes(self) -> dict[tuple[str, int], str]:

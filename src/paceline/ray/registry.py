@@ -1,4 +1,4 @@
-"""The launcher's papers: who is where, what each process has to know, and what it leaves behind."""
+"""The launcher's registry of a Ray job: where each process runs, which files it needs, and what it reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.job.credentials.holders import AUTHORITY_NAME, KEYS_NAME, Holder
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import TOKEN_NAME, write_private
 from paceline.launch.local import make_spec
-from paceline.launch.preemption import CALLED_OFF_NAME
+from paceline.launch.preemption import ABORT_MARKER_NAME
 from paceline.launch.rendezvous.process_info import VERSION
 from paceline.observe.trace import trace_path
 from paceline.observe.trace_file import TraceFile
@@ -56,11 +56,11 @@ class RayRegistry:
 
     @property
     def awaits_folder(self) -> bool:
-        """Whether nobody but server 0 can be given an order yet, because the others are to share its folder."""
+        """Whether only server 0 can be started yet, because the others are to share its folder."""
         return self._folder is None and not self.encrypted
 
-    def order(self, launch: Launch, arrival: ActorReady) -> ActorCommand:
-        """Return the order for an actor that has arrived; raises PeerError when it is of no use."""
+    def command_for(self, launch: Launch, arrival: ActorReady) -> ActorCommand:
+        """Return the command for an actor that is ready; raises PeerError when it runs another version."""
         if arrival.version != VERSION:
             raise PeerError(
                 f"{launch.name} is on {arrival.host}, where paceline {arrival.version} is installed, and the launcher "
@@ -86,7 +86,7 @@ class RayRegistry:
             traceback=self._run.traceback,
         )
 
-    def keep(self, launch: Launch, news: News) -> None:
+    def store_news(self, launch: Launch, news: News) -> None:
         """Keep what a process has left in its own folder."""
         role = _role(launch)
         if news.address and role != "worker":
@@ -102,8 +102,8 @@ class RayRegistry:
         for trace in self._traces.values():
             trace.close()
 
-    def news(self, name: str) -> dict[str, bytes]:
-        """Return a file of the launcher's folder for those who do not see it, if it is there."""
+    def read_file(self, name: str) -> dict[str, bytes]:
+        """Return a file of the launcher's folder for processes that do not see it, if it exists."""
         path = self._run_dir / name
         return {} if self._is_here or not path.exists() else {name: path.read_bytes()}
 
@@ -111,7 +111,7 @@ class RayRegistry:
         """Return the files that say where data servers listen now, for workers that have a folder of their own."""
         ranks = range(self._run.num_data_servers if self.encrypted else 0)  # on one node they write where all look
         paths = (address_path(self._run_dir, "data", rank) for rank in ranks)
-        return {name: content for path in paths for name, content in self.news(path.name).items()}
+        return {name: content for path in paths for name, content in self.read_file(path.name).items()}
 
     def _local_rank(self, launch: Launch) -> int:
         """Count the workers of lower rank on the same node; a server has no use for that."""
@@ -121,8 +121,8 @@ class RayRegistry:
         return sum(self._nodes["worker", rank] == here for rank in range(launch.rank))
 
     def _files(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:
-        names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, CALLED_OFF_NAME)
-        known = {name: content for each in names for name, content in self.news(each).items()}
+        names = (SPEC_NAME, CLUSTER_NAME, TOKEN_NAME, ABORT_MARKER_NAME)
+        known = {name: content for each in names for name, content in self.read_file(each).items()}
         return known | (self.data_addresses() if launch.role == "worker" else {}) | self._keys(launch, arrival)
 
     def _keys(self, launch: Launch, arrival: ActorReady) -> dict[str, bytes]:
@@ -137,5 +137,5 @@ class RayRegistry:
 
 
 def _role(launch: Launch) -> Role:
-    assert launch.role != "nursery", "on a cluster none is planned"
+    assert launch.role != "fork-server", "a cluster has no fork server"
     return launch.role

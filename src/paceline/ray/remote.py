@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import msgspec
 
 from paceline.launch.child import NUM_LAST_LINES, Launch
-from paceline.launch.preemption import CALLED_OFF_NAME
+from paceline.launch.preemption import ABORT_MARKER_NAME
 from paceline.ray.messages import EXIT_NOT_STARTED, ActorReady, News
 
 if TYPE_CHECKING:
@@ -33,21 +33,21 @@ class Method(Protocol):
 
 
 class ActorHandle(Protocol):
-    """What Ray makes of a `Shell`: all that it can do, from elsewhere."""
+    """What Ray makes of a `ProcessActor`: its methods, callable from elsewhere."""
 
-    arrive: Method
+    report_ready: Method
     start: Method
     news: Method
-    tell: Method
+    send_line: Method
     signal: Method
-    put: Method
+    write_file: Method
 
 
 @final
-class Remote:
+class RemoteProcess:
     """A process in an actor, seen from the launcher. Nothing here blocks.
 
-    One question to the actor is always open, `question`; whoever sees it answered calls `take`.
+    One question to the actor is always open, `question`; its answer goes to `handle_answer`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Remote:
         self._deadline_s = deadline_s
         self._exit_code: int | None = None
         self._arrived = False
-        self.question: Any = actor.arrive.remote(launch.role, launch.rank, registry.encrypted)
+        self.question: Any = actor.report_ready.remote(launch.role, launch.rank, registry.encrypted)
 
     @property
     def name(self) -> str:
@@ -87,55 +87,55 @@ class Remote:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, after what it has to know of it."""
-        for name, content in self._registry.news(CALLED_OFF_NAME).items():
-            self.put(name, content)
+        for name, content in self._registry.read_file(ABORT_MARKER_NAME).items():
+            self.write_file(name, content)
         self._actor.signal.remote(number)
 
-    def tell(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         """Write a line to its standard input."""
-        self._actor.tell.remote(line)
+        self._actor.send_line.remote(line)
 
-    def put(self, name: str, content: bytes) -> None:
+    def write_file(self, name: str, content: bytes) -> None:
         """Write a file into its folder."""
-        self._actor.put.remote(name, content)
+        self._actor.write_file.remote(name, content)
 
     def kill(self) -> None:
         """Kill the actor, and with it the process and all that it started."""
         self._kill(self._actor)
 
-    def take(self, answer: bytes) -> bool:
-        """Take the answer to the open question, and ask the next one; return whether it says where it listens."""
+    def handle_answer(self, answer: bytes) -> bool:
+        """Handle the answer to the open question, and ask the next one; return whether it has an address."""
         listens = False
         if self._arrived:
-            listens = self._hear(msgspec.msgpack.decode(answer, type=News))
+            listens = self._handle_news(msgspec.msgpack.decode(answer, type=News))
         else:
-            order = self._registry.order(self.launch, msgspec.msgpack.decode(answer, type=ActorReady))
+            order = self._registry.command_for(self.launch, msgspec.msgpack.decode(answer, type=ActorReady))
             self._actor.start.remote(msgspec.msgpack.encode(order))
             self._arrived = True
         self.question = self._actor.news.options(concurrency_group="news").remote()
         return listens
 
     def is_late(self, now_s: float) -> bool:
-        """Tell whether the actor should long have said where it is (`now_s`: monotonic)."""
+        """Return whether the actor has missed its deadline to be ready (`now_s`: monotonic)."""
         return not self._arrived and self._exit_code is None and now_s >= self._deadline_s
 
-    def lose(self, cause: str) -> None:
-        """Take it that the actor is gone; one that cannot be reached must not live on.
+    def mark_lost(self, cause: str) -> None:
+        """Record that the actor is gone, and kill it in case it only cannot be reached.
 
-        That a first life does not begin is a mistake that would come again, and counts as one.
+        A process that never starts counts as a mistake that would recur, not as a crash.
         """
-        self._say(cause, to_stderr=True)
+        self._relay_line(cause, to_stderr=True)
         self._exit_code = LOST if self._arrived or self.launch.incarnation else EXIT_NOT_STARTED
         self.kill()
 
-    def _hear(self, news: News) -> bool:
+    def _handle_news(self, news: News) -> bool:
         for to_stderr, line in news.lines:
-            self._say(line, to_stderr=to_stderr)
-        self._registry.keep(self.launch, news)
+            self._relay_line(line, to_stderr=to_stderr)
+        self._registry.store_news(self.launch, news)
         self._exit_code = news.exit_code
         return bool(news.address)
 
-    def _say(self, line: str, *, to_stderr: bool) -> None:
+    def _relay_line(self, line: str, *, to_stderr: bool) -> None:
         if to_stderr:
             self.last_lines.append(line)
         self._console.relay(self.name, self.launch.rank, line, to_stderr=to_stderr)

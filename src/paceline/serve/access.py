@@ -1,4 +1,4 @@
-"""What a server of its own and its clients show each other: the token, and beyond one machine certificates."""
+"""Credentials of a standalone server and its clients: the token, and certificates between machines."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ClientCredentials:
             return TokenFiles(Path(self.keys), JOB)
         if self.token is None:
             raise UsageError(
-                f"{location} lets nobody in without its token: give token=..., the path of the file `{TOKEN_NAME}` in "
+                f"{location} refuses clients without its token: give token=..., the path of the file `{TOKEN_NAME}` in "
                 "the folder that the server was given as --state or --keys, or its bytes"
             )
         try:
@@ -132,10 +132,10 @@ class ClientCredentials:
 
 
 def find_holder(keys: Path, rank: int | None) -> Holder:
-    """Return for whom the certificate in a folder is that a client is to use: for this worker, else any, else the only.
+    """Return the holder of the certificate to use: this worker's, else one for any process, else the only one.
 
     Raises:
-        UsageError: there are several, and no rank says which, or the only one is nobody's.
+        UsageError: there are several and `rank` does not select one, or the only one names no holder.
     """
     names = sorted(path.stem for path in keys.glob("worker-*.pem"))
     wanted = Holder("any") if rank is None else Holder("worker", rank)

@@ -1,4 +1,4 @@
-"""Who may take part in a namespace, and as which worker."""
+"""Admission to a namespace: assigns a rank to each client."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Admission:
         return EnterAccepted(rank, incarnation, self._generation, size)
 
     def is_idle(self, held: Holdings) -> bool:
-        """Say whether nobody takes part, is expected or about to come."""
+        """Return whether no worker takes part, is expected, or has just been admitted."""
         self._forget_reserved(held)
         waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
         return waited and not held.core.members and not self._reserved
@@ -94,7 +94,7 @@ class Admission:
         return rank
 
     def _first_free(self, held: Holdings) -> int:
-        """Return the first rank that nobody has; where all are taken, the first whose worker is away."""
+        """Return the lowest free rank; if all are taken, the lowest whose worker is disconnected."""
         ranks = range(self._workers or MAX_WORKERS)
         never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
         rank = next(never_came, None)
@@ -123,7 +123,7 @@ def _joined(held: Holdings, rank: int) -> Incarnation | None:
 
 
 def _is_here(held: Holdings, rank: int) -> bool:
-    """Say whether a worker takes part and is not cut off."""
+    """Return whether a worker takes part and is connected."""
     life = _joined(held, rank)
     return life is not None and life.lease_until is None
 

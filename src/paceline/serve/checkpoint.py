@@ -1,4 +1,4 @@
-"""All tables of a server to files and back, on the thread that serves them."""
+"""Saves all tables of a server to files, and restores them, on the thread that serves them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """What tells one moment of a server's tables from another: when nothing of it differs, no value does."""
+class TableVersions:
+    """The versions of a server's tables: equal versions mean equal values."""
 
     clock: int
     versions: tuple[tuple[str, int, int], ...]
 
     @staticmethod
-    def of(held: Holdings) -> Marks:
-        """Look at the tables that have values."""
+    def read(held: Holdings) -> TableVersions:
+        """Read the versions of the tables that have values."""
         dense = [
             (name, held.core.tables[name].version, held.dense_tables.shards[name].version)
             for name in _initialised(held)
         ]
         rows = [(name, held.core.tables[name].version, 0) for name in held.row_tables.tables]
-        return Marks(clock_of(held), tuple(sorted([*dense, *rows])))
+        return TableVersions(clock_of(held), tuple(sorted([*dense, *rows])))
 
 
 def clock_of(held: Holdings) -> int:

@@ -1,4 +1,4 @@
-"""A client's way in: from the address of a server of its own to a worker that may take part there."""
+"""The client of a standalone server: connects to an address, and is admitted to a namespace as a worker."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from paceline.errors import (
 from paceline.job.machines import look_up
 from paceline.serve.access import ServerCredentials
 from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest, decode_answer, encode
-from paceline.serve.url import SCHEME, ServeUrl, door
+from paceline.serve.url import SCHEME, ServeUrl, format_host_port
 from paceline.transport.base import Connection, Listener
 from paceline.transport.deadline import Deadline
 from paceline.transport.tcp import TcpTransport
 from paceline.version import __version__
 
 CONNECT_TIMEOUT_S: Final = 5.0
-# The reception answers when the namespace is there, which may have to be read from disk first.
+# The gateway answers when the namespace is open, which may have to be read from disk first.
 ADMISSION_TIMEOUT_S: Final = 60.0
 LOOKUP_PAUSE_S: Final = 0.25
 
 
 @final
-class GatewayConnection:
-    """A `Transport` to one namespace: TCP, with the namespace in what a client says of itself.
+class NamespaceTransport:
+    """A `Transport` to one namespace: TCP, with the namespace in the identity of the handshake.
 
-    Addresses are those of `ServeUrl`. All addresses that its host has are tried in turn, first the one that led there
-    last. Where none does, the host is looked up again for the next time: a server that moved has another address.
+    Addresses are those of `ServeUrl`. All addresses of the host are tried in turn, first the one that worked last. If
+    none works, the host is looked up again for the next time: a server that moved has another address.
 
     Args:
         find: returns the addresses of the host now, at least one; raises UsageError where none is known.
@@ -50,30 +50,30 @@ class GatewayConnection:
         self._location = location
         self._tcp = tcp
         self._find = find
-        self._doors = find()
+        self._addresses = find()
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Give plain memory; see `Transport.allocate`."""
         return self._tcp.allocate(size_bytes)
 
     def listen(self, address: str) -> Listener:
-        """Refuse: a client calls, and nobody calls it."""
+        """Raise UsageError: a client does not listen."""
         raise UsageError(f"nothing listens at {address} but `paceline serve`")
 
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> Connection:
         """Connect to the server of the namespace; see `Transport.connect`."""
         if address != str(self._location):
-            raise UsageError(f"this line leads to {self._location}, and not to {address}")
-        return self.call(EnterFrame(self._location.namespace, identity), timeout_s)
+            raise UsageError(f"this transport leads to {self._location}, and not to {address}")
+        return self.open_connection(EnterFrame(self._location.namespace, identity), timeout_s)
 
-    def call(self, visit: EnterFrame, timeout_s: float) -> Connection:
+    def open_connection(self, frame: EnterFrame, timeout_s: float) -> Connection:
         """Connect to the first address that leads there; raises what went wrong at the last one.
 
         Each has an equal part of the time that is left, so that one that drops packets leaves some to the others.
         """
-        deadline, identity = Deadline.after(timeout_s), encode(visit)
-        for number, one in enumerate(self._doors):
-            num_left = len(self._doors) - number
+        deadline, identity = Deadline.after(timeout_s), encode(frame)
+        for number, one in enumerate(self._addresses):
+            num_left = len(self._addresses) - number
             try:
                 connection = self._tcp.connect(one, identity, timeout_s=deadline.remaining_s() / num_left)
             except AuthenticationFailed:
@@ -81,33 +81,33 @@ class GatewayConnection:
             except PeerError:
                 if num_left == 1:
                     with suppress(UsageError):
-                        self._doors = self._find()
+                        self._addresses = self._find()
                     raise
             else:
-                self._doors = (one, *(other for other in self._doors if other != one))
+                self._addresses = (one, *(other for other in self._addresses if other != one))
                 return connection
         raise ProtocolBug(f"{self._location} has no address")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeEntry:
-    """The way in, and as whom."""
+    """An admitted client: the transport to its namespace, and its rank there."""
 
-    line: GatewayConnection
+    transport: NamespaceTransport
     admitted: EnterAccepted
 
 
-def enter(location: ServeUrl, access: ServerCredentials, rank: int | None, workers: int | None) -> ServeEntry:
-    """Be let in; blocks until the reception has answered.
+def enter_namespace(location: ServeUrl, access: ServerCredentials, rank: int | None, workers: int | None) -> ServeEntry:
+    """Ask the server to admit this client as a worker; blocks until the gateway has answered.
 
     Raises:
-        UsageError: the host has no address, or what was given makes no sense.
-        PeerError: nobody answers, or the server does not let this client in; the message says what to do.
+        UsageError: the host has no address, or the credentials are not valid.
+        PeerError: the server does not answer, or refuses this client; the message says what to do.
     """
     _wait_known(location.host)
-    line = GatewayConnection(location, access.transport(), partial(_addresses, location))
+    transport = NamespaceTransport(location, access.transport(), partial(_addresses, location))
     try:
-        connection = line.call(
+        connection = transport.open_connection(
             EnterFrame(location.namespace, ask=EnterRequest(rank, workers, __version__)), CONNECT_TIMEOUT_S
         )
     except CertificateRefused as error:
@@ -122,7 +122,7 @@ def enter(location: ServeUrl, access: ServerCredentials, rank: int | None, worke
     except PeerError as error:
         raise type(error)(f"cannot reach {location}: {error}. {_advice(access)}") from error
     try:
-        return ServeEntry(line, _admitted(connection, location))
+        return ServeEntry(transport, _admitted(connection, location))
     finally:
         connection.close()
 
@@ -142,7 +142,7 @@ def _wait_known(host: str) -> None:
 
 
 def _addresses(location: ServeUrl) -> tuple[str, ...]:
-    return tuple(f"tcp://{door(address, location.port)}" for address in look_up(location.host))
+    return tuple(f"tcp://{format_host_port(address, location.port)}" for address in look_up(location.host))
 
 
 def _admitted(connection: Connection, location: ServeUrl) -> EnterAccepted:

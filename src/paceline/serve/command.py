@@ -21,10 +21,10 @@ from paceline.job.machines import look_up
 from paceline.job.spec import TOKEN_NAME
 from paceline.serve.access import server_access
 from paceline.serve.gateway import Gateway
-from paceline.serve.namespace import Hosting
+from paceline.serve.namespace import NamespaceConfig
 from paceline.serve.namespaces import Namespaces
 from paceline.serve.state import StateFolder
-from paceline.serve.url import SCHEME, door, parse_door
+from paceline.serve.url import SCHEME, format_host_port, parse_host_port
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_ADDRESS: Final = ("0.0.0.0", "::")
@@ -60,17 +60,17 @@ def serve(
     """
     if not save_every > 0:
         raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")
-    host, port = parse_door(listen)
+    host, port = parse_host_port(listen)
     with ExitStack() as undo:
         folder = StateFolder(state.absolute())
         undo.callback(folder.close)
         access = server_access(host, folder.path, keys)
         transport = access.transport()
-        listener = transport.listen(door(look_up(host)[0], port))
+        listener = transport.listen(format_host_port(look_up(host)[0], port))
         undo.callback(listener.close)
         for problem in _damaged(folder, or_previous=or_previous):
             tell_user(problem)
-        hosting = Hosting(
+        hosting = NamespaceConfig(
             tell=tell_user, save_every_s=save_every, allowed_paths=frozenset(allow), or_previous=or_previous
         )
         namespaces = Namespaces(folder, transport, hosting)
@@ -95,8 +95,8 @@ def _damaged(folder: StateFolder, *, or_previous: bool) -> list[str]:
 
 def _greeting(address: str, folder: StateFolder, keys: Path | None) -> str:
     where = address.removeprefix("tcp://")
-    host, port = parse_door(where)
-    there = door(socket.gethostname() if host in _ANY_ADDRESS else host, port)
+    host, port = parse_host_port(where)
+    there = format_host_port(socket.gethostname() if host in _ANY_ADDRESS else host, port)
     names = folder.names()
     found = f"with {', '.join(names)} from {folder.path}" if names else f"with nothing in {folder.path} yet"
     shown = f'token="{folder.path / TOKEN_NAME}"' if keys is None else "keys=FOLDER"

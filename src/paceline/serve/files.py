@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def put(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes) -> None:
     """Write a file, readable by this user alone, in place of an older one; after a loss of power it is one of both."""
     unfinished = path.with_name(f".{path.name}")
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -1,4 +1,4 @@
-"""Where all clients of a server of its own come in: each is told which worker it is, and led to its namespace."""
+"""The gateway of a standalone server: accepts all clients, assigns ranks, and hands connections to namespaces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.serve.handoff import PendingHandshake
-from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_visit, encode
+from paceline.serve.handoff import NamespaceConnection
+from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
 from paceline.serve.namespaces import MAX_NAMESPACES
 from paceline.wire.malformed import story
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.25
 _ANSWER_TIMEOUT_S: Final = 5.0  # an answer is small, and a client takes it at once
 # Answered at once, others wait in line: an answer waits for its own namespace, which may be read from disk first.
-_MAX_VISITS: Final = MAX_NAMESPACES
+_MAX_ANSWERS: Final = MAX_NAMESPACES
 
 
 @final
 class Gateway:
-    """Receives at one listener, and looks after all namespaces, until it is told to stop."""
+    """Accepts clients at one listener, and runs due work of all namespaces, until `stop`."""
 
     def __init__(self, listener: Listener, namespaces: Namespaces) -> None:
         self._listener = listener
@@ -35,16 +35,16 @@ class Gateway:
         self._stopping = threading.Event()
 
     def run(self) -> list[str]:
-        """Receive until `stop`; then save and end all namespaces, and return what could not be saved."""
+        """Accept clients until `stop`; then save and end all namespaces, and return what could not be saved."""
         look_at = 0.0
-        with ThreadPoolExecutor(_MAX_VISITS, thread_name_prefix="paceline-reception") as visits:
+        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-reception") as answers:
             try:
                 while not self._stopping.is_set():
                     with suppress(DeadlineExceeded):
-                        self._receive(self._listener.accept(timeout_s=TICK_S), visits)
+                        self._receive(self._listener.accept(timeout_s=TICK_S), answers)
                     if time.monotonic() >= look_at:
                         look_at = time.monotonic() + TICK_S
-                        self._namespaces.look_after()
+                        self._namespaces.run_due_work()
             finally:
                 self._listener.close()
                 unsaved = self._namespaces.close()
@@ -54,23 +54,23 @@ class Gateway:
         """End `run`; for any thread, and for handlers of signals."""
         self._stopping.set()
 
-    def _receive(self, connection: Connection, visits: ThreadPoolExecutor) -> None:
-        """Lead a client to where it wants to go; one that does not say so is cut off."""
+    def _receive(self, connection: Connection, answers: ThreadPoolExecutor) -> None:
+        """Answer a client, or hand it over to its namespace; a malformed identity ends the connection."""
         try:
-            visit = decode_visit(connection.identity)
+            frame = decode_enter_frame(connection.identity)
         except PeerError:
             connection.close()
             return
-        if visit.hello:
-            self._namespaces.bring(visit.namespace, PendingHandshake(connection, visit))
-        elif visit.ask is not None:
-            answering = visits.submit(self._answer, connection, visit.namespace, visit.ask)
+        if frame.hello:
+            self._namespaces.hand_over(frame.namespace, NamespaceConnection(connection, frame))
+        elif frame.ask is not None:
+            answering = answers.submit(self._answer, connection, frame.namespace, frame.ask)
             answering.add_done_callback(_show_fault)
         else:
             connection.close()
 
     def _answer(self, connection: Connection, namespace: str, ask: EnterRequest) -> None:
-        """Answer a client that asks which worker it is; one that does not take the answer is none."""
+        """Answer a client that asks for a rank; the rank expires if the answer is not received."""
         try:
             answer = self._place(namespace, ask, connection.peer_identity)
             connection.send(encode(answer), timeout_s=_ANSWER_TIMEOUT_S)
@@ -87,7 +87,7 @@ class Gateway:
 
 
 def _show_fault(answered: Future[None]) -> None:
-    """Write where an error of ours came from, which nobody waits for."""
+    """Print the traceback of an unexpected error, whose future is never waited for."""
     error = answered.exception()
     if error is not None:
         traceback.print_exception(error)

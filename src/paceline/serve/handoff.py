@@ -1,4 +1,4 @@
-"""Clients on their way from the reception to the server of their namespace."""
+"""The handoff of connections from the gateway to the server node of a namespace."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REFUSAL_TIMEOUT_S: Final = 1.0
 
 
 @final
-class PendingHandshake:
-    """A connection whose identity is what the client has to say to the server of its namespace."""
+class NamespaceConnection:
+    """A connection whose identity is the client's `Hello` to the server of its namespace."""
 
-    def __init__(self, connection: Connection, visit: EnterFrame) -> None:
-        self.identity: Final = visit.hello
+    def __init__(self, connection: Connection, frame: EnterFrame) -> None:
+        self.identity: Final = frame.hello
         self._connection = connection
 
     @property
@@ -42,7 +42,7 @@ class PendingHandshake:
         self._connection.send(header, body, timeout_s=timeout_s)
 
     def has_room(self, body: memoryview) -> bool:
-        """Say whether `send` would take a body without waiting; see `Connection.has_room`."""
+        """Return whether `send` would take a body without waiting; see `Connection.has_room`."""
         return self._connection.has_room(body)
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
@@ -54,7 +54,7 @@ class PendingHandshake:
         self._connection.close()
 
     def turn_away(self, reason: str) -> None:
-        """End the connection of a worker whom nobody serves any more, and tell it so, that it may not come again."""
+        """Refuse a worker whose namespace has ended, so that it does not reconnect, and end the connection."""
         with suppress(PeerError):
             hello = decode(self.identity)
             if isinstance(hello, Hello):
@@ -65,7 +65,7 @@ class PendingHandshake:
 
 @final
 class HandoffQueue:
-    """A `Listener` that is brought its connections by the reception."""
+    """A `Listener` whose connections come from the gateway."""
 
     def __init__(self, address: str) -> None:
         self.address: Final = address
@@ -73,8 +73,8 @@ class HandoffQueue:
         self._waiting: deque[Connection] = deque()
         self._closed = False
 
-    def bring(self, connection: Connection) -> None:
-        """Have a connection accepted; one that comes too late is ended."""
+    def hand_over(self, connection: Connection) -> None:
+        """Queue a connection to be accepted; after `close` it is ended."""
         with self._changed:
             if not self._closed:
                 self._waiting.append(connection)
@@ -92,7 +92,7 @@ class HandoffQueue:
             return self._waiting.popleft()
 
     def close(self) -> None:
-        """Accept no more, and end what nobody has accepted. May be repeated."""
+        """Accept no more, and end the connections in the queue. Idempotent."""
         with self._changed:
             self._closed = True
             left = list(self._waiting)

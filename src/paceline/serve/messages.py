@@ -1,4 +1,4 @@
-"""What clients and the reception say to each other, before a client speaks to the server of its namespace."""
+"""The messages between clients and the gateway, before a client reaches the server of its namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORKERS)]
 
 
 class EnterRequest(msgspec.Struct, frozen=True):
-    """Let me take part: as this worker, or as the first that nobody is; of so many, or of as many as come."""
+    """Admit me as the worker `rank`, None for the lowest free rank, of `workers`, None for any number."""
 
     rank: Rank | None
     workers: Count | None
@@ -61,7 +61,7 @@ def encode(message: EnterFrame | Answer) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_visit(identity: bytes) -> EnterFrame:
+def decode_enter_frame(identity: bytes) -> EnterFrame:
     """Read what a client says of itself; raises PeerError when it means nothing here."""
     try:
         return _VISIT.decode(identity)

@@ -1,4 +1,4 @@
-"""One job on a server of its own: a server node in a thread, who takes part in it, and what of it is on disk."""
+"""A namespace: one job on a standalone server, with a server node in a thread, its admission, and its saves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.job.cores import cores_here, server_threads
 from paceline.job.environment import checks_memory
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission
-from paceline.serve.checkpoint import Marks, restore_tables, save_tables
-from paceline.serve.handoff import HandoffQueue, PendingHandshake
+from paceline.serve.checkpoint import TableVersions, restore_tables, save_tables
+from paceline.serve.handoff import HandoffQueue, NamespaceConnection
 from paceline.server.node import ServerNode
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Longer than a line may be cut for, so that a client that is cut off for so long finds its place as it was.
+# Longer than a client tries to reconnect, so that it finds its place as it was.
 LEASE_S: Final = 15.0
 JOIN_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
@@ -39,15 +39,15 @@ _RETRY_S: Final = 10.0  # what the disk did not take is tried again so soon, or 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosting:
-    """How namespaces are kept.
+class NamespaceConfig:
+    """Settings of all namespaces of a server.
 
     Args:
-        save_every_s: what has changed is saved so often.
-        lease_s: how long a client may be cut off before it is given up.
-        allowed_paths: the rules and functions of the user's own that clients may name; None allows all.
-        or_previous: go on from the save before the newest where that is damaged.
-        tell: called with a line for whoever runs the server, from any thread.
+        save_every_s: interval between saves of what has changed.
+        lease_s: how long a client may be disconnected before its worker is declared dead.
+        allowed_paths: the user's own rules and functions that clients may name; None allows all.
+        or_previous: restore the save before the newest if that is damaged.
+        tell: called with a line for the operator, from any thread.
     """
 
     tell: Callable[[str], None]
@@ -58,27 +58,27 @@ class Hosting:
 
 
 class NamespaceEnded(ConnectionLost):
-    """The namespace is not served any more, or not yet again."""
+    """The namespace is not served any more; the next client starts it again."""
 
 
 @final
 class Namespace:
     """A namespace that is served, from its first client to its last.
 
-    Its thread reads what was saved, serves, saves now and then, and ends when nobody takes part any more, when it is
-    told to, or by a fault of its own; then `failure` says why.
+    Its thread restores the newest save, serves, saves at intervals, and ends when no worker takes part any more, at
+    `close`, or by an error; then `failure` says why.
     """
 
     def __init__(
-        self, name: str, folder: NamespaceFolder, transport: Transport, hosting: Hosting, workers: int | None
+        self, name: str, folder: NamespaceFolder, transport: Transport, config: NamespaceConfig, workers: int | None
     ) -> None:
-        """Begin; see `EnterRequest` for `workers`."""
+        """Start its thread; see `EnterRequest` for `workers`."""
         self.name: Final = name
         self.failure = ""
         self.unsaved = ""  # why what was last to be saved is not on disk
         self._folder = folder
         self._transport = transport
-        self._hosting = hosting
+        self._config = config
         self._workers = workers
         self._handoffs = HandoffQueue(f"namespace '{name}'")
         self._changed = threading.Condition()
@@ -89,25 +89,25 @@ class Namespace:
         self._owed: set[Future[object]] = set()
         # Used by the thread of the node alone, but for `_looking`, which only keeps looks from piling up.
         self._looking = False
-        self._marks = Marks(0, ())
+        self._saved_versions = TableVersions(0, ())
         self._save_at = 0.0
         self._admission: Admission | None = None
         self._thread = threading.Thread(target=self._live, name=f"paceline-namespace-{name}", daemon=True)
         self._thread.start()
 
     def admit(self, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
-        """Let a client take part; blocks until the namespace is there.
+        """Admit a client as a worker; blocks until the namespace is open.
 
         Raises:
-            Refused: it cannot, and the message says why.
-            Ended: the namespace has ended meanwhile.
+            Refused: the client cannot take part; the message says why.
+            NamespaceEnded: the namespace has ended meanwhile.
             CheckpointError: what was saved cannot be used.
         """
-        return self._ask(lambda held: self._receptionist(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
+        return self._ask(lambda held: self._open_admission(held).admit(held, ask, holder_rank), ANSWER_TIMEOUT_S)
 
-    def bring(self, guest: PendingHandshake) -> None:
-        """Have a client served that was admitted."""
-        self._handoffs.bring(guest)
+    def hand_over(self, guest: NamespaceConnection) -> None:
+        """Serve a client that was admitted."""
+        self._handoffs.hand_over(guest)
 
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and take no more of them."""
@@ -116,8 +116,8 @@ class Namespace:
             if self._node is not None and not self._over:
                 self._node.expel(self._expelled)
 
-    def look_after(self) -> None:
-        """Have what is due done: save, or end when nobody takes part. Does not block."""
+    def run_due_work(self) -> None:
+        """Save if that is due, and end when no worker takes part. Does not block."""
         with self._changed:
             if self._node is not None and not self._over and not self._looking:
                 self._looking = True
@@ -125,7 +125,7 @@ class Namespace:
 
     @property
     def is_over(self) -> bool:
-        """Say whether nobody is served any more."""
+        """Whether the namespace is not served any more."""
         return self._over
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class Namespace:
         self._thread.join(timeout_s)
 
     def _ask(self, call: Callable[[Holdings], T], timeout_s: float) -> T:
-        """Have something done by the thread that serves, and return what comes of it."""
+        """Run a call on the thread that serves, and return its result."""
         deadline, future = time.monotonic() + timeout_s, Future[T]()
         with self._changed:
             self._changed.wait_for(lambda: self._node is not None or self._over, timeout_s)
@@ -197,7 +197,7 @@ class Namespace:
             if story:
                 if not self.failure:
                     self.unsaved = story
-                self._hosting.tell(story)
+                self._config.tell(story)
             self._handoffs.close()
             with self._changed:
                 self._over = True
@@ -207,16 +207,16 @@ class Namespace:
                 self._changed.notify_all()
 
     def _open(self) -> ServerNode:
-        """Read what was saved, and have a server whose first deed is to take it up."""
-        save = self._folder.newest(or_previous=self._hosting.or_previous)
-        generation = self._folder.take_up()
+        """Read the newest save, and return a server node that restores it first."""
+        save = self._folder.newest(or_previous=self._config.or_previous)
+        generation = self._folder.start_generation()
         settings = ServerSettings(
             0,
             1,
             generation=generation,
             workers=tuple(range(self._workers or 0)),
             join_timeout_s=JOIN_TIMEOUT_S,
-            lease_s=self._hosting.lease_s,
+            lease_s=self._config.lease_s,
             clock=save.manifest.clock if save else 0,
         )
         node = ServerNode(
@@ -225,23 +225,23 @@ class Namespace:
             self._transport,
             tuple,
             Trace(None),
-            allowed_paths=self._hosting.allowed_paths,
+            allowed_paths=self._config.allowed_paths,
             num_threads=_num_threads,
             checks_memory=checks_memory(),
         )
 
-        def take_up(held: Holdings) -> None:
+        def restore(held: Holdings) -> None:
             held.row_tables.may_spill = False
             if save is not None:
                 restore_tables(save, held)
             self._admission = Admission(self.name, generation, self._workers)
-            self._marks = Marks.of(held)
-            self._save_at = time.monotonic() + self._hosting.save_every_s
+            self._saved_versions = TableVersions.read(held)
+            self._save_at = time.monotonic() + self._config.save_every_s
 
-        node.do(take_up)
+        node.do(restore)
         return node
 
-    def _receptionist(self, held: Holdings) -> Admission:
+    def _open_admission(self, held: Holdings) -> Admission:
         if self._admission is None:
             raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission
@@ -252,13 +252,13 @@ class Namespace:
         is_idle = self._admission is not None and self._admission.is_idle(held)
         if now >= self._save_at or (is_idle and not self.unsaved):
             self._save_changes(held)
-            wait_s = self._hosting.save_every_s
+            wait_s = self._config.save_every_s
             self._save_at = now + (min(wait_s, _RETRY_S) if self.unsaved else wait_s)
             if is_idle and not self.unsaved:
                 self._end()
 
     def _end(self) -> None:
-        """Serve nobody any more: who comes now begins the namespace anew, from disk."""
+        """Stop serving: the next client starts the namespace again, from disk."""
         self._admission = None
         assert self._node is not None
         self._node.stop()
@@ -266,7 +266,7 @@ class Namespace:
 
     def _save_changes(self, held: Holdings) -> None:
         """Save, if anything has changed; what the disk does not take is tried again next time."""
-        if Marks.of(held) == self._marks:
+        if TableVersions.read(held) == self._saved_versions:
             return
         try:
             self._folder.write(lambda folder: save_tables(held, self.name, folder))
@@ -274,11 +274,11 @@ class Namespace:
             self._note_unsaved(error)
         else:
             self.unsaved = ""
-            self._marks = Marks.of(held)
+            self._saved_versions = TableVersions.read(held)
 
     def _note_unsaved(self, error: Exception) -> None:
         self.unsaved = f"namespace '{self.name}' could not be saved, the save before it counts: {error}"
-        self._hosting.tell(self.unsaved)
+        self._config.tell(self.unsaved)
 
 
 def _num_threads(consistency: Consistency) -> int:

@@ -1,4 +1,4 @@
-"""All namespaces of a server of its own: begun when they are first asked for, and gone when nobody is in them."""
+"""All namespaces of a standalone server: each is opened by its first client, and ends with its last."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final, final
 
 from paceline.errors import DeadlineExceeded, Refused
 from paceline.serve.admission import ClaimedRank
-from paceline.serve.namespace import ANSWER_TIMEOUT_S, Hosting, Namespace, NamespaceEnded
+from paceline.serve.namespace import ANSWER_TIMEOUT_S, Namespace, NamespaceConfig, NamespaceEnded
 from paceline.serve.url import check_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from paceline.serve.handoff import PendingHandshake
+    from paceline.serve.handoff import NamespaceConnection
     from paceline.serve.messages import EnterAccepted, EnterRequest
     from paceline.serve.state import StateFolder
     from paceline.transport.base import PeerIdentity, Transport
@@ -30,10 +30,10 @@ _END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
 class Namespaces:
     """The namespaces that are served, and the folder of those that were."""
 
-    def __init__(self, state: StateFolder, transport: Transport, hosting: Hosting) -> None:
+    def __init__(self, state: StateFolder, transport: Transport, config: NamespaceConfig) -> None:
         self._state = state
         self._transport = transport
-        self._hosting = hosting
+        self._config = config
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
         self._expelled: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ class Namespaces:
                 namespace.wait_end(max(0.0, give_up - time.monotonic()))
         raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
 
-    def bring(self, name: str, guest: PendingHandshake) -> None:
+    def hand_over(self, name: str, guest: NamespaceConnection) -> None:
         """Have a client served that was admitted; one that comes too late is told so."""
         with self._lock:
             namespace = self._open.get(name)
@@ -76,7 +76,7 @@ class Namespaces:
         elif namespace is None or namespace.is_over:
             guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
         else:
-            namespace.bring(guest)
+            namespace.hand_over(guest)
 
     def expel(self, names: Collection[str]) -> None:
         """End the clients whose certificate has such a holder or serial number, and let no more of them in."""
@@ -85,14 +85,14 @@ class Namespaces:
             for namespace in self._open.values():
                 namespace.expel(names)
 
-    def look_after(self) -> None:
+    def run_due_work(self) -> None:
         """Have what is due done in each. Does not block."""
         with self._lock:
             for namespace in list(self._open.values()):
                 if namespace.is_over:
                     self._forget(namespace)
                 else:
-                    namespace.look_after()
+                    namespace.run_due_work()
 
     def close(self) -> list[str]:
         """Save and end all; return what could not be saved."""
@@ -126,12 +126,12 @@ class Namespaces:
             if name not in names and len(names) >= MAX_NAMESPACES:
                 raise Refused(
                     f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
-                    "these, or have the folder of one that nobody needs removed"
+                    "these, or have the folder of one that is not needed removed"
                 )
             if known is not None:
                 known.wait_end(_END_TIMEOUT_S)
                 self._forget(known)
-            begun = Namespace(name, self._state.folder(name), self._transport, self._hosting, workers)
+            begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers)
             begun.expel(self._expelled)
             self._open[name] = begun
             return begun

@@ -1,4 +1,4 @@
-"""What a server of its own keeps on disk: for each namespace its saves, the newest of which counts.
+"""The state of a standalone server on disk: the saves of each namespace, of which the newest counts.
 
     STATE/lock                                    held by the one server that works with this folder
     STATE/token                                   without --keys: what clients show
@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.folders import make_private
-from paceline.serve.files import digest_of, put, sync
+from paceline.serve.files import digest_of, sync, write_durably
 from paceline.serve.manifest import Manifest
 
 NAMESPACES_NAME: Final = "namespaces"
@@ -79,11 +79,11 @@ class NamespaceFolder:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
 
-    def take_up(self) -> int:
-        """Begin another life of this namespace, and return the how-many-th it is: whoever was in an earlier one is out.
+    def start_generation(self) -> int:
+        """Start a new generation of this namespace, and return its number; workers of earlier ones are refused.
 
         Raises:
-            CheckpointError: it is not known how many there were.
+            CheckpointError: the number of the last generation is not known.
             OSError: the folder cannot be written; a new one is not there then.
         """
         is_new = not self.path.exists()
@@ -107,7 +107,7 @@ class NamespaceFolder:
         if before is None:
             raise CheckpointError(f"{file} says {text[:80]!r}, expected a number of at most {_MAX_DIGITS} digits")
         generation = before + 1
-        put(file, str(generation).encode())
+        write_durably(file, str(generation).encode())
         return generation
 
     def newest(self, *, or_previous: bool = False) -> Save | None:
@@ -142,7 +142,7 @@ class NamespaceFolder:
                 continue
             for newer in (each for each in self._numbers() if each > number):
                 self._save(newer).rename(self.path / f"{_SAVE}{newer}{_DAMAGED}")
-            put(self.path / NEWEST_NAME, found.folder.name.encode())
+            write_durably(self.path / NEWEST_NAME, found.folder.name.encode())
             return found
         raise CheckpointError(f"no save in {self.path} is whole: {'; '.join(problems)}")
 
@@ -161,14 +161,14 @@ class NamespaceFolder:
         unfinished.mkdir()
         try:
             content = fill(unfinished)
-            put(unfinished / MANIFEST_NAME, _within_limit(content.encode(), self.path))
-            put(unfinished / MANIFEST_DIGEST_NAME, digest_of(unfinished / MANIFEST_NAME).encode())
+            write_durably(unfinished / MANIFEST_NAME, _within_limit(content.encode(), self.path))
+            write_durably(unfinished / MANIFEST_DIGEST_NAME, digest_of(unfinished / MANIFEST_NAME).encode())
             folder = unfinished.rename(self.path / f"{_SAVE}{number}")
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         sync(self.path)
-        put(self.path / NEWEST_NAME, folder.name.encode())
+        write_durably(self.path / NEWEST_NAME, folder.name.encode())
         for old in self._numbers():
             if old not in (before, number):
                 shutil.rmtree(self._save(old), ignore_errors=True)  # what is left goes with the next save

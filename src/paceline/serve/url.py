@@ -1,4 +1,4 @@
-"""paceline://HOST:PORT/NAMESPACE: where a server of its own is, and which of its jobs is meant."""
+"""paceline://HOST:PORT/NAMESPACE: the address of a standalone server and one of its namespaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_DIGITS: Final = 5  # of a port
 
 @dataclass(frozen=True, slots=True)
 class ServeUrl:
-    """An address that clients are given.
+    """The address of a namespace.
 
     >>> ServeUrl.parse("paceline://node-3:7700/mnist")
     ServeUrl(host='node-3', port=7700, namespace='mnist')
@@ -35,18 +35,18 @@ class ServeUrl:
         if not separator or scheme != SCHEME:
             raise UsageError(f"{text!r} is not the address of a server of its own, expected {SCHEME}://HOST:PORT/NAME")
         where, _, namespace = rest.partition("/")
-        host, port = parse_door(where)
+        host, port = parse_host_port(where)
         return ServeUrl(host, port, check_name(namespace or DEFAULT_NAMESPACE))
 
     def __str__(self) -> str:
         """Return the address as it is written."""
-        return f"{SCHEME}://{door(self.host, self.port)}/{self.namespace}"
+        return f"{SCHEME}://{format_host_port(self.host, self.port)}/{self.namespace}"
 
 
-def parse_door(text: str) -> tuple[str, int]:
+def parse_host_port(text: str) -> tuple[str, int]:
     """Read HOST:PORT; raises UsageError when it is not that.
 
-    >>> parse_door("127.0.0.1:7700"), parse_door("[::]:0")
+    >>> parse_host_port("127.0.0.1:7700"), parse_host_port("[::]:0")
     (('127.0.0.1', 7700), ('::', 0))
     """
     host, separator, port = text.rpartition(":")
@@ -59,7 +59,7 @@ def parse_door(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def door(host: str, port: int) -> str:
+def format_host_port(host: str, port: int) -> str:
     """Write HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -14,7 +14,14 @@ from paceline import cli
 from paceline.errors import AuthenticationFailed, PeerError, UsageError
 from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import Holder, tls_settings
-from paceline.job.credentials.key_store import certificates, end_previous, issue_keys, make_keys, revoke, rotate_token
+from paceline.job.credentials.key_store import (
+    certificates,
+    expire_previous_token,
+    issue_keys,
+    make_keys,
+    revoke,
+    rotate_token,
+)
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.credentials.tokens import TokenFiles
 from paceline.transport import Listener, TcpTransport
@@ -94,7 +101,7 @@ def test_both_tokens_hold_until_the_previous_one_is_ended(folder: Path, tmp_path
         assert can_meet(listener, out, worker), "with the one of before"
         with pytest.raises(UsageError, match="still holds"):
             rotate_token(folder)
-        end_previous(folder)
+        expire_previous_token(folder)
         assert not can_meet(listener, out, worker)
         (out / "token").write_bytes((folder / "token").read_bytes())
         assert can_meet(listener, out, worker)
@@ -166,7 +173,7 @@ def test_the_command_line_tells_no_secret(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("who", ["worker", "worker--1", "worker-x", "king-1", "worker-1\nany", "any-1", ""])
 def test_only_names_and_serial_numbers_are_revoked(folder: Path, who: str) -> None:
-    with pytest.raises(UsageError, match="nobody's name"):
+    with pytest.raises(UsageError, match="not the name of a holder"):
         revoke(folder, who)
     assert not (folder / "revoked").exists()
 

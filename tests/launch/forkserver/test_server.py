@@ -22,6 +22,7 @@ from paceline.launch.forkserver import server as nurseries
 from paceline.launch.forkserver.child import import_path
 from paceline.launch.forkserver.server import Forked, ForkServer
 from paceline.launch.guard import clear
+from paceline.launch.plan import DEFAULT_PROGRAMS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
 
@@ -31,8 +32,10 @@ ENVIRONMENT = child_environment(2, 2)
 
 def open_fork_server(folder: Path) -> tuple[ForkServer, Process]:
     """A nursery for the script in this folder, which imports all that one may need where there is none; its process."""
-    fork_server = ForkServer(fork_server_environment(ENVIRONMENT, folder), folder, script=folder / "script.py")
-    return fork_server, fork_server.open(fork_server.launch)
+    fork_server = ForkServer(
+        fork_server_environment(ENVIRONMENT, folder), folder, DEFAULT_PROGRAMS.preloaded, folder / "script.py"
+    )
+    return fork_server, fork_server.start_server(fork_server.launch)
 
 
 def wait_settled(fork_server: ForkServer, process: Process) -> None:
@@ -183,7 +186,7 @@ def test_processes_are_started_without_it_when_it_was_killed(when: str, tmp_path
 
 
 def test_one_that_answers_too_late_starts_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nurseries, "BIRTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nurseries, "FORK_TIMEOUT_S", 0.1)
     script = write_script(tmp_path, "with open(__file__ + '.count', 'a') as file: print('here', file=file)")
     fork_server, process = open_fork_server(tmp_path)
     with fork_server:
@@ -255,9 +258,9 @@ def test_a_signal_is_answered_while_the_nursery_imports(tmp_path: Path) -> None:
     script = write_script(tmp_path, "")
     (tmp_path / "torch.py").write_text(PAUSE)  # the script's folder comes first, for the nursery too
     with running(tmp_path / "run", script) as run:
-        run.wait_for("[nursery] begin")
+        run.wait_for("[fork server] begin")
 
         run.process.send_signal(signal.SIGTERM)
 
         assert run.end() == 143
-    assert run.lines == ["[nursery] begin", "paceline: stopped by SIGTERM"]
+    assert run.lines == ["[fork server] begin", "paceline: stopped by SIGTERM"]

@@ -18,9 +18,9 @@ from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.folders import names_in
 from paceline.job.machines import Machine, own_addresses, this_machine
 from paceline.job.spec import write_private
-from paceline.launch.rendezvous.bootstrap import BootstrapResult, arrive
+from paceline.launch.rendezvous.bootstrap import BootstrapResult, bootstrap_process
 from paceline.launch.rendezvous.detect import Detected, detect
-from paceline.launch.rendezvous.liveness_lock import Heartbeat, LivenessLock, Watch, wait_end_elsewhere
+from paceline.launch.rendezvous.liveness_lock import Heartbeat, LivenessLock, SilenceTimer, wait_end_elsewhere
 from paceline.launch.rendezvous.process_info import VERSION, ProcessInfo
 from paceline.launch.rendezvous.setup import FOUNDER_NAME, listening_host
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
@@ -71,9 +71,9 @@ def beside(jobs: Path, process_info: ProcessInfo) -> Iterator[None]:
 
 def test_processes_that_turn_out_to_be_on_one_machine_share_its_memory(jobs: Path, undo: ExitStack) -> None:
     arrived: list[BootstrapResult] = []
-    second = threading.Thread(target=lambda: arrived.append(arrive(rank(1), "node:2", undo)), daemon=True)
+    second = threading.Thread(target=lambda: arrived.append(bootstrap_process(rank(1), "node:2", undo)), daemon=True)
     second.start()
-    first = arrive(rank(0), "node:2", undo)
+    first = bootstrap_process(rank(0), "node:2", undo)
     second.join(DEADLINE_S)
 
     [other] = arrived
@@ -93,7 +93,7 @@ def test_processes_on_two_machines_have_certificates_and_servers_on_both(
     monkeypatch.setenv("PACELINE_HOST", address)
 
     with beside(jobs, ProcessInfo(OTHER, VERSION)):
-        first = arrive(rank(0), "node:1", undo)
+        first = bootstrap_process(rank(0), "node:1", undo)
 
     spec, run_dir = first.spec, Path(first.spec.run_dir)
     assert (spec.transport, spec.encrypted, spec.num_servers) == ("tcp", True, 2)
@@ -114,14 +114,14 @@ def test_who_is_missing_is_named_and_where_the_others_are(
     with pytest.raises(
         DeadlineExceeded, match=rf"worker 1 did not come to .* within 0 s \(there: worker 0 on {this_machine()}\)"
     ):
-        arrive(rank(0), None, undo)
+        bootstrap_process(rank(0), None, undo)
 
 
 def test_another_version_is_refused_on_both_sides_and_both_are_named(jobs: Path, undo: ExitStack) -> None:
     old = ProcessInfo(OTHER, "0.0.9 (wire version 1)")
     named = rf"worker 1 on node-1 runs paceline 0\.0\.9 \(wire version 1\), and this .* runs {re.escape(VERSION)}"
     with beside(jobs, old), pytest.raises(UsageError, match=named):
-        arrive(rank(0), None, undo)
+        bootstrap_process(rank(0), None, undo)
 
     folder = jobs / "of-another"
     folder.mkdir(mode=0o700)
@@ -129,7 +129,7 @@ def test_another_version_is_refused_on_both_sides_and_both_are_named(jobs: Path,
     undo.callback(store.close)
     store.invite(Invitation(str(folder), OTHER, old.version))
     with pytest.raises(UsageError, match=r"the first process of the job on node-1 runs paceline 0\.0\.9"):
-        arrive(replace(rank(1), restart=1), None, undo)
+        bootstrap_process(replace(rank(1), restart=1), None, undo)
     assert (folder / "worker-1.life").exists()  # from which the first can say who was there, too
 
 
@@ -140,14 +140,14 @@ def test_a_folder_that_only_the_other_machine_sees(jobs: Path, undo: ExitStack) 
 
     told = rf"node-1 has made the folder of the job, /elsewhere/paceline-1, which {this_machine()} does not see: let"
     with pytest.raises(UsageError, match=told):
-        arrive(rank(1), None, undo)
+        bootstrap_process(rank(1), None, undo)
 
 
 def test_a_machine_that_is_gone_keeps_nobody_waiting_though_its_locks_stay(tmp_path: Path) -> None:
-    liveness_lock = LivenessLock.begin(tmp_path, "worker", 0, 1)
+    liveness_lock = LivenessLock.acquire(tmp_path, "worker", 0, 1)
 
     assert not wait_end_elsewhere(tmp_path, "worker", 0, silence_s=0.0)
-    liveness_lock.end()
+    liveness_lock.release()
     assert wait_end_elsewhere(tmp_path, "worker", 0)
     assert wait_end_elsewhere(tmp_path / "cleared", "worker", 0)
 
@@ -158,7 +158,7 @@ def test_who_cannot_say_that_it_has_come_leaves_nothing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", fail)
     with nothing_left_behind(), pytest.raises(OSError, match="No space left"):
-        LivenessLock.begin(tmp_path, "worker", 0, 1)
+        LivenessLock.acquire(tmp_path, "worker", 0, 1)
     assert names_in(tmp_path) == set()
 
 
@@ -172,10 +172,10 @@ def test_a_process_shows_that_it_lives_whatever_its_clock_says(tmp_path: Path) -
         if path.stat().st_mtime_ns != touched:
             break
         waiting.wait(0.01)
-    heartbeat.end()
+    heartbeat.stop()
     assert path.stat().st_mtime_ns != touched
 
-    watch = Watch(lambda: now)
+    watch = SilenceTimer(lambda: now)
     assert watch.silent_s(5) == 0.0
     while now < 130.0:
         now += 1.0

@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.job.machines import Machine, this_machine
 from paceline.launch.rendezvous.detect import detect
-from paceline.launch.rendezvous.join import enter
+from paceline.launch.rendezvous.join import join_started_job
 from paceline.launch.rendezvous.process_info import VERSION
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
 
@@ -33,15 +33,15 @@ def second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_without_a_launcher_there_is_no_job() -> None:
-    assert enter(None) is None
-    assert enter("ranks:1") is None
+    assert join_started_job(None) is None
+    assert join_started_job("ranks:1") is None
 
 
 def test_a_mistake_in_where_servers_are_is_told_to_whoever_runs_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_SERVERS", "everywhere")
 
     with pytest.raises(UsageError, match="servers is 'everywhere', expected first:M"):
-        enter(None)
+        join_started_job(None)
 
 
 def test_a_process_on_another_machine_than_the_launcher_counts_is_refused(tmp_path: Path, second: str) -> None:
@@ -51,7 +51,7 @@ def test_a_process_on_another_machine_than_the_launcher_counts_is_refused(tmp_pa
     with pytest.raises(
         UsageError, match=r"the first of its job on elsewhere, but .* says that the job is on one machine"
     ):
-        enter(None)
+        join_started_job(None)
     store.close()
 
 
@@ -62,7 +62,7 @@ def test_a_folder_that_others_can_enter_is_not_the_job(tmp_path: Path, second: s
     store.invite(Invitation(str(folder), this_machine(), VERSION))
 
     with pytest.raises(UsageError, match=r"has mode 0755 .* it is not the folder of a job of yours"):
-        enter(None)
+        join_started_job(None)
     store.close()
 
 

@@ -8,14 +8,14 @@ import pytest
 from paceline.errors import UsageError
 from paceline.job.machines import Machine
 from paceline.launch.rendezvous.detect import Detected
-from paceline.launch.rendezvous.roles import RoleAssignment, Servers, locate, take_role
+from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role
 
 JOB = Detected(launcher="torchrun", job="a7", rank=0, size=4, local_rank=0, local_size=2, num_nodes=2)
 
 
 def seats(asked: str | None) -> list[RoleAssignment]:
     places = [replace(JOB, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(4)]
-    return [take_role(place, asked) for place in places]
+    return [assign_role(place, asked) for place in places]
 
 
 def test_one_server_beside_rank_0_by_default() -> None:
@@ -38,15 +38,15 @@ def test_some_on_each_node() -> None:
 def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
     machines = [Machine("a"), Machine("b"), Machine("b"), Machine("a", "of another start")]
     places = [replace(JOB, rank=rank, local_rank=None, node_rank=None, counts_nodes=False) for rank in range(4)]
-    assert not take_role(places[1], "node:2").beside, "nobody knows yet on which node it is"
-    assert take_role(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
+    assert not assign_role(places[1], "node:2").beside, "nobody knows yet on which node it is"
+    assert assign_role(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
 
-    located = [locate(place, machines, rank) for rank, place in enumerate(places)]
+    located = [assign_nodes(place, machines, rank) for rank, place in enumerate(places)]
 
     assert [place.local_rank for place in located] == [0, 0, 1, 0]
-    assert [list(take_role(place, "node:2").beside) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
-    assert {take_role(place, "node:2").num_servers for place in located} == {6}
-    assert locate(JOB, machines, 1) == JOB, "what the launcher says is left as it is"
+    assert [list(assign_role(place, "node:2").beside) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
+    assert {assign_role(place, "node:2").num_servers for place in located} == {6}
+    assert assign_nodes(JOB, machines, 1) == JOB, "what the launcher says is left as it is"
 
 
 def test_the_last_ranks_instead_of_workers() -> None:
@@ -69,9 +69,9 @@ def test_some_beside_workers_and_some_alone() -> None:
     job = replace(JOB, size=5, num_nodes=3)
     machines = [Machine("a"), Machine("b"), Machine("b")]
     places = [replace(job, rank=rank, local_rank=rank % 2, node_rank=rank // 2) for rank in range(5)]
-    workers = [locate(place, machines, rank, anew=True) for rank, place in enumerate(places[:3])]
+    workers = [assign_nodes(place, machines, rank, anew=True) for rank, place in enumerate(places[:3])]
 
-    told = [take_role(place, "node:1+ranks:2") for place in [*workers, *places[3:]]]
+    told = [assign_role(place, "node:1+ranks:2") for place in [*workers, *places[3:]]]
 
     assert [(assignment.role, assignment.index) for assignment in told] == [
         *(("worker", rank) for rank in range(3)),
@@ -82,7 +82,7 @@ def test_some_beside_workers_and_some_alone() -> None:
     assert {assignment.num_servers for assignment in told[:3]} == {4}, (
         "the third node has no workers, as is known by now"
     )
-    assert take_role(places[0], "node:1+ranks:2").summary == (
+    assert assign_role(places[0], "node:1+ranks:2").summary == (
         "torchrun, 3 workers on 3 nodes, 1 server on each node with workers, 2 servers as ranks 3 to 4"
     )
 
@@ -101,23 +101,23 @@ def test_shares_where_some_servers_have_hosts_to_themselves() -> None:
 def test_without_local_ranks_all_are_on_one_node() -> None:
     place = Detected(launcher="torch.distributed", job="a", rank=1, size=2)
 
-    assert not take_role(place, "node:1").beside
-    assert list(take_role(replace(place, rank=0), "node:1").beside) == [0]
+    assert not assign_role(place, "node:1").beside
+    assert list(assign_role(replace(place, rank=0), "node:1").beside) == [0]
 
 
 def test_roles_that_the_launcher_has_given() -> None:
     given = Detected(launcher="DMLC", job="a", rank=None, size=2, role="scheduler", num_servers=1)
 
-    assignment = take_role(given, None)
+    assignment = assign_role(given, None)
 
     assert (assignment.role, assignment.founds, assignment.summary) == (
         "scheduler",
         True,
         "DMLC, 2 workers on 1 node, 1 server of its own",
     )
-    assert not take_role(replace(given, role="worker", rank=0), None).founds
+    assert not assign_role(replace(given, role="worker", rank=0), None).founds
     with pytest.raises(UsageError, match=r"'first:1', but DMLC has named 1 already"):
-        take_role(given, "first:1")
+        assign_role(given, "first:1")
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_roles_that_the_launcher_has_given() -> None:
 )
 def test_what_is_no_placement(asked: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"servers is '{asked}', expected first:M")):
-        take_role(JOB, asked)
+        assign_role(JOB, asked)
 
 
 def test_servers_that_leave_no_worker() -> None:
     with pytest.raises(UsageError, match="ranks:4 leave no worker of 4 ranks"):
-        take_role(JOB, "ranks:4")
+        assign_role(JOB, "ranks:4")

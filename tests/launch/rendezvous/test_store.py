@@ -15,7 +15,7 @@ from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.folders import check_folder
 from paceline.job.machines import Machine
 from paceline.job.spec import ClusterSpec, write_token
-from paceline.launch.rendezvous.liveness_lock import LivenessLock, absent, wait_end
+from paceline.launch.rendezvous.liveness_lock import LivenessLock, missing_ranks, wait_end
 from paceline.launch.rendezvous.roster import Roster, declare_complete, wait_complete, wait_settled
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation, TorchRendezvous
 
@@ -120,29 +120,29 @@ def test_a_store_that_is_not_there() -> None:
 
 
 def test_a_place_is_taken_once(tmp_path: Path) -> None:
-    liveness_lock = LivenessLock.begin(tmp_path, "worker", 1, 2)
+    liveness_lock = LivenessLock.acquire(tmp_path, "worker", 1, 2)
 
     with pytest.raises(UsageError, match="worker 1 is there already"):
-        LivenessLock.begin(tmp_path, "worker", 1, 2)
-    assert absent(tmp_path, "worker", 2) == [0]
-    liveness_lock.end()
+        LivenessLock.acquire(tmp_path, "worker", 1, 2)
+    assert missing_ranks(tmp_path, "worker", 2) == [0]
+    liveness_lock.release()
 
 
 def test_without_numbers_the_first_takes_the_first_place(tmp_path: Path) -> None:
-    taken = [LivenessLock.begin(tmp_path, "server", None, 2) for _ in range(2)]
+    taken = [LivenessLock.acquire(tmp_path, "server", None, 2) for _ in range(2)]
 
     assert [liveness_lock.index for liveness_lock in taken] == [0, 1]
     with pytest.raises(UsageError, match="all 2 servers are there already"):
-        LivenessLock.begin(tmp_path, "server", None, 2)
+        LivenessLock.acquire(tmp_path, "server", None, 2)
     for liveness_lock in taken:
-        liveness_lock.end()
+        liveness_lock.release()
 
 
 def test_the_end_of_a_process_is_seen_however_it_ends(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from paceline.launch.rendezvous.liveness_lock import LivenessLock\n"
-        "kept = LivenessLock.begin(Path(sys.argv[1]), 'worker', 0, 1); print('there', flush=True); signal.pause()"
+        "kept = LivenessLock.acquire(Path(sys.argv[1]), 'worker', 0, 1); print('there', flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -157,18 +157,18 @@ def test_who_is_missing_is_named(tmp_path: Path) -> None:
     spec = ClusterSpec(job="j", num_workers=3, num_servers=2, transport="shm", run_dir=str(tmp_path))
     write_token(tmp_path)
     roster = Roster(tmp_path, 3, 0)
-    taken = [LivenessLock.begin(tmp_path, "worker", 1, 3)]
+    taken = [LivenessLock.acquire(tmp_path, "worker", 1, 3)]
     (tmp_path / "server-0.address").write_text("shm:///run/s")
 
     with pytest.raises(DeadlineExceeded, match=r"3 workers and 2 servers .*: worker 0, worker 2, server 1 did not"):
         wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=0.0)
 
-    taken += [LivenessLock.begin(tmp_path, "worker", index, 3) for index in (0, 2)]
+    taken += [LivenessLock.acquire(tmp_path, "worker", index, 3) for index in (0, 2)]
     (tmp_path / "server-1.address").write_text("shm:///run/t")
     wait_complete(spec, lambda: declare_complete(spec, roster), timeout_s=1.0)
     assert ClusterSpec.read(tmp_path / CLUSTER_NAME).addresses == ("shm:///run/s", "shm:///run/t")
     for liveness_lock in taken:
-        liveness_lock.end()
+        liveness_lock.release()
 
 
 def test_whoever_waits_hears_at_once_that_the_one_who_set_the_job_up_is_gone(tmp_path: Path) -> None:

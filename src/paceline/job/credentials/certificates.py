@@ -1,6 +1,6 @@
 """Certificates for the processes of one job, and the authority that signs them.
 
-Keys are those of the curve P-256. A certificate says whom it is for as the URI paceline://JOB/ROLE/RANK, or
+Keys are on the curve P-256. A certificate names its holder by the URI paceline://JOB/ROLE/RANK, or
 paceline://JOB/any for any process of the job, and holds from an hour ago, because clocks of machines differ.
 """
 

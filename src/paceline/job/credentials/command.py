@@ -42,7 +42,7 @@ def issue(folder: Path, holder: str, /, *, out: Path) -> int:
     folder
         The folder of keys, with the key of the authority.
     holder
-        Whom it is for: worker-3, server-0 or any.
+        The holder of the certificate: worker-3, server-0 or any.
     out
         The folder to carry: certificate, key, token and the authority's certificate, never its key.
     """
@@ -50,7 +50,7 @@ def issue(folder: Path, holder: str, /, *, out: Path) -> int:
     from paceline.job.credentials.key_store import issue_keys
 
     issue_keys(folder, Holder.parse(holder), out)
-    print(f"{out} holds a certificate for {holder}: carry it there by a way that nobody else can read")
+    print(f"{out} holds a certificate for {holder}: transfer it by a channel that no one else can read")
     return 0
 
 
@@ -65,10 +65,10 @@ def rotate(folder: Path, /, *, finish: Annotated[bool, Parameter(negative="")] =
     finish
         Have the previous token hold no longer.
     """
-    from paceline.job.credentials.key_store import end_previous, rotate_token
+    from paceline.job.credentials.key_store import expire_previous_token, rotate_token
 
     if finish:
-        end_previous(folder)
+        expire_previous_token(folder)
         print(f"{folder}: the previous token holds no longer")
     else:
         rotate_token(folder)

@@ -1,4 +1,4 @@
-"""Whom a certificate is for, and the files in which a process finds its own."""
+"""Holders of certificates, and the files in which a process finds its own certificate."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _NAME: Final = re.compile(r"(?:(server|worker|data)-(0|[1-9]\d{0,8})|any)", re.A
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Whom a certificate is for: one process of a job, or any of them.
+    """The holder of a certificate: one process of a job, or any of them.
 
     >>> str(Holder("server", 0)), str(Holder("worker", 3)), str(Holder("any"))
     ('server-0', 'worker-3', 'any')
@@ -33,7 +33,7 @@ class Holder:
         """Read a name as `str` gives it; raises UsageError when it is none."""
         match = _NAME.fullmatch(text)
         if match is None:
-            raise UsageError(f"{text!r} is nobody's name, expected one such as worker-3, server-0 or any")
+            raise UsageError(f"{text!r} is not the name of a holder, expected one such as worker-3, server-0 or any")
         if match[1] is None:
             return Holder("any")
         return Holder(cast("Role", match[1]), int(match[2]))

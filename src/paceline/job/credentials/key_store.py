@@ -1,7 +1,7 @@
 """A user's own folder of keys: an authority, a token and certificates, to be made, handed on, rotated and revoked.
 
 In the folder lie authority.pem and authority.key, token, any.pem and any.key; under issued/ a copy of every certificate
-(not of its key) that was signed for somebody else; in `revoked` who is turned away. Only its owner can enter it.
+(not of its key) that was signed for another machine; in `revoked` the revoked holders. Only its owner can enter it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOON: Final = timedelta(days=7)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate in a folder of keys: whom it is for, its serial number, when it ends and whether it was revoked."""
+    """A certificate in a folder of keys: its holder, serial number, end, and whether it was revoked."""
 
     holder: str
     serial: str
@@ -92,7 +92,7 @@ def issue_keys(folder: Path, holder: Holder, out: Path) -> None:
 
 
 def rotate_token(folder: Path) -> None:
-    """Make a new token; the one of now becomes the previous one, which still holds until `end_previous`.
+    """Make a new token; the one of now becomes the previous one, which still holds until `expire_previous_token`.
 
     Raises UsageError when there is a previous one already, or none at all, or the folder was issued: no server reads
     the token there.
@@ -111,7 +111,7 @@ def rotate_token(folder: Path) -> None:
     write_private(folder / TOKEN_NAME, secrets.token_bytes(TOKEN_BYTES))
 
 
-def end_previous(folder: Path) -> None:
+def expire_previous_token(folder: Path) -> None:
     """Have the previous token hold no longer; raises UsageError when there is none."""
     try:
         (folder / PREVIOUS_NAME).unlink()

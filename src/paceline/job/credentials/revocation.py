@@ -15,7 +15,7 @@ from paceline.job.spec import ClusterSpec
 from paceline.transport.file_watch import FileWatch
 from paceline.transport.peer_identity import DamagedRevocations, read_revoked
 
-POLL_S: Final = 0.25  # so that whoever is revoked is out within a second
+POLL_S: Final = 0.25  # so that a revoked peer is disconnected within a second
 _JOIN_TIMEOUT_S: Final = 5.0
 
 

@@ -1,8 +1,8 @@
-"""The entry of the nursery, and of all that it forks: `python -m paceline.launch.forkserver.child RUN_DIR SCRIPT`.
+"""The fork server: `python -m paceline.launch.forkserver.child RUN_DIR PRELOADED SCRIPT`.
 
-Standard input is a socket from the launcher. Each message asks for one process, which goes on as `python -m MODULE`
-would: with its own streams, environment, arguments, import path, session and chance. The run directory is named only
-to be seen in a list of processes.
+Standard input is a socket from the launcher. Each message asks for one process, which runs as `python -m MODULE` would:
+with its own streams, environment, arguments, import path, session and random state. PRELOADED is the module that is
+imported before the first fork. RUN_DIR only shows in a list of processes.
 """
 
 import ast
@@ -31,7 +31,7 @@ OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add
 
 
 def may_make_optimizers(script: Path) -> bool:
-    """Tell whether a script names an optimizer, or imports what might make one; True when it cannot be read."""
+    """Return whether a script names an optimizer, or imports what might make one; True when it cannot be read."""
     try:
         text = script.read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -41,7 +41,7 @@ def may_make_optimizers(script: Path) -> bool:
 
 
 def sets_variables(script: Path) -> bool:
-    """Tell whether a script changes environment variables: libraries that are imported already would not see that."""
+    """Return whether a script changes environment variables, which libraries that are already imported would miss."""
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):  # it runs into that itself
@@ -119,7 +119,7 @@ class _MemoryMap(ctypes.Structure):
     ]
 
 
-def show_as(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def set_process_title(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have this process listed with this command and environment, where there is a /proc."""
     layout_now = _layout_now()
     if not layout_now:
@@ -151,7 +151,7 @@ def _joined(words: Iterable[str]) -> bytes:
 
 READY: Final = b"ready"
 GO: Final = b"go"
-BIRTH_TIMEOUT_S: Final = 10.0
+FORK_TIMEOUT_S: Final = 10.0
 REQUEST_BYTES_MAX: Final = 1024 * 1024  # more than a socket takes as one message
 NUM_STREAMS: Final = 3
 
@@ -165,7 +165,7 @@ class ForkedProcess:
     streams: tuple[int, ...]  # the descriptors that become standard input, output and error
     channel: socket.socket  # to the launcher
 
-    def grow_up(self) -> None:
+    def run_command(self) -> None:
         """Become that process, and run its module to the end; raises what the module raises."""
         os.setsid()
         for number, stream in enumerate(self.streams):
@@ -174,7 +174,7 @@ class ForkedProcess:
         self._wait_go()
         sys.path[:] = import_path(import_folders(self.environment))
         replace_all(self.environment)
-        show_as(self.command, self.environment)
+        set_process_title(self.command, self.environment)
         sys.orig_argv[:] = self.command
         _, option, module, *arguments = self.command
         sys.argv[:] = [option, *arguments]
@@ -185,10 +185,10 @@ class ForkedProcess:
     def _wait_go(self) -> None:
         """Block until the launcher has this process for its child and wants it; else end here, having done nothing."""
         launcher = find_launcher()
-        if launcher is None or not wait_adopted(launcher, self.channel, BIRTH_TIMEOUT_S):
+        if launcher is None or not wait_adopted(launcher, self.channel, FORK_TIMEOUT_S):
             os._exit(EXIT_CODE)
         with self.channel:
-            self.channel.settimeout(BIRTH_TIMEOUT_S)
+            self.channel.settimeout(FORK_TIMEOUT_S)
             try:
                 self.channel.sendall(str(os.getpid()).encode())
                 wanted = self.channel.recv(len(GO)) == GO
@@ -202,22 +202,22 @@ def main() -> None:
     """Fork processes until the launcher wants no more; returns in each of them when it has run its module."""
     die_with_launcher()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as requests:
-        import_ahead(Path(sys.argv[-1]))
+        preload(sys.argv[-2], Path(sys.argv[-1]))
         if not may_fork():
             return
         requests.sendall(READY)
-        birth = wait_birth(requests)
-    if birth is not None:
-        birth.grow_up()
+        forked = serve_requests(requests)
+    if forked is not None:
+        forked.run_command()
 
 
-def import_ahead(script: Path) -> None:
+def preload(module: str, script: Path) -> None:
     """Import what workers and servers do, from where a script would: its folder is on PYTHONPATH, ours is left out."""
     if not sys.flags.safe_path:
         del sys.path[0]
     import torch
 
-    importlib.import_module("paceline.api.script")  # by name: it stands above us
+    importlib.import_module(module)
     if may_make_optimizers(script):
         torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports as much again
     gc.collect()
@@ -225,13 +225,13 @@ def import_ahead(script: Path) -> None:
 
 
 def may_fork() -> bool:
-    """Tell whether nothing was imported that a fork would break: threads, and open devices."""
+    """Return whether a fork is safe: no thread was started, and no device opened."""
     import torch
 
     return threading.active_count() == 1 and not (torch.cuda.is_initialized() or torch.xpu.is_initialized())
 
 
-def wait_birth(requests: socket.socket) -> ForkedProcess | None:
+def serve_requests(requests: socket.socket) -> ForkedProcess | None:
     """Block, forking a process for each request; returns in each of these, and None once no more is asked for."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, NUM_STREAMS + 1)
@@ -268,7 +268,7 @@ def import_path(folders: list[str]) -> list[str]:
 
 
 def reseed() -> None:
-    """Give this process chance of its own; Python's own `random` sees to that by itself."""
+    """Give this process its own random state; Python's own `random` reseeds itself."""
     import numpy
     import torch
 

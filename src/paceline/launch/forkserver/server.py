@@ -1,8 +1,8 @@
-"""The launcher's end of the nursery: a process that has imported torch already, and forks the job's processes.
+"""The launcher's end of the fork server: a process that has imported torch, and forks the processes of the job.
 
-Starting Python and importing torch takes seconds of a core, and every process of a job would do it. The nursery does it
-once. What it forks is the launcher's own child, and told apart from a process started afresh by nothing but its start.
-Whenever the nursery fails, processes are started afresh.
+Starting Python and importing torch takes seconds of a core, and every process of a job would do it. The fork server
+does it once. A forked process is a child of the launcher, and differs from one started afresh in its start only.
+When the fork server fails, processes are started afresh.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Final, Self, final
 
 from paceline.launch.child import Launch, Process, pin, start_process
-from paceline.launch.forkserver.child import BIRTH_TIMEOUT_S, GO, READY
+from paceline.launch.forkserver.child import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
 
 READY_TIMEOUT_S: Final = 30.0
@@ -26,7 +26,7 @@ READY_TIMEOUT_S: Final = 30.0
 @final
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A process that the nursery has forked; a child of this process."""
+    """A process that the fork server has forked; a child of this process."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -40,19 +40,19 @@ class Forked:
 
 @final
 class ForkServer:
-    """Starts processes by having them forked. A context manager: leaving it ends the nursery."""
+    """Starts processes by having them forked. A context manager: leaving it ends the fork server's process."""
 
-    def __init__(self, environment: Mapping[str, str], run_dir: Path, script: Path) -> None:
-        """Plan it; `environment` comes from `nursery_environment`, what to import ahead from a look at the script."""
-        command = (sys.executable, "-m", "paceline.launch.forkserver.child", str(run_dir), str(script))
-        self.launch = Launch(role="nursery", name="nursery", rank=0, command=command, environment=environment)
+    def __init__(self, environment: Mapping[str, str], run_dir: Path, module: str, script: Path) -> None:
+        """Plan it; `environment` is from `fork_server_environment`. `module` and what `script` needs are preloaded."""
+        command = (sys.executable, "-m", "paceline.launch.forkserver.child", str(run_dir), module, str(script))
+        self.launch = Launch(role="fork-server", name="fork server", rank=0, command=command, environment=environment)
         # Whole messages, and the end of either side is seen by the other.
         self._requests, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setblocking(False)
         self._ready = False
 
     def __enter__(self) -> Self:
-        """Return this nursery."""
+        """Return this fork server."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -60,14 +60,14 @@ class ForkServer:
         self._requests.close()
         self._theirs.close()
 
-    def open(self, launch: Launch) -> Process:
+    def start_server(self, launch: Launch) -> Process:
         """Start its process, as `self.launch` says; does not wait until it is ready."""
         self._deadline_s = time.monotonic() + READY_TIMEOUT_S
         with self._theirs:
             return start_process(launch, stdin=self._theirs.fileno())
 
     def settled(self) -> bool:
-        """Tell whether it is ready, or will not be in time; does not block."""
+        """Return whether it is ready, or has failed to be in time; does not block."""
         try:
             self._ready = self._requests.recv(len(READY)) == READY
         except BlockingIOError:
@@ -95,11 +95,11 @@ class ForkServer:
                 orders, stdin = given.enter_context(open(os.devnull, "rb")), None
             stdout, out = _pipe(kept, given)
             stderr, err = _pipe(kept, given)
-            self._requests.settimeout(BIRTH_TIMEOUT_S)
-            channel.settimeout(BIRTH_TIMEOUT_S)
+            self._requests.settimeout(FORK_TIMEOUT_S)
+            channel.settimeout(FORK_TIMEOUT_S)
             with adopting():
                 socket.send_fds(self._requests, [request], [file.fileno() for file in (orders, out, err, theirs)])
-                theirs.close()  # so that the end of the nursery is the end of the channel
+                theirs.close()  # so that the channel ends with the fork server
                 pid = _read_pid(channel)
             pin(pid, launch.cores)
             channel.sendall(GO)
@@ -118,5 +118,5 @@ def _pipe(readers: ExitStack, writers: ExitStack) -> tuple[IO[bytes], IO[bytes]]
 def _read_pid(channel: socket.socket) -> int:
     pid = channel.recv(32)
     if not pid:
-        raise ConnectionResetError("the nursery has ended")
+        raise ConnectionResetError("the fork server has ended")
     return int(pid)

@@ -42,7 +42,7 @@ spec:
     authOptions:
       mode: "token"
     headGroupSpec:
-      serviceType: "ClusterIP"  # nobody outside of the cluster reaches the dashboard
+      serviceType: "ClusterIP"  # the dashboard cannot be reached from outside of the cluster
       enableIngress: false
       rayStartParams:
         num-cpus: "0"  # no worker and no server beside the head

@@ -19,7 +19,7 @@ from paceline.launch.local import GUARD_TIMEOUT_S
 from paceline.launch.rendezvous.detect import Detected
 from paceline.launch.rendezvous.liveness_lock import LivenessLock
 from paceline.launch.rendezvous.process_info import ProcessInfo
-from paceline.launch.rendezvous.roles import RoleAssignment, asked_for, locate, take_role
+from paceline.launch.rendezvous.roles import RoleAssignment, assign_nodes, assign_role, requested_servers
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S, Roster, wait_all, wait_settled
 from paceline.launch.rendezvous.setup import make_folder, settle
 from paceline.launch.rendezvous.store import Invitation, RendezvousStore, open_store
@@ -31,7 +31,7 @@ class BootstrapResult:
 
     Attributes:
         founder: the machine of the process that has set the job up.
-        presence: what others see of this process; None for a scheduler, whom nobody needs to see.
+        liveness_lock: shows others that this process takes part; None for a scheduler.
         guard: of the folder of the job, if this process has made it.
     """
 
@@ -45,7 +45,7 @@ class BootstrapResult:
     timeout_s: float
 
 
-def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapResult:
+def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapResult:
     """Meet the others of the job; `undo` takes back what this process has done for that.
 
     Blocks until it is settled how all reach each other. Between machines that takes all of them.
@@ -54,12 +54,14 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapR
         UsageError: launcher and `asked` make no sense together, or this process cannot be in this job.
         DeadlineExceeded: not all have come in time; the message names who is missing.
     """
-    timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), take_role(detected, asked)
-    servers = asked_for(detected, asked)
+    timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
+    servers = requested_servers(detected, asked)
     store = open_store(detected, asked_folder() or cache_folder())
     undo.callback(store.close)
     invitation, guard = (
-        _found(assignment, detected, store, undo) if assignment.founds else (_follow(detected, store, timeout_s), None)
+        _set_up(assignment, detected, store, undo)
+        if assignment.founds
+        else (_find_founder(detected, store, timeout_s), None)
     )
     run_dir = Path(invitation.run_dir)
     liveness_lock = _take_part(run_dir, assignment, undo)
@@ -70,15 +72,15 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapR
     if detected.may_span:
         wait_all(roster, timeout_s)
         if liveness_lock is not None and assignment.role == "worker":
-            detected = locate(detected, roster.workers, liveness_lock.index, anew=servers.has_both)
-            assignment = take_role(detected, asked)
+            detected = assign_nodes(detected, roster.workers, liveness_lock.index, anew=servers.has_both)
+            assignment = assign_role(detected, asked)
         if assignment.founds:
             settle(
                 run_dir, assignment, roster.machines, detected.master, servers.shares(roster.workers, roster.servers)
             )
     spec = wait_settled(run_dir, timeout_s)
     if liveness_lock is not None and spec.encrypted:
-        liveness_lock.show()
+        liveness_lock.start_heartbeat()
     return BootstrapResult(
         assignment=assignment,
         spec=spec,
@@ -91,7 +93,7 @@ def arrive(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapR
     )
 
 
-def _found(
+def _set_up(
     assignment: RoleAssignment, detected: Detected, store: RendezvousStore, undo: ExitStack
 ) -> tuple[Invitation, Guard]:
     """Set the job up, and tell the others where."""
@@ -104,7 +106,7 @@ def _found(
     return invitation, guard
 
 
-def _follow(detected: Detected, store: RendezvousStore, timeout_s: float) -> Invitation:
+def _find_founder(detected: Detected, store: RendezvousStore, timeout_s: float) -> Invitation:
     """Hear where the process that sets the job up has made its folder."""
     invitation = store.wait_invitation(timeout_s)
     here, run_dir = this_machine(), Path(invitation.run_dir)
@@ -128,6 +130,6 @@ def _take_part(run_dir: Path, assignment: RoleAssignment, undo: ExitStack) -> Li
     if assignment.role == "scheduler":
         return None
     count = assignment.num_workers if assignment.role == "worker" else assignment.num_servers
-    liveness_lock = LivenessLock.begin(run_dir, assignment.role, assignment.index, count)
-    undo.callback(liveness_lock.end)
+    liveness_lock = LivenessLock.acquire(run_dir, assignment.role, assignment.index, count)
+    undo.callback(liveness_lock.release)
     return liveness_lock

@@ -32,7 +32,7 @@ class Detected:
 
     launcher: str
     job: str  # no two jobs of one launcher that run at once have it in common
-    rank: int | None  # None: whoever comes first is first
+    rank: int | None  # None: in order of arrival
     size: int
     local_rank: int | None = None
     local_size: int | None = None
@@ -142,7 +142,7 @@ def _mpich(variables: Variables) -> Detected:
 
 
 def _in_slurm_step(variables: Variables) -> bool:
-    """Tell whether srun started this process as a task: no shell, be it of salloc, of sbatch or of `srun --pty`."""
+    """Return whether srun started this process as a task: no shell, be it of salloc, of sbatch or of `srun --pty`."""
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < SLURM_STEPS_END and "SLURM_PTY_PORT" not in variables
 

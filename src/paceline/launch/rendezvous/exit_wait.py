@@ -1,4 +1,4 @@
-"""How it is known that a job which nobody watches over is over."""
+"""Waits for the end of a job that has no supervisor: until no worker holds its liveness lock."""
 
 import threading
 from collections.abc import Generator
@@ -29,7 +29,7 @@ def wait_all_ended(spec: ClusterSpec) -> None:
 
 
 @contextmanager
-def telling(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER_S) -> Generator[None]:
+def announcing_wait(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER_S) -> Generator[None]:
     """Say once, if the others go on for a while, why this worker's process stays though its script has ended."""
 
     def tell() -> None:

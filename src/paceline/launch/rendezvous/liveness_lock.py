@@ -1,6 +1,6 @@
-"""Who takes part in a job that nobody watches over: each worker holds a file locked for as long as it does.
+"""Liveness locks: in a job without a supervisor each worker holds a file locked for as long as it takes part.
 
-The kernel lets go of a lock when its process ends, however it ends, and whoever waits for it is told at once. In a
+The kernel releases a lock when its process ends, however it ends, and wakes the processes that wait for it. In a
 folder that several machines see, locks are those of its file server: one of a machine that is gone stays until the file
 server gives it up.
 """
@@ -39,7 +39,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="paceline-pulse", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Touch it no longer; may be repeated."""
         self._ended.set()
         self._thread.join(self._beat_s)  # a file server that does not answer does not keep this process from ending
@@ -51,8 +51,8 @@ class Heartbeat:
 
 
 @final
-class Watch:
-    """Tells for how long a file has not been touched, as far as whoever asks has seen."""
+class SilenceTimer:
+    """Measures for how long this process has seen a file untouched."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._ran = Stopwatch(BEAT_S, now)
@@ -62,7 +62,7 @@ class Watch:
     def silent_s(self, touched_ns: int) -> float:
         """Return for how many seconds the time of the file has been this one; ask every few seconds.
 
-        Time in which whoever asks was stopped does not count: the other may have been stopped with it.
+        Time in which this process was stopped does not count: the other may have been stopped with it.
         """
         ran_s = self._ran.look()
         if touched_ns != self._touched_ns:
@@ -85,17 +85,17 @@ class LivenessLock:
         self._heartbeat: Heartbeat | None = None
 
     @staticmethod
-    def begin(run_dir: Path, role: Role, index: int | None, count: int) -> "LivenessLock":
-        """Take part as this one of `count`, or as the first that nobody is yet.
+    def acquire(run_dir: Path, role: Role, index: int | None, count: int) -> "LivenessLock":
+        """Take part as process `index` of `count`, or as the lowest free one.
 
-        Raises UsageError when another process is.
+        Raises UsageError when another process has that index.
         """
         unfinished = run_dir / f".{role}.{socket.gethostname()}.{os.getpid()}"
         with ExitStack() as undo:
             descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             undo.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # before anybody can see the file, who would take us for dead
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # before others see the file: unlocked would mean dead
                 os.write(descriptor, msgspec.json.encode(ProcessInfo.own()))
                 os.fsync(descriptor)  # for other machines too, though the file stays open
                 for one in range(count) if index is None else (index,):
@@ -111,23 +111,23 @@ class LivenessLock:
             "the job again, and join it once"
         )
 
-    def show(self) -> None:
+    def start_heartbeat(self) -> None:
         """Let other machines see from now on that this process lives."""
         self._heartbeat = Heartbeat(self._path)
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Take part no longer; may be repeated."""
         if self._descriptor is None:
             return
         if self._heartbeat is not None:
-            self._heartbeat.end()
+            self._heartbeat.stop()
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child that was forked may have the file open still
         os.close(self._descriptor)
         self._descriptor = None
 
 
-def absent(run_dir: Path, role: Role, count: int) -> list[int]:
-    """Return those of a role who have never come."""
+def missing_ranks(run_dir: Path, role: Role, count: int) -> list[int]:
+    """Return the ranks of a role that have never come."""
     present = names_in(run_dir)
     return [index for index in range(count) if _name(role, index) not in present]
 
@@ -161,7 +161,7 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float =
     Returns False when it has not for `silence_s`, though it holds its lock still: its machine is gone, and the file
     server has not noticed; or it is stopped.
     """
-    watch, pause = Watch(), threading.Event()
+    watch, pause = SilenceTimer(), threading.Event()
     while True:
         try:
             descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
@@ -178,7 +178,7 @@ def wait_end_elsewhere(run_dir: Path, role: Role, index: int, silence_s: float =
 
 
 def takes_part(run_dir: Path, role: Role, index: int) -> bool:
-    """Tell whether one who has come still takes part; does not block."""
+    """Return whether one who has come still takes part; does not block."""
     try:
         descriptor = os.open(run_dir / _name(role, index), os.O_RDWR)
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def takes_part(run_dir: Path, role: Role, index: int) -> bool:
 
 
 def is_held(descriptor: int) -> bool:
-    """Tell whether another process holds this file locked; does not block."""
+    """Return whether another process holds this file locked; does not block."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:

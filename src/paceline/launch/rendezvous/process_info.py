@@ -34,13 +34,14 @@ class ProcessInfo(msgspec.Struct, frozen=True):
         )
 
 
-def whereabouts(cards: Mapping[str, ProcessInfo]) -> str:
+def describe_machines(infos: Mapping[str, ProcessInfo]) -> str:
     """Say on which machine each is.
 
-    >>> whereabouts({"worker 0": ProcessInfo(Machine("a")), "server 0": ProcessInfo(Machine("b")), "worker 1": ProcessInfo(Machine("a"))})
+    >>> a, b = ProcessInfo(Machine("a")), ProcessInfo(Machine("b"))
+    >>> describe_machines({"worker 0": a, "server 0": b, "worker 1": a})
     'worker 0 and worker 1 on a; server 0 on b'
     """
     found: defaultdict[Machine, list[str]] = defaultdict(list)
-    for name, process_info in cards.items():
+    for name, process_info in infos.items():
         found[process_info.machine].append(name)
     return "; ".join(f"{' and '.join(names)} on {machine}" for machine, names in found.items())

@@ -65,7 +65,7 @@ class RoleAssignment:
     """What this process is in its job.
 
     Attributes:
-        index: its number among those of its role; None where whoever comes first is first.
+        index: its number among those of its role; None for the order of arrival.
         num_serving: how many of the servers are processes of the launcher, and not started beside a worker.
         beside: the numbers of the servers that it starts; none before it is known on which node it is.
         founds: whether it is the one that sets the job up, and tells the others where they meet.
@@ -82,8 +82,8 @@ class RoleAssignment:
     summary: str
 
 
-def asked_for(detected: Detected, asked: str | None) -> Servers:
-    """Return where servers are: as the launcher has settled, or else as somebody has `asked`.
+def requested_servers(detected: Detected, asked: str | None) -> Servers:
+    """Return where servers are: as the launcher has settled, or else as the user has `asked`.
 
     Raises UsageError for both together, and for text that says nothing of servers.
     """
@@ -95,7 +95,7 @@ def asked_for(detected: Detected, asked: str | None) -> Servers:
     return Servers("first", 0, detected.num_servers) if detected.num_servers else Servers.parse(asked or DEFAULT)
 
 
-def locate(detected: Detected, machines: Sequence[Machine], index: int, *, anew: bool = False) -> Detected:
+def assign_nodes(detected: Detected, machines: Sequence[Machine], index: int, *, anew: bool = False) -> Detected:
     """Add what the launcher has not told: each machine is a node, in the order of the workers on them.
 
     `machines` says where each worker is, and this process is the worker `index`. `anew`: whatever the launcher has
@@ -110,9 +110,9 @@ def locate(detected: Detected, machines: Sequence[Machine], index: int, *, anew:
     )
 
 
-def take_role(detected: Detected, asked: str | None) -> RoleAssignment:
+def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
     """Return what this process is, with servers where they were `asked` for; raises UsageError where that cannot be."""
-    servers = asked_for(detected, asked)
+    servers = requested_servers(detected, asked)
     if detected.num_servers:
         return _given_role(detected)
     num_workers = _count_workers(detected, servers.alone)

@@ -1,4 +1,4 @@
-"""How a job gathers: first its processes come, and once its servers listen too, it is complete."""
+"""The roster of a job without a supervisor: which processes have come, and whether the job is complete."""
 
 import socket
 from collections.abc import Callable
@@ -12,58 +12,58 @@ from paceline.job.machines import Machine
 from paceline.job.polling import INTERVAL_S, INTERVAL_SHARED_S, wait_for
 from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.rendezvous.detect import Role
-from paceline.launch.rendezvous.liveness_lock import absent, process_info
-from paceline.launch.rendezvous.process_info import ProcessInfo, whereabouts
+from paceline.launch.rendezvous.liveness_lock import missing_ranks, process_info
+from paceline.launch.rendezvous.process_info import ProcessInfo, describe_machines
 
 START_TIMEOUT_S: Final = 60.0
 
 
 @final
 class Roster:
-    """Who of a job has come by itself: all workers, and those servers that nobody starts beside a worker."""
+    """The processes that come by themselves: all workers, and the servers that are not sidecars of a worker."""
 
     def __init__(self, run_dir: Path, num_workers: int, num_servers: int) -> None:
         self._run_dir = run_dir
         self._awaited: tuple[tuple[Role, int], ...] = (("worker", num_workers), ("server", num_servers))
-        self._cards: dict[str, ProcessInfo] = {}
-        self.missing: list[str] = []  # at the last call
+        self._infos: dict[str, ProcessInfo] = {}
+        self.missing: list[str] = []  # when last polled
 
-    def call(self) -> list[str]:
-        """Return who has not come yet; raises UsageError when somebody runs another paceline."""
+    def poll_missing(self) -> list[str]:
+        """Return the processes that have not come yet; raises UsageError when one runs another version of paceline."""
         missing: list[str] = []
         for role, count in self._awaited:
-            gone = absent(self._run_dir, role, count)
+            gone = missing_ranks(self._run_dir, role, count)
             missing += [f"{role} {index}" for index in gone]
             for index in sorted(set(range(count)).difference(gone)):
-                if f"{role} {index}" not in self._cards:
-                    self._greet(f"{role} {index}", process_info(self._run_dir, role, index))
+                if f"{role} {index}" not in self._infos:
+                    self._add(f"{role} {index}", process_info(self._run_dir, role, index))
         self.missing = missing
         return missing
 
     @property
     def workers(self) -> list[Machine]:
         """Where each worker is; once all have come."""
-        return [self._cards[f"worker {index}"].machine for index in range(self._awaited[0][1])]
+        return [self._infos[f"worker {index}"].machine for index in range(self._awaited[0][1])]
 
     @property
     def servers(self) -> list[Machine]:
         """Where each of those servers is; once all have come."""
-        return [self._cards[f"server {index}"].machine for index in range(self._awaited[1][1])]
+        return [self._infos[f"server {index}"].machine for index in range(self._awaited[1][1])]
 
     @property
     def machines(self) -> list[Machine]:
-        """The machines on which somebody is, each once."""
-        return list(dict.fromkeys(process_info.machine for process_info in self._cards.values()))
+        """The machines of all processes that have come, each once."""
+        return list(dict.fromkeys(info.machine for info in self._infos.values()))
 
     def __str__(self) -> str:
         """Say who is where."""
-        return whereabouts(self._cards)
+        return describe_machines(self._infos)
 
-    def _greet(self, who: str, told: ProcessInfo) -> None:
+    def _add(self, who: str, told: ProcessInfo) -> None:
         refusal = told.refusal(who)
         if refusal is not None:
             raise UsageError(refusal)
-        self._cards[who] = told
+        self._infos[who] = told
 
 
 def wait_all(roster: Roster, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -71,14 +71,14 @@ def wait_all(roster: Roster, timeout_s: float = START_TIMEOUT_S) -> None:
 
     Raises:
         DeadlineExceeded: some have not in time; the message names them, and where the others are.
-        UsageError: somebody runs another paceline.
+        UsageError: a process runs another version of paceline.
     """
     wait_for(
-        lambda: None if roster.call() else roster,
+        lambda: None if roster.poll_missing() else roster,
         timeout_s,
         lambda: (
             f"{', '.join(roster.missing)} did not come to {socket.gethostname()} within {timeout_s:g} s (there: "
-            f"{str(roster) or 'nobody'}). Look at what the missing ones wrote, whether they call paceline.init(), "
+            f"{str(roster) or 'none'}). Look at what the missing ones wrote, whether they call paceline.init(), "
             "and whether they see the same folder"
         ),
         INTERVAL_SHARED_S,
@@ -130,13 +130,13 @@ def wait_complete(spec: ClusterSpec, each_turn: Callable[[], None], timeout_s: f
 
 def declare_complete(spec: ClusterSpec, roster: Roster) -> None:
     """Tell all that wait, if it is so. For the process that has set the job up."""
-    if not roster.call():
+    if not roster.poll_missing():
         AddressBook(spec).poll()
 
 
 def missing(spec: ClusterSpec) -> str:
     """Name the processes of a job that have not come yet."""
-    workers = [f"worker {index}" for index in absent(Path(spec.run_dir), "worker", spec.num_workers)]
+    workers = [f"worker {index}" for index in missing_ranks(Path(spec.run_dir), "worker", spec.num_workers)]
     return ", ".join([*workers, *AddressBook(spec).missing()]) or "the process that sets the job up"
 
 

@@ -107,7 +107,7 @@ def listening_host(spec: ClusterSpec, founder: Machine) -> str:
 
 def _issue(run_dir: Path, job: str, assignment: RoleAssignment) -> None:
     """Give every process of the job a certificate; who signed is forgotten, so that there will be no more."""
-    from paceline.job.credentials.certificates import Authority  # here: where all are on one machine nobody needs it
+    from paceline.job.credentials.certificates import Authority  # deferred: not needed on one machine
 
     keys, authority = run_dir / KEYS_NAME, Authority.make(job)
     keys.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""A server of a job that nobody watches over: it ends when all workers have.
+"""Sidecar servers: servers that a worker starts in a job without a supervisor; they end when all workers have.
 
 `python -m paceline.launch.rendezvous.sidecar RUN_DIR RANK HOST` is one beside a worker. It ends with that worker, too:
 its standard input is a pipe that the worker holds open.
@@ -18,10 +18,9 @@ from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
 from paceline.launch.policy import describe_exit
-from paceline.launch.preemption import ignore_telling
+from paceline.launch.preemption import ignore_preemption_signals
 from paceline.launch.rendezvous.exit_wait import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
-from paceline.launch.server import serve
 from paceline.launch.serving import run_program
 from paceline.server.node import ServerNode
 
@@ -67,7 +66,7 @@ class SidecarServers:
             except subprocess.TimeoutExpired:
                 return
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End those that still run, at once."""
         for process in self._processes.values():
             process.kill()
@@ -79,13 +78,16 @@ class SidecarServers:
 EXIT_FAILURE: Final = 1
 
 
-def attend(spec: ClusterSpec, rank: int, host: str) -> None:
+def serve_until_workers_end(spec: ClusterSpec, rank: int, host: str) -> None:
     """Serve one shard of the job; blocks until all workers have left or died.
 
     By TCP it listens at `host`, an address of this machine.
     Ends the process with an error when not all have come in time.
     """
-    ignore_telling()
+    # Deferred: workers import this module, and the fork server then runs that one as a program.
+    from paceline.launch.server import serve
+
+    ignore_preemption_signals()
     serve(spec, rank, lambda node: _follow_workers(spec, rank, node), host)
 
 
@@ -120,7 +122,9 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Serve as the command line says."""
     threading.Thread(target=_end_with_parent, name="paceline-lifeline", daemon=True).start()
-    run_program(lambda: attend(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3]))
+    run_program(
+        lambda: serve_until_workers_end(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
+    )
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ class FolderRendezvous:
 
 @contextmanager
 def _alone(folder: Path) -> Generator[None]:
-    """Let nobody else change the files of this folder while entered; others are done in a moment."""
+    """Hold the lock on the files of this folder while entered; other holders release it in a moment."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
     def take() -> bool | None:

@@ -99,7 +99,7 @@ class TrialDriver:
         while self._running:
             self._display.show(self._study, self._running)
             _wait(signals)
-            for number in signals.take():
+            for number in signals.pop_received():
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
             for run in tuple(self._running):
                 self._attend(run)
@@ -163,7 +163,7 @@ class TrialDriver:
             run.stop()
         while self._running:
             _wait(signals)
-            if signal.SIGINT in signals.take():  # once more
+            if signal.SIGINT in signals.pop_received():  # once more
                 for run in self._running:
                     run.kill()
             for run in tuple(self._running):

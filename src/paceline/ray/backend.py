@@ -1,4 +1,4 @@
-"""A Ray cluster as the place where the processes of a job run."""
+"""The Ray process backend: starts the processes of a job in actors on a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.ray.actor import ProcessActor
 from paceline.ray.engine import Cluster, load_ray
 from paceline.ray.placement_groups import PlacementGroups
 from paceline.ray.registry import RayRegistry
-from paceline.ray.remote import Remote
+from paceline.ray.remote import RemoteProcess
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,30 +59,30 @@ class RayBackend:
         # Orders are followed one by one, as they come; news are waited for beside them.
         self._actors: Any = self._ray.remote(concurrency_groups={"news": 1})(ProcessActor)
         self._registry: RayRegistry | None = None  # from when all have a place
-        self._members: list[Remote] = []
+        self._members: list[RemoteProcess] = []
 
-    # The stage
+    # Process backend
 
     def prepare(self) -> Sequence[Member]:
         """Ask for room."""
-        self._places.ask()
+        self._places.request()
         return ()
 
     def settled(self) -> bool:
-        """Tell whether there is room for all."""
-        if self._registry is None and self._places.there():
+        """Return whether there is room for all."""
+        if self._registry is None and self._places.is_ready():
             nodes = self._places.nodes()
             self._registry = RayRegistry(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
             if not self._run.quiet:
-                self._console.say(_placed(self._registry))
+                self._console.announce(_placed(self._registry))
         return self._registry is not None
 
-    def start(self, launch: Launch) -> Remote:
+    def start(self, launch: Launch) -> RemoteProcess:
         """Have an actor started in its place."""
         assert self._registry is not None
         actor = self._actors.options(**self._places.settings(launch), max_restarts=0).remote()
         deadline_s = time.monotonic() + self._options.start_timeout
-        member = Remote(launch, actor, self._registry, self._console, self._ray.kill, deadline_s)
+        member = RemoteProcess(launch, actor, self._registry, self._console, self._ray.kill, deadline_s)
         self._members.append(member)
         return member
 
@@ -95,10 +95,10 @@ class RayBackend:
             self._ray.wait(list(awaited), timeout=timeout_s)
             answered, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
             for question in answered:
-                self._take(awaited[question])
+                self._handle_answer(awaited[question])
         for member in self._members:
             if member.is_late(time.monotonic()):
-                member.lose(f"Ray has not started it within {self._options.start_timeout:g} s")
+                member.mark_lost(f"Ray has not started it within {self._options.start_timeout:g} s")
         if select.select([self._wakeup_fd], [], [], 0)[0]:
             os.read(self._wakeup_fd, CHUNK_BYTES)
         self._outlets.push()
@@ -115,15 +115,15 @@ class RayBackend:
             self._registry.close()
         self._places.give_back()
 
-    # The rendezvous
+    # Rendezvous
 
     def poll(self) -> bool:
-        """Tell whether all servers listen; then every process is told where."""
+        """Return whether all servers listen; then the addresses are sent to every process."""
         if self._registry is None or not self._registry.book.poll():
             return False
-        for name, content in self._registry.news(CLUSTER_NAME).items():
+        for name, content in self._registry.read_file(CLUSTER_NAME).items():
             for member in self._members:
-                member.put(name, content)
+                member.write_file(name, content)
         return True
 
     def missing(self) -> list[str]:
@@ -137,26 +137,26 @@ class RayBackend:
         for name, content in self._registry.data_addresses().items():
             for member in self._members:
                 if member.launch.role == "worker":
-                    member.put(name, content)
+                    member.write_file(name, content)
 
-    def _can_go_on(self, member: Remote) -> bool:
-        """Tell whether its answer can be used now: the first order may have to be that of server 0."""
+    def _can_go_on(self, member: RemoteProcess) -> bool:
+        """Return whether its answer can be used now: the first command may have to be server 0's."""
         assert self._registry is not None
         is_first = (member.launch.role, member.launch.rank) == ("server", 0)
         return member.reap() is None and (is_first or not self._registry.awaits_folder)
 
-    def _take(self, member: Remote) -> None:
+    def _handle_answer(self, member: RemoteProcess) -> None:
         try:
-            if member.take(self._ray.get(member.question)) and member.launch.incarnation:
+            if member.handle_answer(self._ray.get(member.question)) and member.launch.incarnation:
                 self._tell_addresses()
         except self._ray.exceptions.RayError as error:
-            member.lose(f"Ray: {_cause(error)}")
+            member.mark_lost(f"Ray: {_cause(error)}")
         except PacelineError as error:
-            member.lose(str(error))
+            member.mark_lost(str(error))
 
 
 def _cause(error: Exception) -> str:
-    """Say in one line why an actor is gone; Ray says it in many."""
+    """Return in one line why an actor is gone; Ray's message has many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:1] + [line for line in lines[1:] if "Error" in line][-1:])
 
