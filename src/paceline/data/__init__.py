@@ -1,1 +1,1 @@
-"""Feeding: which worker gets which sample."""
+"""Data of a job: sharding of sources, loaders and data servers."""

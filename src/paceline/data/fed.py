@@ -1,4 +1,4 @@
-"""A loader whose batches are made from plain data: by data servers, or in this process, where there are none."""
+"""Loader over a declared source, whose batches are made by data servers, or in this process where there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's part of a `DataLoader`, batch by batch."""
+"""A worker's shard of a `DataLoader`, cut by batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the data is whose: a function of the number of workers and of the seed, the same on all of them."""
+"""Partition of the data among workers: a function of the number of workers and the seed, the same on all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far reading has come, as plain numbers that a checkpoint can hold."""
+"""Position in a data source, as plain numbers that a checkpoint can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's part of the data, cut so that all workers together see every sample once an epoch."""
+"""A worker's shard of a data source, cut so that all workers together see every sample once an epoch."""
 
 from __future__ import annotations
 

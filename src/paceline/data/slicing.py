@@ -1,4 +1,4 @@
-"""A clock's samples in slices, so that workers that are through with theirs take those of a worker that lags."""
+"""Slices of a clock's samples, so that workers that finish early take slices of a slow one."""
 
 from __future__ import annotations
 

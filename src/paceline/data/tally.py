@@ -1,4 +1,4 @@
-"""What became of the samples of an epoch that one worker was given."""
+"""Counts of the samples of an epoch that one worker received, lost or skipped."""
 
 from __future__ import annotations
 

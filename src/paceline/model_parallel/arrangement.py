@@ -1,4 +1,4 @@
-"""How the workers of a job share models and data: as the launcher says, or the script before anything relies on it."""
+"""How the workers of a job share models and data, as set by the launcher or by the first calls of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of workers that hold a model between them, as a mesh of torch. One a process, as torch has it."""
+"""Process groups of the workers that hold one model together, as a torch mesh; torch allows one a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `paceline.parallelize` returns: a model of which this worker holds a part, used as if it held all of it."""
+"""Result of `paceline.parallelize`: a model of which this worker holds a part, used as if it held all of it."""
 
 from __future__ import annotations
 

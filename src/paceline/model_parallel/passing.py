@@ -1,4 +1,4 @@
-"""Tensors from one stage to another, each told before it is sent, so that nobody has to know its shape."""
+"""Tensors passed between pipeline stages, with their shape and type sent ahead."""
 
 from __future__ import annotations
 

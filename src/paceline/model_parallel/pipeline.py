@@ -1,4 +1,4 @@
-"""A pipeline of stages, one a worker, by the schedules of torch: which micro-batch runs when."""
+"""Pipeline of stages, one on each worker, run by torch's schedules of micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded models: each rank has a slice of every parameter, and a layer is whole only while it runs."""
+"""Fully sharded models: each rank holds a slice of every parameter, and a layer is whole only while it runs."""
 
 from __future__ import annotations
 

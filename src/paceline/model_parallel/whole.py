@@ -1,4 +1,4 @@
-"""Tensors of which each worker has a slice, as ordinary ones."""
+"""Sharded tensors gathered into ordinary ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tells what a run did and does: the trace, the numbers drawn from it, live progress, and the report."""
+"""Observability of a run: traces, summaries, live progress and reports."""

@@ -1,4 +1,4 @@
-"""The pictures of a report. Each function draws one idea into the axes it is given."""
+"""Figures of a report: each function draws one plot into the given axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process has used so far: its largest memory, and what its TCP connections carried, as the kernel counts it."""
+"""Resource usage of a process: peak memory, and bytes of its TCP connections as the kernel counts them."""
 
 from __future__ import annotations
 

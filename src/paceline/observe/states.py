@@ -1,4 +1,4 @@
-"""What each worker does now, as far as its trace and its launcher tell: for the live display."""
+"""Current state of each worker, from its trace and its launcher, for the live display."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The simulator: the same cores as the real nodes, on virtual time, with seeded delays, stragglers and faults."""
+"""Simulator: the cores of the real nodes on virtual time, with seeded delays, stragglers and faults."""

@@ -1,4 +1,4 @@
-"""One simulated worker: joins, then reads, computes, pushes and ticks, and leaves after its clocks."""
+"""One simulated worker: joins, then reads, computes, pushes and finishes clocks, and leaves after the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a rehearsal, and whether it was allowed: checkers that know the rules but not the code."""
+"""History of a simulation, and checkers of the protocol's rules that share no code with the protocol."""
 
 from __future__ import annotations
 

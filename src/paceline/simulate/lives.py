@@ -1,4 +1,4 @@
-"""What has happened to workers, as each server was told: who has a reason to be given up, and who has none (L6)."""
+"""What each server was told about each worker, to check that only workers with a reason are evicted (L6)."""
 
 from __future__ import annotations
 

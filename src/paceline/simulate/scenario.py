@@ -1,4 +1,4 @@
-"""What is rehearsed: the cluster, how fast its workers are, what the network and fate do to them."""
+"""Scenario of a simulation: the cluster, the speed of its workers, and the delays and faults that they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: real cores, joined by a network made of a heap and a seeded random generator."""
+"""Simulated cluster on virtual time: real protocol cores, joined by a network with seeded delays and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduce data parallelism: every worker has the whole model and steps it, with the mean of all gradients."""
+"""All-reduce data parallelism: every worker holds the whole model and steps it with the mean of all gradients."""
 
 from __future__ import annotations
 

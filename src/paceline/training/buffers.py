@@ -1,4 +1,4 @@
-"""The model's buffers (BatchNorm statistics, for example), averaged over the workers through a table of their own."""
+"""Model buffers (BatchNorm statistics, for example), averaged over the workers through a table of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients combined once backward is over, among those who hold the same part of a model: each steps with the mean."""
+"""Gradients averaged after backward among the workers that hold the same part of a model; each steps with the mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between CUDA devices and the memory of the host, beside what the devices compute.
+"""Asynchronous copies between CUDA devices and host memory, overlapped with what the devices compute.
 
 A device does what is queued on one stream in order, and what is on another whenever it likes, unless that waits. What
 a script computes is queued on the current stream; the host goes on meanwhile.

@@ -1,4 +1,4 @@
-"""Downpour SGD: workers step copies of their own, push what has accrued now and then, and fetch as they like."""
+"""Downpour SGD: workers step copies of their own, and push accrued gradients and fetch values every few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows that a model looks up: pulled as they are needed, and their gradients collected until the clock ends."""
+"""Embedding rows pulled as a model looks them up, and their gradients collected until the clock ends."""
 
 from __future__ import annotations
 

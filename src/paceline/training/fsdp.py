@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every worker computes with the whole model, and keeps and steps a slice of it."""
+"""Fully sharded data parallelism: every worker computes with the whole model, and stores and steps a slice of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward of a sharded model: what each worker's gradients weigh, and what one without a batch does."""
+"""Forward and backward passes of a sharded model: the weight of each worker's gradients, and passes without a batch."""
 
 from __future__ import annotations
 

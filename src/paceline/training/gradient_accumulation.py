@@ -1,4 +1,4 @@
-"""Gradients of the slices of a clock, added up until the last one, so that they leave as one."""
+"""Gradient accumulation over the slices of a clock, which are pushed as one after the last slice."""
 
 from __future__ import annotations
 

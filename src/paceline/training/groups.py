@@ -1,4 +1,4 @@
-"""A policy per group of parameters: in one model the dense part under all-reduce and the embeddings under ssp."""
+"""Parameter groups with a policy each: in one model, dense layers under all-reduce and embeddings under ssp."""
 
 from __future__ import annotations
 

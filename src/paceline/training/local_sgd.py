@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: workers step by themselves and exchange how far they have come, for links that are thin."""
+"""Local SGD and DiLoCo strategies: workers step locally and exchange their progress every few steps, for slow links."""
 
 from __future__ import annotations
 

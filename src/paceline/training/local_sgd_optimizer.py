@@ -1,4 +1,4 @@
-"""An optimizer that steps on its worker alone, and every so many steps exchanges how far it has come."""
+"""Optimizer that steps locally on its worker, and every few steps exchanges its progress with the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When workers that step by themselves exchange what they have done, and what servers make of it."""
+"""Rounds of local SGD: in which steps workers exchange updates, and how servers combine them."""
 
 from __future__ import annotations
 

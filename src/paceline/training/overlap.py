@@ -1,4 +1,4 @@
-"""Communication behind computation: gradients leave while backward runs on, values come while forward runs already."""
+"""Overlap of communication and computation: gradients are sent during backward, values arrive during forward."""
 
 from __future__ import annotations
 

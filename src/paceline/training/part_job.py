@@ -1,4 +1,4 @@
-"""The job as those see it who hold the same part of a model, one in each replica."""
+"""View of a job for the workers that hold the same part of a model, one in each replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategy a script or a launcher means."""
+"""Choice of the training strategy from what a script or a launcher names."""
 
 from __future__ import annotations
 

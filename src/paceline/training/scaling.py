@@ -1,4 +1,4 @@
-"""What a `torch.amp.GradScaler` says of the gradients of a step: their scale, and whether some are not finite."""
+"""Gradient scale and overflow flag that a `torch.amp.GradScaler` passes to a step."""
 
 from __future__ import annotations
 

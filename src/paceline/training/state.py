@@ -1,4 +1,4 @@
-"""The state of an optimizer, gathered from the servers and sent back, in torch's own form."""
+"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts."""
 
 from __future__ import annotations
 

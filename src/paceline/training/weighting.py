@@ -1,4 +1,4 @@
-"""Optimizers that step on every worker at once, with gradients that all have combined."""
+"""Base of optimizers that step on every worker at once with the same combined gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a model as they follow their table: copies of its values, or views of the servers' own memory."""
+"""Model tensors that follow their table: copies of its values, or views of the servers' shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of a data server that makes batches, one after the other."""
+"""Thread of a data server that makes batches, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory in which batches travel to one worker: used again and again, but never while the worker may look at it."""
+"""Buffers in which batches travel to one worker: reused, but never while the worker may still read them."""
 
 from __future__ import annotations
 

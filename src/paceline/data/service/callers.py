@@ -1,4 +1,4 @@
-"""A worker's connection to a data server, and all that the server keeps for it."""
+"""A worker's connection to a data server, and the state that the server keeps for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches from the data servers: asked of whoever is there, read ahead, and the same whoever makes them."""
+"""Batches from the data servers: requested ahead, from any connected server, each of which makes the same."""
 
 from __future__ import annotations
 

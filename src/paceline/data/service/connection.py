@@ -1,4 +1,4 @@
-"""A worker's line to one data server: connected by a thread of its own, and again whenever it breaks."""
+"""A worker's connection to one data server, opened by a thread of its own and reopened whenever it breaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batches are under way to a loop or have arrived: never more than it has credit for."""
+"""Batches requested for a loop or ready for it, limited by the credit of the loop."""
 
 from __future__ import annotations
 

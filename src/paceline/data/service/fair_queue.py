@@ -1,4 +1,4 @@
-"""Whose batch is made next: each worker's turn comes round, however many the others ask for."""
+"""Fair queue of batch requests: workers are served in turn, however many requests each has."""
 
 from __future__ import annotations
 

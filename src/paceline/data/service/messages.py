@@ -1,4 +1,4 @@
-"""What workers and data servers say to each other."""
+"""Messages between workers and data servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers to one worker, sent by a thread of their own, so that nobody waits for a worker that takes in nothing."""
+"""Send queue of one worker, emptied by a thread of its own, so that a slow worker delays no other."""
 
 from __future__ import annotations
 

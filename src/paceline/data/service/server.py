@@ -1,4 +1,4 @@
-"""A data server: one thread takes in what workers ask for, one makes batches, and one for each worker sends them."""
+"""Data server: one thread receives requests, one makes batches, and one for each worker sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources that a data server has open: each once, however many workers read it."""
+"""Open sources of a data server: each opened once and shared by all workers that read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script under one strategy after the other, each in a folder of its own."""
+"""Runs of one script under several strategies, one after the other, each in a folder of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module from a function in a file, made on the meta device: shapes without memory."""
+"""Module loaded from a function in a file, on the meta device: shapes without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline.tune`: a search from a program, and what `paceline tune` does."""
+"""`paceline.tune`: the search behind `paceline tune`, as a Python function."""
 
 from __future__ import annotations
 
