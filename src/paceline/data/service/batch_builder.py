@@ -24,9 +24,9 @@ _MAX_HEADER_BYTES: Final = Limits().max_header_bytes
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Makes the batches whose turn it is, straight into the memory in which they travel.
+    """Makes the batches that are next in the queue, straight into their send buffers.
 
-    What goes wrong with a batch is the answer to who asked for it, and nobody else's matter.
+    An error in a batch is the answer to its request, and affects no other.
     """
 
     turns: FairQueue
@@ -39,12 +39,12 @@ class BatchBuilder:
     busy_s: float = 0.0
 
     def run(self) -> None:
-        """Make batches until the turns are closed."""
+        """Make batches until the queue is closed."""
         while self._serve_next():
             pass
 
     def record(self, server: int) -> Fed:
-        """Return what was made so far."""
+        """Return the totals so far."""
         counts = self.num_batches, self.num_samples, self.num_skipped, self.num_bytes
         return Fed(self.now(), server, *counts, self.busy_s)
 
@@ -74,7 +74,7 @@ class BatchBuilder:
         return ServiceAnswer(header, pieces[0].memory, partial(batch_buffers.on_sent, pieces[0]))
 
     def _make(self, turn: WorkerTurn, pieces: list[LentPiece]) -> BatchParcel:
-        """Make a batch in a piece of memory, which is put into `pieces`."""
+        """Make a batch in a buffer, which is appended to `pieces`."""
         records = turn.volume.records
         if records is None:
             raise DataError("the source was closed here in the meantime")

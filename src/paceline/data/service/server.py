@@ -39,39 +39,39 @@ from paceline.wire.malformed import story
 
 _MAX_CONNECTIONS: Final = 64  # of one worker
 _SMALL_BYTES: Final = 64 << 10
-_CLOSING_TIMEOUT_S: Final = 2.0  # for code of the user's that is being run; whoever says `stop` waits for no more
+_CLOSING_TIMEOUT_S: Final = 2.0  # for user code that is running; `stop` waits no longer
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """Put into the inbox when it is known whether a recipe can be opened."""
+    """Event: a recipe has been opened, or could not be."""
 
     volume: CachedSource
 
 
 @dataclass(frozen=True, slots=True)
 class _MakerEnded:
-    """Put into the inbox when no batches are made any more."""
+    """Event: the thread that makes batches has ended."""
 
 
 @dataclass(slots=True)
 class FeedNode:
     """One data server of a job. `run` blocks until `stop` is called from another thread.
 
-    It decides nothing: a batch is a function of the recipe and of what was asked, and who gets which samples is decided
-    elsewhere. So it may be killed at any time, and any other gives the same batches.
+    It is stateless: a batch is a function of the recipe and of the request, and the assignment of samples to workers is
+    made elsewhere. So it may be killed at any time, and any other data server makes the same batches.
 
     Args:
         rank: among the data servers.
         listener: where workers connect to.
         transport: that of the listener.
-        generation: of the job, as its workers say it.
+        generation: of the job, as in the hello of its workers.
         allowed_paths: limits which datasets and transforms may be imported by path; None allows all.
-        trace: where the sum of its work is recorded in the end, and who was turned away.
+        trace: records refused workers, and the totals of the work at the end.
         open_records: opens a recipe.
         max_batch_bytes: a larger batch is refused.
-        checks_memory: overwrite memory of batches that becomes free, so that a late look at it shows.
-        num_workers: of the job: others are turned away; None where that is not known.
+        checks_memory: overwrite buffers that become free, so that late reads of them show.
+        num_workers: of the job: others are refused; None where that is not known.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -92,10 +92,10 @@ class FeedNode:
     _turns: FairQueue = field(default_factory=FairQueue)
     _maker: BatchBuilder = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
-    _room: Room = field(default_factory=Room)  # for what is lent to all of them
+    _room: Room = field(default_factory=Room)  # for the lent buffers of all of them
 
     def __post_init__(self) -> None:
-        """Join the parts."""
+        """Make the acceptor, the source cache and the batch builder."""
         self._acceptor = Acceptor(self.listener, _place)
         self._library = SourceCache(
             self.open_records, self.allowed_paths, lambda volume: self._acceptor.put(_Settled(volume))
@@ -126,11 +126,11 @@ class FeedNode:
             self._close(maker)
 
     def stop(self) -> None:
-        """End `run`, from any thread."""
+        """Make `run` return; may be called from any thread."""
         self._acceptor.put(Stop())
 
     def expel(self, names: frozenset[str]) -> None:
-        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        """End the connections whose certificate has one of these subjects or serial numbers, from any thread."""
         self._acceptor.put(Expel(names))
 
     def _make(self) -> None:
@@ -154,7 +154,7 @@ class FeedNode:
     # -- taking in ---------------------------------------------------------------------------------------------------
 
     def _take_in(self, item: Incoming) -> None:
-        """Take in a frame; a worker that does not keep to the rules loses its connection, and nothing else changes."""
+        """Handle a frame; a worker that violates the protocol loses its connection, without effect on others."""
         connection = item.connection
         try:
             if item.frame is None:
@@ -168,7 +168,7 @@ class FeedNode:
             self._forget(connection)
 
     def _meet(self, connection: Connection) -> Caller | None:
-        """Return who has begun to speak; None where it was ended here, and this was said before."""
+        """Register the worker of a new connection; None for a frame that came before the connection was ended here."""
         if all(known is not connection for known in self._acceptor.connections()):
             return None
         caller = meet(
@@ -220,7 +220,7 @@ class FeedNode:
         self._turns.put(WorkerTurn(caller, message.number, volume, message.epoch, indices), urgent=message.urgent)
 
     def _forget(self, connection: Connection) -> None:
-        """Let go of everything that a connection stands for."""
+        """Free everything that belongs to a connection."""
         caller = self._callers.pop(id(connection), None)
         self._acceptor.drop(connection)
         if caller is None:
@@ -244,7 +244,7 @@ def _answer_open(caller: Caller, number: int, volume: CachedSource) -> None:
 
 
 def _place(header: bytes, size_bytes: int) -> None:
-    """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
+    """Leave bodies to the transport; raises PeerError for an invalid size, before memory is allocated."""
     if size_bytes > _SMALL_BYTES:
         message = decode(header)
         is_batch = (
@@ -255,7 +255,7 @@ def _place(header: bytes, size_bytes: int) -> None:
 
 
 def _indices(message: ReadBatches, body: memoryview) -> Indices:
-    """Return the samples that are asked for, in memory that nobody else can change."""
+    """Return the requested samples, in private memory that the worker cannot change."""
     if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
         raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
     return np.frombuffer(bytes(body), dtype=np.int64)
