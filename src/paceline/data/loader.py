@@ -98,7 +98,7 @@ class ShardedLoader:
     def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
-        start = self.bookmark.begin().num_done if is_training else 0
+        start = self.bookmark.start_pass().num_done if is_training else 0
         own = self._own(batches, start)
         for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
             if is_training:

@@ -103,5 +103,5 @@ def run(num: int, sharding: Sharding) -> slice:
 
 
 def is_hashed_to(key: Key, sharding: Sharding) -> bool:
-    """Say whether what has this key is this worker's."""
+    """Return whether the sample with this key is this worker's."""
     return fixed_hash(key) % sharding.size == sharding.rank

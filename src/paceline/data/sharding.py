@@ -31,14 +31,14 @@ class ShardedStream(IterableDataset[Any]):
         self._sharding = sharding
         by_hash = {"worker": sharding.rank, "num_workers": sharding.size}
         self._bookmark = Bookmark(by_hash if self._cut.partition == "hashed" else {})
-        self._has_said_size = False
+        self._has_noted_size = False
 
     def __repr__(self) -> str:
         return f"ShardedStream({type(self._source).__name__}, worker {self._sharding.rank} of {self._sharding.size})"
 
     def __iter__(self) -> Iterator[Any]:
         """Read the iterable from the current position, and yield this worker's items."""
-        start = self._bookmark.begin().num_done
+        start = self._bookmark.start_pass().num_done
         place, num_places = _place_among_readers(self._source)
         num_own, number = 0, -1
         for number, item in enumerate(self._source):
@@ -85,8 +85,8 @@ class ShardedStream(IterableDataset[Any]):
     def _check_size(self, num_items: int) -> None:
         if not num_items:
             raise UsageError(f"the {type(self._source).__name__} that is read by workers has no items at all.")
-        if not self._has_said_size:
-            self._has_said_size = True
+        if not self._has_noted_size:
+            self._has_noted_size = True
             self._sharding.note_size(num_items, f"items of a {type(self._source).__name__}")
 
 

@@ -56,11 +56,11 @@ class ClockSlices(Protocol):
 class Banks(Protocol):
     """Distributed optimizer that adds up the gradients of slices."""
 
-    def begin_slices(self, slices: ClockSlices) -> None:
+    def accumulate_slices(self, slices: ClockSlices) -> None:
         """Finish a clock only with this worker's last slice of it."""
         ...
 
-    def leave_slices(self) -> None:
+    def drop_slices(self) -> None:
         """Drop the gradients added up in the current clock."""
         ...
 
@@ -92,7 +92,7 @@ class Slicing:
         """Return the work queue of this name for an epoch of this order."""
         return Dealt(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
 
-    def begin(self, slices: ClockSlices) -> None:
+    def start(self, slices: ClockSlices) -> None:
         """Make optimizers add up the gradients of these slices.
 
         Raises:
@@ -106,13 +106,13 @@ class Slicing:
         if self._slices is not None and self._slices.num_samples:
             raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
         for optimizer in list(self.optimizers):
-            optimizer.begin_slices(slices)
+            optimizer.accumulate_slices(slices)
         self._slices = slices
 
     def leave(self) -> None:
         """Drop the gradients that optimizers have added up in an unfinished clock, after its loop was left."""
         for optimizer in list(self.optimizers):
-            optimizer.leave_slices()
+            optimizer.drop_slices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Dealt:
     work: str
     terms: tuple[int, ...]
 
-    def ask(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
+    def request(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
         """Request a slice of this worker's current round; `start` is the number of batches before the round."""
         return self.calls.begin(
             _WORK_HOST,
@@ -225,7 +225,7 @@ class Walk:
 
     def _ask(self) -> None:
         sizes = self.rounds.sizes(self._number)
-        self._asked = self.dealt.ask(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
+        self._asked = self.dealt.request(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
 
     def _answer(self) -> WorkAnswer:
         """Return the next answer for this worker; blocks until it is there.
@@ -338,9 +338,9 @@ class SlicedLoader:
         dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
         rounds = EpochRounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
-        self._slicing.begin(walk)
+        self._slicing.start(walk)
         self._next_pass = number + 1
-        whole.bookmark.begin()
+        whole.bookmark.start_pass()
         return walk
 
 

@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def is_baseline(self) -> bool:
-        """Say whether a single process did all the work: no reads to show and nobody to wait for."""
+        """Return whether a single process did all the work, without reads to show or waits."""
         return len(self.summary.workers) == 1
 
 

@@ -182,7 +182,7 @@ class TraceDisplay:
             if not isinstance(record, Step | State | Resources | ReadRecord | RowRead):
                 continue
             pace = self._paces.setdefault(record.worker, _Pace())
-            pace.life.take(record, self._now)
+            pace.life.update(record, self._now)
             if isinstance(record, Step):
                 pace.add(record, self._now)
 

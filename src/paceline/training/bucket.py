@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.training.flat import FlatParameters
-from paceline.training.gradients import FoundGradients, Gradients
+from paceline.training.gradients import Gradients, GradientVersion
 from paceline.training.state import StateOf
 from paceline.training.weights import Weights
 from paceline.update.table import Hyper
@@ -104,21 +104,21 @@ class Bucket:
         """Whether the gradients of the current step were sent before it."""
         return self._sent is not None
 
-    def ask(self, *, refresh: bool) -> None:
+    def request_values(self, *, refresh: bool) -> None:
         """Request the values of the next step; `arrive` waits for them."""
         self.arrive()
         self._asked = self.table.ask(refresh=refresh)
 
-    def look(self) -> None:
+    def check_views(self) -> None:
         """Check views for writes of the script while values are under way; cheap here, as a wait comes next."""
         if self._asked is not None:
-            self.weights.look()
+            self.weights.check_views()
 
     def arrive(self) -> None:
         """Wait for the requested values, if any, and set the parameters to them."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            self.table.take(asked, self.weights.take)
+            self.table.take(asked, self.weights.set_from)
             self.reserve()
 
     def own(self, state: StateOf) -> StateOf:
@@ -134,14 +134,14 @@ class _Sent:
     future: Future[PushOutcome]
     samples: float
     hyper: tuple[Hyper, ...]
-    found: tuple[FoundGradients, ...]
+    found: tuple[GradientVersion, ...]
 
 
-def runs_of(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:
+def bucket_ranges(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:
     """Split tensors into consecutive runs of at least `least_bytes`, in order; a smaller rest joins the last run.
 
     >>> import torch
-    >>> runs_of([torch.zeros(n) for n in (3, 1, 5, 2)], least_bytes=16)
+    >>> bucket_ranges([torch.zeros(n) for n in (3, 1, 5, 2)], least_bytes=16)
     [range(0, 2), range(2, 4)]
     """
     runs: list[range] = []

@@ -106,7 +106,7 @@ class DDPReplica:
 
     # -- what the optimizer asks for ---------------------------------------------------------------------------------
 
-    def take_round(self, samples: float | None) -> float:
+    def consume_round(self, samples: float | None) -> float:
         """Return the weight of the gradients that the last backward has combined, and mark them as used.
 
         Raises:
@@ -175,7 +175,7 @@ class DDPReplica:
             told = broadcast_bytes(turn, numbers, had_batch.index(True) if any(had_batch) else 0) if differ else None
             reduce_in_place(turn, flat)
             if any(had_batch) and not all(had_batch):
-                self._hand_on(turn, had_batch.index(True))
+                self._copy_gradients(turn, had_batch.index(True))
             return None if told == numbers else told
 
         shape, digest = (flat.numel(),), digest_of(numbers)
@@ -223,7 +223,7 @@ class DDPReplica:
             raise self._lost(f"model of '{self._settings.name}'", error) from error
         finally:
             delattr(model, _IGNORED)
-        made.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
+        made.register_comm_hook(WeakMethod(self._on_bucket), _bucket_hook)
         self._watch()
         return made
 
@@ -251,7 +251,7 @@ class DDPReplica:
         if not self._combines:
             self._alone.add(index)
 
-    def _heed_requires_grad(self) -> None:
+    def _follow_requires_grad(self) -> None:
         """Combine the gradients of the parameters that require them now.
 
         Raises:
@@ -282,7 +282,7 @@ class DDPReplica:
         for buffer in self._model.buffers():
             self._copy(buffer)
 
-    def _hand_on(self, turn: QueuedCall, source: int) -> None:
+    def _copy_gradients(self, turn: QueuedCall, source: int) -> None:
         """Set gradients to those of one worker."""
         parameters = [parameter for parameter in self.named.values() if parameter.requires_grad]
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
@@ -305,7 +305,7 @@ class DDPReplica:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.is_grad_enabled():
             return None
-        self._heed_requires_grad()
+        self._follow_requires_grad()
         self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
             return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
@@ -413,7 +413,7 @@ class DDPReplica:
         return f"no gradient came to {_some(absent)}. " if absent else ""
 
 
-def _hand_over(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _bucket_hook(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Return a bucket at once: `DDPReplica` waits for its values before torch uses them."""
     devices: list[int | str | torch.device] = [bucket.buffer().device] if bucket.buffer().is_cuda else []
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)

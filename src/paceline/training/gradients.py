@@ -19,16 +19,16 @@ _STRETCH = 4096  # elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundGradients:
+class GradientVersion:
     """Gradient and its torch version, which counts changes in place."""
 
     gradient: Tensor | None
     version: int
 
     @staticmethod
-    def of(gradient: Tensor | None) -> FoundGradients:
+    def of(gradient: Tensor | None) -> GradientVersion:
         """Record a gradient and its current version."""
-        return FoundGradients(gradient, -1 if gradient is None else gradient._version)
+        return GradientVersion(gradient, -1 if gradient is None else gradient._version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Gradients:
     in_place: bool
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
     # Whether some gradients are on devices, so that `collect` waits for their computation.
-    are_away: bool = field(init=False)
+    are_on_device: bool = field(init=False)
     # (num elements,), and the view of it for each tensor, in the tensor's shape.
     _buffer: Tensor | None = None
     _parts: list[Tensor] = field(default_factory=list[Tensor])
@@ -76,7 +76,7 @@ class Gradients:
 
     def __post_init__(self) -> None:
         """Register autograd hooks around each gradient, for the lifetime of this object."""
-        self.are_away = any(map(self.device_copies.serves, self.flat.named.values()))
+        self.are_on_device = any(map(self.device_copies.serves, self.flat.named.values()))
         if not self.in_place:
             return
         look, move = WeakMethod(self._look), WeakMethod(self._move)
@@ -121,11 +121,11 @@ class Gradients:
             self._coming.popitem()[1].done.synchronize()
         return tuple(absent)
 
-    def found(self) -> tuple[FoundGradients, ...]:
+    def found(self) -> tuple[GradientVersion, ...]:
         """Return the gradients in their current versions, for `changed`."""
-        return tuple(FoundGradients.of(tensor.grad) for tensor in self.flat.named.values())
+        return tuple(GradientVersion.of(tensor.grad) for tensor in self.flat.named.values())
 
-    def changed(self, found: tuple[FoundGradients, ...]) -> str:
+    def changed(self, found: tuple[GradientVersion, ...]) -> str:
         """Return the name of a tensor whose gradient has changed since `found`; empty if none has.
 
         Changes that torch does not count (through `.data`, for example) are looked for in one stretch of each gradient,
@@ -133,7 +133,7 @@ class Gradients:
         """
         self._turn += 1
         for (name, tensor), before, part in zip(self.flat.named.items(), found, self._parts, strict=True):
-            now = FoundGradients.of(tensor.grad)
+            now = GradientVersion.of(tensor.grad)
             if now.gradient is not before.gradient or now.version != before.version:
                 return name
             if now.gradient is not None and not _is_copied(now.gradient, part, self._turn):

@@ -15,7 +15,7 @@ from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement
-from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
+from paceline.training.bucket import BUCKET_BYTES, Bucket, bucket_ranges
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.embedding_gradients import EmbeddingLookups
@@ -208,7 +208,7 @@ class DistributedOptimizer(Distributed):
     def arrive(self) -> None:
         """Wait until the parameters have the values requested by the last step; with `overlap` some may be late."""
         for bucket in self._buckets:
-            bucket.look()
+            bucket.check_views()
             bucket.arrive()
 
     def hold_still(self) -> None:
@@ -287,7 +287,7 @@ class DistributedOptimizer(Distributed):
         self._fetch(refresh=True)
         self.arrive()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Move gradients and parameters to memory of this process, and send nothing from backward."""
         self._overlap = None
         for bucket in self._buckets:
@@ -305,7 +305,7 @@ class DistributedOptimizer(Distributed):
         """Open the tables of the parameters: one, or with `overlap` one for each bucket, so that pushes can overlap."""
         settings, names = self._settings, list(named)
         device_copies = DeviceCopies.serving(named.values())
-        runs = runs_of(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
+        runs = bucket_ranges(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
         return [
             self._open_bucket(
                 f"{settings.name}.{number}" if settings.overlap else settings.name,
@@ -323,7 +323,7 @@ class DistributedOptimizer(Distributed):
         # In-place writes are safe where `step` waits for every push to be applied: no server reads during backward.
         gradients = Gradients(flat, lockstep and not self._settings.overlap, device_copies)
         # Devices cannot map the servers' memory, and copy fastest from pinned memory, which shared memory must not be.
-        table = self._open(spec, flat, live=views and not gradients.are_away)
+        table = self._open(spec, flat, live=views and not gradients.are_on_device)
         weights = Weights(flat, table, device_copies)
         self._job.keep(weights)
         bucket = Bucket(run.start, flat, table, weights, gradients)
@@ -345,7 +345,7 @@ class DistributedOptimizer(Distributed):
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:
-            bucket.ask(refresh=refresh)
+            bucket.request_values(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
         if self._overlap is None or not self._overlap.can_wait:

@@ -75,9 +75,9 @@ class Distributed(torch.optim.Optimizer, ABC):
     def hand_over(self, successor: str) -> None:
         """Refuse further steps, because `successor` has taken over some of the parameters; the state stays."""
         self._successor = successor
-        self.let_go()
+        self.detach()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Remove hooks from forward and backward of the model, where the strategy has any."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -90,7 +90,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def begin_slices(self, slices: SliceSums) -> None:
+    def accumulate_slices(self, slices: SliceSums) -> None:
         """Make `step` finish a clock only with this worker's last slice of that clock.
 
         Raises:
@@ -102,7 +102,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             self._accumulator = GradientAccumulator(slices, self._job.lookups)
         self._accumulator.slices = slices
 
-    def leave_slices(self) -> None:
+    def drop_slices(self) -> None:
         """Drop the gradients of an unfinished clock, after its loop was left early."""
         if self._accumulator is not None:
             self._accumulator.forget()
@@ -141,12 +141,12 @@ class Distributed(torch.optim.Optimizer, ABC):
             0.0 if self._accumulator is None or samples is not None else self._accumulator.slices.num_expected
         )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._heed_scaler(parameters)
+        self._apply_scaler(parameters)
         if self._accumulator is not None:
             with self._job.communicating():
-                if self._accumulator.keep(parameters, samples):
+                if self._accumulator.add_slice(parameters, samples):
                     return loss
-            samples = self._accumulator.pay(parameters, samples)
+            samples = self._accumulator.finish_mean(parameters, samples)
         weight = self.send(samples)
         if self.overflowed:
             weight = 0.0
@@ -158,7 +158,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         self._job.heed()
         return loss
 
-    def _heed_scaler(self, parameters: Iterable[Tensor]) -> None:
+    def _apply_scaler(self, parameters: Iterable[Tensor]) -> None:
         """Unscale the gradients, or leave them out of the clock, as a GradScaler requires.
 
         Raises:

@@ -49,7 +49,7 @@ class BatchBuilder:
         return Fed(self.now(), server, *counts, self.busy_s)
 
     def _serve_next(self) -> bool:
-        turn = self.turns.take()
+        turn = self.turns.get()
         if turn is None:
             return False
         began_t = self.now()
@@ -61,7 +61,7 @@ class BatchBuilder:
         batch_buffers = turn.caller.batch_buffers
         pieces: list[LentPiece] = []
         try:
-            with turn.volume.lock:
+            with turn.source.lock:
                 parcel = self._make(turn, pieces)
             header = encode(parcel)
             if len(header) > _MAX_HEADER_BYTES:
@@ -75,12 +75,12 @@ class BatchBuilder:
 
     def _make(self, turn: WorkerTurn, pieces: list[LentPiece]) -> BatchParcel:
         """Make a batch in a buffer, which is appended to `pieces`."""
-        records = turn.volume.records
+        records = turn.source.records
         if records is None:
             raise DataError("the source was closed here in the meantime")
-        prepared = records.prepare(turn.ask(), self.max_batch_bytes)
+        prepared = records.prepare(turn.batch_request(), self.max_batch_bytes)
         require_served(turn.indices.size, prepared.size_bytes, self.max_batch_bytes)
-        pieces.append(turn.caller.batch_buffers.take(prepared.size_bytes))
+        pieces.append(turn.caller.batch_buffers.allocate(prepared.size_bytes))
         prepared.fill(pieces[0].memory)
         reasons = records.faults().reasons if prepared.layout.num_skipped else ()
         return BatchParcel(turn.number, pieces[0].lent_buffer, prepared.layout, reasons)

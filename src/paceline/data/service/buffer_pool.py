@@ -109,14 +109,14 @@ class LentPiece:
 
 
 @dataclass(slots=True)
-class Room:
+class LendingLimit:
     """Limit of lent memory over all connections together. Safe to use from several threads."""
 
     send_buffers: int = MAX_SEND_BUFFERS_OF_ALL
     size_bytes: int = MAX_LENT_BYTES_OF_ALL
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
-    def enter(self, size_bytes: int) -> bool:
+    def try_reserve(self, size_bytes: int) -> bool:
         """Reserve this size and return True, if it is available."""
         with self._lock:
             if not self.send_buffers or size_bytes > self.size_bytes:
@@ -124,7 +124,7 @@ class Room:
             self.send_buffers, self.size_bytes = self.send_buffers - 1, self.size_bytes - size_bytes
             return True
 
-    def leave(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """Release a reserved size."""
         with self._lock:
             self.send_buffers, self.size_bytes = self.send_buffers + 1, self.size_bytes + size_bytes
@@ -139,7 +139,7 @@ class BatchBuffers:
     """
 
     transport: Transport
-    room: Room = field(default_factory=Room)
+    limit: LendingLimit = field(default_factory=LendingLimit)
     poisons: bool = False
     _free_shared: BatchPool = field(init=False)
     _shared: BufferPool = field(init=False)
@@ -156,7 +156,7 @@ class BatchBuffers:
         self._shared = BufferPool(self._free_shared, poisons=self.poisons)
         self._own = BufferPool(BatchPool(fresh_buffer), poisons=self.poisons)
 
-    def take(self, size_bytes: int) -> LentPiece:
+    def allocate(self, size_bytes: int) -> LentPiece:
         """Return a buffer for a batch of this size.
 
         Raises:
@@ -166,12 +166,12 @@ class BatchBuffers:
             return LentPiece(NO_LENT_BUFFER, None)
         with self._lock:
             whole_bytes = self._free_shared.bytes_for(size_bytes)
-            if not (self._may_lend(whole_bytes) and self.room.enter(whole_bytes)):
+            if not (self._may_lend(whole_bytes) and self.limit.try_reserve(whole_bytes)):
                 return LentPiece(NO_LENT_BUFFER, self._own.lend(size_bytes))
             try:
                 buffer = self._shared.lend(size_bytes)
             except (OSError, MemoryError):
-                self.room.leave(whole_bytes)
+                self.limit.release(whole_bytes)
                 raise
             lent_buffer, self._num_send_buffers = self._num_send_buffers, self._num_send_buffers + 1
             self._lent[lent_buffer] = buffer
@@ -180,7 +180,7 @@ class BatchBuffers:
 
     def drop(self, piece: LentPiece) -> None:
         """Free a buffer that was never announced to the worker."""
-        self.give_back(piece.lent_buffer)
+        self.release(piece.lent_buffer)
         self.on_sent(piece)
 
     def on_sent(self, piece: LentPiece) -> None:
@@ -188,14 +188,14 @@ class BatchBuffers:
         if piece.lent_buffer == NO_LENT_BUFFER and piece.buffer is not None:
             piece.buffer.release()
 
-    def give_back(self, lent_buffer: int) -> bool:
+    def release(self, lent_buffer: int) -> bool:
         """Free a lent buffer; return False when none is lent under this number."""
         with self._lock:
             buffer = self._lent.pop(lent_buffer, None)
             if buffer is None:
                 return False
             self._lent_bytes -= buffer.whole.nbytes
-            self.room.leave(buffer.whole.nbytes)
+            self.limit.release(buffer.whole.nbytes)
             buffer.release()
             return True
 
@@ -205,7 +205,7 @@ class BatchBuffers:
             self._shared.clear()
             self._own.clear()
             for buffer in self._lent.values():
-                self.room.leave(buffer.whole.nbytes)
+                self.limit.release(buffer.whole.nbytes)
             self._lent.clear()
             self._is_over = True
 

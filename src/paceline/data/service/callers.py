@@ -37,7 +37,7 @@ class Caller:
         self.batch_buffers.clear()
 
 
-def meet(
+def accept_caller(
     connection: Connection,
     generation: int,
     num_workers: int | None,

@@ -161,7 +161,7 @@ class RemoteReader:
                 self._wait(lambda: order.outcome is not None, what)
             finally:
                 order.urgent = False  # after a failed wait, expected batches come first
-            self._orders.take(order)
+            self._orders.remove(order)
             self._place_orders()
         if isinstance(order.outcome, PacelineError):
             raise order.outcome
@@ -324,7 +324,7 @@ class RemoteReader:
             source = self._sources[server]
             source.is_open, source.problem = False, problem
             source.returned = deque()  # the data server frees lent buffers with the connection
-            self._orders.lose(server)
+            self._orders.unassign(server)
             self._place_orders()
             self._changed.notify_all()
 

@@ -58,7 +58,7 @@ class BatchOrders:
         self._use_credit(self.prefetch + 1)
         return order
 
-    def take(self, order: BatchOrder) -> None:
+    def remove(self, order: BatchOrder) -> None:
         """Remove an order whose outcome the loop has taken."""
         self._of.pop(order.ask, None)
         self._use_credit(self.prefetch)
@@ -75,7 +75,7 @@ class BatchOrders:
         order.outcome = outcome
         self._use_credit(self.prefetch)
 
-    def lose(self, server: int) -> None:
+    def unassign(self, server: int) -> None:
         """Mark the unanswered requests of a lost data server as not requested."""
         for order in self.under_way(server):
             order.server = None

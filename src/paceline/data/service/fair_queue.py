@@ -25,11 +25,11 @@ class WorkerTurn:
 
     caller: Caller
     number: int
-    volume: CachedSource
+    source: CachedSource
     epoch: int
     indices: Indices
 
-    def ask(self) -> BatchRequest:
+    def batch_request(self) -> BatchRequest:
         """Return the batch request; made on demand, as it takes more memory than the indices."""
         return BatchRequest(self.epoch, tuple(self.indices.tolist()))
 
@@ -56,7 +56,7 @@ class FairQueue:
             queue.appendleft(turn) if urgent else queue.append(turn)
             self._changed.notify_all()
 
-    def take(self) -> WorkerTurn | None:
+    def get(self) -> WorkerTurn | None:
         """Wait for the next request whose worker has room in its send queue; None once closed."""
         with self._changed:
             while not self._closed:
@@ -66,8 +66,8 @@ class FairQueue:
                 self._changed.wait()
             return None
 
-    def look(self) -> None:
-        """Wake `take`, because a send queue may have room."""
+    def wake(self) -> None:
+        """Wake `get`, because a send queue may have room."""
         with self._changed:
             self._changed.notify_all()
 
@@ -80,7 +80,7 @@ class FairQueue:
                 self._waiting[rank] = left
 
     def close(self) -> None:
-        """Drop all requests and wake `take`."""
+        """Drop all requests and wake `get`."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

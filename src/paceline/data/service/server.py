@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from paceline.data.service.batch_builder import BatchBuilder
-from paceline.data.service.buffer_pool import BatchBuffers, Room
-from paceline.data.service.callers import Caller, meet
+from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit
+from paceline.data.service.callers import Caller, accept_caller
 from paceline.data.service.fair_queue import FairQueue, Indices, WorkerTurn
 from paceline.data.service.messages import (
     INDEX_BYTES,
@@ -43,14 +43,14 @@ _CLOSING_TIMEOUT_S: Final = 2.0  # for user code that is running; `stop` waits n
 
 
 @dataclass(frozen=True, slots=True)
-class _Settled:
+class _SourceSettled:
     """Event: a recipe has been opened, or could not be."""
 
-    volume: CachedSource
+    source: CachedSource
 
 
 @dataclass(frozen=True, slots=True)
-class _MakerEnded:
+class _BuilderEnded:
     """Event: the thread that makes batches has ended."""
 
 
@@ -88,42 +88,42 @@ class FeedNode:
     checks_memory: bool = False
     num_workers: int | None = None
     _acceptor: Acceptor = field(init=False)
-    _library: SourceCache = field(init=False)
-    _turns: FairQueue = field(default_factory=FairQueue)
-    _maker: BatchBuilder = field(init=False)
+    _source_cache: SourceCache = field(init=False)
+    _queue: FairQueue = field(default_factory=FairQueue)
+    _builder: BatchBuilder = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
-    _room: Room = field(default_factory=Room)  # for the lent buffers of all of them
+    _limit: LendingLimit = field(default_factory=LendingLimit)  # for the lent buffers of all of them
 
     def __post_init__(self) -> None:
         """Make the acceptor, the source cache and the batch builder."""
         self._acceptor = Acceptor(self.listener, _place)
-        self._library = SourceCache(
-            self.open_records, self.allowed_paths, lambda volume: self._acceptor.put(_Settled(volume))
+        self._source_cache = SourceCache(
+            self.open_records, self.allowed_paths, lambda source: self._acceptor.put(_SourceSettled(source))
         )
-        self._maker = BatchBuilder(self._turns, self.max_batch_bytes)
+        self._builder = BatchBuilder(self._queue, self.max_batch_bytes)
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads, files and shared memory are gone afterwards."""
-        maker = threading.Thread(target=self._make, name="paceline-make", daemon=True)
+        thread = threading.Thread(target=self._make, name="paceline-make", daemon=True)
         self._acceptor.open()
-        maker.start()
+        thread.start()
         try:
             while True:
                 item = self._acceptor.get(None)
                 if isinstance(item, Stop):
                     return
                 if isinstance(item, Incoming):
-                    self._take_in(item)
-                elif isinstance(item, _Settled):
-                    self._library.settle(item.volume)
+                    self._handle(item)
+                elif isinstance(item, _SourceSettled):
+                    self._source_cache.settle(item.source)
                 elif isinstance(item, Expel):
                     self._expel(item)
-                elif isinstance(item, _MakerEnded):
+                elif isinstance(item, _BuilderEnded):
                     raise ProtocolBug(
                         f"data server {self.rank}: the thread that makes batches has failed; its traceback is above"
                     )
         finally:
-            self._close(maker)
+            self._close(thread)
 
     def stop(self) -> None:
         """Make `run` return; may be called from any thread."""
@@ -135,25 +135,25 @@ class FeedNode:
 
     def _make(self) -> None:
         try:
-            self._maker.run()
+            self._builder.run()
         finally:
-            self._acceptor.put(_MakerEnded())
+            self._acceptor.put(_BuilderEnded())
 
-    def _close(self, maker: threading.Thread) -> None:
-        self._turns.close()
+    def _close(self, thread: threading.Thread) -> None:
+        self._queue.close()
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
         self._acceptor.close()
         deadline = Deadline.after(_CLOSING_TIMEOUT_S)
-        maker.join(deadline.remaining_s())
-        self._library.close(deadline)
-        self.trace.record(self._maker.record(self.rank))
+        thread.join(deadline.remaining_s())
+        self._source_cache.close(deadline)
+        self.trace.record(self._builder.record(self.rank))
         self.trace.close()
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 
-    def _take_in(self, item: Incoming) -> None:
+    def _handle(self, item: Incoming) -> None:
         """Handle a frame; a worker that violates the protocol loses its connection, without effect on others."""
         connection = item.connection
         try:
@@ -171,12 +171,12 @@ class FeedNode:
         """Register the worker of a new connection; None for a frame that came before the connection was ended here."""
         if all(known is not connection for known in self._acceptor.connections()):
             return None
-        caller = meet(
+        caller = accept_caller(
             connection,
             self.generation,
             self.num_workers,
-            self._turns.look,
-            BatchBuffers(self.transport, self._room, self.checks_memory),
+            self._queue.wake,
+            BatchBuffers(self.transport, self._limit, self.checks_memory),
         )
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
@@ -201,23 +201,23 @@ class FeedNode:
             raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
         answer = partial(_answer_open, caller, message.number)
         try:
-            caller.sources[message.number] = self._library.open(bytes(body), caller.hello.rank, answer)
+            caller.sources[message.number] = self._source_cache.open(bytes(body), caller.hello.rank, answer)
         except UsageError as error:
             caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
 
     def _on_read(self, caller: Caller, message: ReadBatches, body: memoryview) -> None:
         for lent_buffer in message.returned:
-            if not caller.batch_buffers.give_back(lent_buffer):
+            if not caller.batch_buffers.release(lent_buffer):
                 raise PeerError(f"a worker returns loan {lent_buffer}, which it does not have")
-        volume = caller.sources.get(message.source)
-        if volume is None or not volume.settled or volume.problem is not None:
+        source = caller.sources.get(message.source)
+        if source is None or not source.settled or source.problem is not None:
             raise PeerError(f"a worker reads source {message.source}, which it has not been told to be open")
         indices = _indices(message, body)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < volume.num_samples:
-            text = f"a batch has an index that is none of the {volume.num_samples} samples of the source"
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < source.num_samples:
+            text = f"a batch has an index that is none of the {source.num_samples} samples of the source"
             caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
             return
-        self._turns.put(WorkerTurn(caller, message.number, volume, message.epoch, indices), urgent=message.urgent)
+        self._queue.put(WorkerTurn(caller, message.number, source, message.epoch, indices), urgent=message.urgent)
 
     def _forget(self, connection: Connection) -> None:
         """Free everything that belongs to a connection."""
@@ -225,21 +225,21 @@ class FeedNode:
         self._acceptor.drop(connection)
         if caller is None:
             return
-        self._turns.forget(caller)
+        self._queue.forget(caller)
         caller.close()
-        for volume in caller.sources.values():
-            self._library.leave(volume, caller.hello.rank)
+        for source in caller.sources.values():
+            self._source_cache.leave(source, caller.hello.rank)
 
     def _expel(self, order: Expel) -> None:
         for connection in self._acceptor.expel(order.names):
             self._forget(connection)
 
 
-def _answer_open(caller: Caller, number: int, volume: CachedSource) -> None:
-    if volume.problem is None:
-        answer = encode(SourceOpened(number, volume.num_samples, volume.fingerprint))
+def _answer_open(caller: Caller, number: int, source: CachedSource) -> None:
+    if source.problem is None:
+        answer = encode(SourceOpened(number, source.num_samples, source.fingerprint))
     else:
-        answer = encode(BatchFailed.of(number, volume.problem, story(volume.problem)))
+        answer = encode(BatchFailed.of(number, source.problem, story(source.problem)))
     caller.outbox.put(ServiceAnswer(answer))
 
 

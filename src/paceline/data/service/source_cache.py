@@ -72,7 +72,7 @@ class SourceCache:
     open_records: OpenRecords
     allowed_paths: AbstractSet[str] | None
     tell: Callable[[CachedSource], None]
-    _volumes: dict[bytes, CachedSource] = field(
+    _sources: dict[bytes, CachedSource] = field(
         default_factory=dict[bytes, CachedSource]
     )  # the most recently requested last
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
@@ -85,80 +85,80 @@ class SourceCache:
             UsageError: this worker, or all of them together, have too many sources open.
         """
         key = blake2b(recipe, digest_size=_DIGEST_BYTES).digest()
-        volume = self._volumes.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
-        self._volumes[key] = volume
-        volume.readers.append(rank)
-        if volume.settled:
-            answer(volume)
+        source = self._sources.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
+        self._sources[key] = source
+        source.readers.append(rank)
+        if source.settled:
+            answer(source)
         else:
-            volume.waiting.append(answer)
-        return volume
+            source.waiting.append(answer)
+        return source
 
-    def settle(self, volume: CachedSource) -> None:
+    def settle(self, source: CachedSource) -> None:
         """Answer the workers that wait for this source; one that failed is forgotten, so that it can be retried."""
-        volume.settled = True
-        waiting, volume.waiting = volume.waiting, []
-        if volume.problem is not None:
-            self._volumes.pop(volume.key, None)
+        source.settled = True
+        waiting, source.waiting = source.waiting, []
+        if source.problem is not None:
+            self._sources.pop(source.key, None)
         for answer in waiting:
-            answer(volume)
+            answer(source)
 
-    def leave(self, volume: CachedSource, rank: int) -> None:
+    def leave(self, source: CachedSource, rank: int) -> None:
         """Remove a worker's connection from a source; the source stays open while there is room."""
-        volume.readers.remove(rank)
+        source.readers.remove(rank)
 
     def close(self, deadline: Deadline) -> None:
         """Close all sources; those still being opened or read are abandoned."""
         for thread in self._threads:
             thread.join(deadline.remaining_s())
-        for volume in self._volumes.values():
-            volume.close(deadline)
-        self._volumes.clear()
+        for source in self._sources.values():
+            source.close(deadline)
+        self._sources.clear()
 
     def _begin(self, key: bytes, recipe: BatchRecipe, rank: int) -> CachedSource:
-        if sum(map(partial(_is_of, rank), self._volumes.values())) >= MAX_OPEN_BY_WORKER:
+        if sum(map(partial(_is_of, rank), self._sources.values())) >= MAX_OPEN_BY_WORKER:
             raise UsageError(
                 f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
                 "read"
             )
         retired = self._make_room()
-        volume = CachedSource(key, rank)
+        source = CachedSource(key, rank)
         thread = threading.Thread(
-            target=self._open, args=(volume, recipe, retired), name="paceline-open-source", daemon=True
+            target=self._open, args=(source, recipe, retired), name="paceline-open-source", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:
             raise PeerError("there is no thread to open a source by") from None
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
-        return volume
+        return source
 
     def _make_room(self) -> list[CachedSource]:
         """Return an unused source to close for a new one, if there is one."""
-        if len(self._volumes) < MAX_OPEN:
+        if len(self._sources) < MAX_OPEN:
             return []
-        unused = next((volume for volume in self._volumes.values() if volume.settled and not volume.readers), None)
+        unused = next((source for source in self._sources.values() if source.settled and not source.readers), None)
         if unused is None:
             raise UsageError(
                 f"the workers read {MAX_OPEN} sources, and a data server serves no more at once: close the loaders "
                 "that have been read"
             )
-        return [self._volumes.pop(unused.key)]
+        return [self._sources.pop(unused.key)]
 
-    def _open(self, volume: CachedSource, recipe: BatchRecipe, retired: list[CachedSource]) -> None:
-        volume.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
+    def _open(self, source: CachedSource, recipe: BatchRecipe, retired: list[CachedSource]) -> None:
+        source.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
         try:
             for other in retired:
                 other.close(Deadline.after(_CLOSING_TIMEOUT_S))
             records = self.open_records(recipe, self.allowed_paths)
-            volume.num_samples, volume.fingerprint = records.num_samples, records.fingerprint()
-            volume.records, volume.problem = records, None
+            source.num_samples, source.fingerprint = records.num_samples, records.fingerprint()
+            source.records, source.problem = records, None
         except CODE_MISHAPS as error:
-            volume.problem = error
+            source.problem = error
         finally:
-            self.tell(volume)
+            self.tell(source)
 
 
-def _is_of(rank: int, volume: CachedSource) -> bool:
+def _is_of(rank: int, source: CachedSource) -> bool:
     """Return whether a worker reads this source, or is the one that has it opened."""
-    return rank in volume.readers or (not volume.settled and volume.begun_by == rank)
+    return rank in source.readers or (not source.settled and source.begun_by == rank)

@@ -51,7 +51,7 @@ _SUFFIX: Final = ".py"
 
 
 def is_place(text: str) -> bool:
-    """Say whether this is meant as "file.py:function" and not as the name of a model."""
+    """Return whether this is meant as "file.py:function" and not as the name of a model."""
     return ":" in text or text.endswith(_SUFFIX)
 
 

@@ -160,7 +160,7 @@ def tune(
         if folder.task != task:
             raise UsageError(f"{path} holds another search, script or arguments: name another folder")
         return pursue(folder, terms, progress=progress)
-    return pursue(Folder.begin(path, task), terms, progress=progress)
+    return pursue(Folder.create(path, task), terms, progress=progress)
 
 
 def check_needed() -> None:

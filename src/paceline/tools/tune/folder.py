@@ -38,7 +38,7 @@ class Folder:
         self.task = task
 
     @classmethod
-    def begin(cls, path: Path, task: SearchTask) -> Self:
+    def create(cls, path: Path, task: SearchTask) -> Self:
         """Make a folder for a new search.
 
         Raises:
