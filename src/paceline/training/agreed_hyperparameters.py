@@ -38,7 +38,7 @@ class AgreedHyperparameters:
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> Numbers(torch.optim.SGD([weight], lr=0.5)).now()[0]["lr"]
+        >>> AgreedHyperparameters(torch.optim.SGD([weight], lr=0.5)).now()[0]["lr"]
         0.5
     """
 

@@ -25,7 +25,7 @@ class FlatParameters:
     """Tensors laid end to end: (elements of all,), on the CPU, of their common dtype.
 
     Example:
-        >>> weights = Flat.over({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+        >>> weights = FlatParameters.over({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
         >>> flat = weights.empty()
         >>> weights.pack_values(flat)
         >>> flat

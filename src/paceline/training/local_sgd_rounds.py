@@ -20,7 +20,7 @@ class ExchangeRounds:
         UsageError: a number is out of its range, or has no effect together with the others.
 
     Example:
-        >>> rounds = Rounds(steps=10, outer_lr=0.7, outer_momentum=0.9, fragments=2, overlap_steps=3)
+        >>> rounds = ExchangeRounds(steps=10, outer_lr=0.7, outer_momentum=0.9, fragments=2, overlap_steps=3)
         >>> [step for step in range(1, 21) if rounds.is_pushed(0, step)]
         [5, 15]
         >>> [step for step in range(1, 21) if rounds.is_taken(1, step)]
