@@ -13,8 +13,8 @@ class ModelPart:
     """Part of a model that several workers hold together, on one of them.
 
     Example:
-        >>> from paceline.job.mesh import MeshPosition
-        >>> part = ModelPart(MeshPosition(pipeline=2, replicas=2, tensor=1), 3, None)
+        >>> from paceline.job.mesh import MeshShape
+        >>> part = ModelPart(MeshShape(pipeline=2, replicas=2, tensor=1), 3, None)
         >>> part.name, part.first, part.replica
         ('stage1', 2, 1)
     """
