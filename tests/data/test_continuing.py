@@ -203,7 +203,7 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(change: dict
 def test_a_bookmark_does_not_pass_the_end() -> None:
     order = EpochOrder(num_samples=10, batch_size=4, drop_last=False, shuffled=False)
     bookmark = Bookmark(terms_of(order, seed=1), order.num_batches)
-    assert bookmark.begin() == Position(0, 0)
+    assert bookmark.start_pass() == Position(0, 0)
     bookmark.reach(7)
     assert (bookmark.reached, bookmark.next) == (Position(0, 3), Position(1, 0))
     bookmark.end()

@@ -237,7 +237,7 @@ def test_a_state_goes_from_one_process_to_groups_and_back(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"'model' has all its parameters from the start"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         with pytest.raises(UsageError, match=r"slices=\.\.\.\) does not go with"):
-            optimizer.begin_slices(cast("SliceSums", None))  # not looked at: a part is under all-reduce
+            optimizer.accumulate_slices(cast("SliceSums", None))  # not looked at: a part is under all-reduce
         optimizer.load_state_dict(state)
         assert optimizer.param_groups[0]["lr"] == 0.005
         found = optimizer.state_dict()

@@ -27,7 +27,7 @@ from torch.nn import functional
 import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.training.bucket import runs_of
+from paceline.training.bucket import bucket_ranges
 from paceline.training.optimizer import DistributedOptimizer
 
 
@@ -418,7 +418,7 @@ def test_the_state_is_that_of_a_plain_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 5, 2], [16, 16], [1, 1, 1], [20, 1]])
 def test_runs_cover_everything_once_and_are_large_enough(sizes: list[int]) -> None:
-    runs = runs_of([torch.zeros(size) for size in sizes], 16)
+    runs = bucket_ranges([torch.zeros(size) for size in sizes], 16)
     assert [index for run in runs for index in run] == list(range(len(sizes)))
     assert len(runs) == 1 or all(4 * sum(sizes[index] for index in run) >= 16 for run in runs)
 

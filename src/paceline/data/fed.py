@@ -1,4 +1,4 @@
-"""A loader whose batches are made from plain data: by data servers, or in this process, where there are none."""
+"""Loader over a declared source, whose batches are made by data servers, or in this process where there are none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DealtBatches:
         return 0 if self.skips or not self.num_samples else self.walk.num_expected
 
     def more(self) -> bool:
-        """Say whether another batch follows for this worker in the clock under way; blocks until that is read."""
+        """Return whether another batch follows for this worker in the current clock; blocks until that is read."""
         if not self.num_samples:
             return False
         while self._held is None and self.walk.more():
@@ -107,7 +107,7 @@ class FeedPlan:
         batch_size: samples of a batch, which a worker has for one clock.
         shuffle: by seed and epoch.
         drop_last: leave out a last batch that would be smaller.
-        leases: batches are dealt to whoever has time for them.
+        leases: batches go to any worker that has time for them.
         slices: of a batch, which are dealt one by one.
         prefetch: batches that are made before they are read.
         skips: records that cannot be decoded are left out.
@@ -236,7 +236,7 @@ class FedLoader:
         if self._plan.leases:
             raise UsageError("which batch comes next is known only when it is asked for: give feed leases=False.")
         own, tally = self._own(self._bookmark.next.num_done), SampleTally(self._sharding.rank, epoch)
-        num_rounds = -(-(self._order.num_batches - self._bookmark.begin().num_done) // size)
+        num_rounds = -(-(self._order.num_batches - self._bookmark.start_pass().num_done) // size)
         waiting: deque[Batch] = deque()  # read, and not handed out
         try:
             for content in stage(_contents(self._read_all(epoch, own), waiting)):
@@ -307,11 +307,11 @@ class FedLoader:
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
         own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally, plan.skips)
         try:
-            self._slicing.begin(own)
+            self._slicing.start(own)
         except UsageError as error:
             raise UsageError(f"{error} {_FIXED}") from error
         self._next_pass = number + 1
-        self._bookmark.begin()
+        self._bookmark.start_pass()
         return own
 
     def _note(self) -> None:

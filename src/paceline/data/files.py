@@ -1,4 +1,4 @@
-"""Lists of files, which workers get whole."""
+"""Lists of files, sharded as whole files."""
 
 from __future__ import annotations
 

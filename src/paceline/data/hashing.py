@@ -1,4 +1,4 @@
-"""A hash that is the same in every process, on every machine and in every version."""
+"""Stable hash: the same in every process, on every machine and in every version."""
 
 from __future__ import annotations
 

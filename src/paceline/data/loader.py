@@ -1,4 +1,4 @@
-"""A worker's part of a `DataLoader`, batch by batch."""
+"""A worker's shard of a `DataLoader`, cut by batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.errors import UsageError
 
 
 class ShardedLoader:
-    """This worker's batches of a loader, as its loader. Iterating it is one epoch, or what is left of one.
+    """This worker's batches of a loader, used in its place. Iterating it reads one epoch, or the rest of one.
 
-    A pass while gradients are off is for evaluation: always of a whole epoch, and without a trace.
-    Where the global sequence is strided, worker r has the batches r, r + size, ... of what is left of it, and it may be
-    continued by another number of workers; where it is contiguous, a run of the whole, and it may not.
+    A pass while gradients are off is for evaluation: it always reads a whole epoch and leaves the position unchanged.
+    Where the partition is strided, worker r gets the batches r, r + size, ... of the rest of the global sequence, and
+    another number of workers may continue it; where it is contiguous, a run of the whole, and the number is fixed.
     """
 
     def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
@@ -55,39 +55,39 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass is of."""
+        """Epoch of the next pass."""
         return self.bookmark.next.epoch
 
     @property
     def order(self) -> EpochOrder:
-        """What the global sequences of batches follow from, together with the seed."""
+        """Parameters that, together with the seed, determine the global sequences of batches."""
         return self._order
 
     def __len__(self) -> int:
-        """Return the number of batches that this worker gets in the pass that comes next."""
+        """Return the number of this worker's batches in the next pass."""
         return len(self._own(self._order.unshuffled(), self.bookmark.next.num_done))
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with this epoch's shuffle, from its beginning unless it is under way. Counted by passes else."""
+        """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
         self.bookmark.set_epoch(epoch)
 
     def batches(self) -> Batches:
-        """Return the batches of all workers in the whole epoch that comes next, in their global order."""
+        """Return the batches of all workers in the whole next epoch, in their global order."""
         return self._order.batches(self._sharding.seed, self.epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far reading has come, as plain numbers: in a loop its batch counts, and those of others with it.
+        """Return the position, as plain numbers; inside a loop it includes the current batch of every worker.
 
-        The same on all workers that have taken part in the same number of clocks. Another number of workers may
+        It is the same on all workers that have taken part in the same number of clocks. Another number of workers may
         continue there, unless the partition is contiguous.
         """
         return self.bookmark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there with the next pass; all workers are to be given the same state.
+        """Continue at this position with the next pass; all workers need the same state.
 
         Raises:
-            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+            UsageError: the state is of another source, seed or partition; the message names the values.
         """
         self.bookmark.load_state_dict(state)
 
@@ -96,9 +96,9 @@ class ShardedLoader:
         return self.through(lambda batches: batches)
 
     def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
-        """Yield the batches of one epoch after a stage that may read ahead; a batch counts when it is handed out."""
+        """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
-        start = self.bookmark.begin().num_done if is_training else 0
+        start = self.bookmark.start_pass().num_done if is_training else 0
         own = self._own(batches, start)
         for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
             if is_training:
@@ -111,7 +111,7 @@ class ShardedLoader:
             self.bookmark.end()
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
-        """Yield these batches, of the indices of samples, as the loader makes them."""
+        """Yield the batches with these sample indices, as the loader makes them."""
         loader = self._loader
         return iter(
             DataLoader(
@@ -129,7 +129,7 @@ class ShardedLoader:
         )
 
     def _own(self, batches: Batches, num_done: int) -> Batches:
-        """Return which batches of an epoch are left for this worker when all together have been given so many."""
+        """Return this worker's batches of an epoch, after the workers together have been given `num_done`."""
         size = self._sharding.size
         if self._is_strided:
             return batches[num_done + self._sharding.rank :: size]

@@ -1,4 +1,4 @@
-"""The global sequence of batches of an epoch, which does not depend on who reads them."""
+"""Global sequence of the batches of an epoch, independent of the number of workers."""
 
 from __future__ import annotations
 

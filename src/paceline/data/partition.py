@@ -1,4 +1,4 @@
-"""Which part of the data is whose: a function of the number of workers and of the seed, the same on all of them."""
+"""Partition of the data among workers: a function of the number of workers and the seed, the same on all of them."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def run(num: int, sharding: Sharding) -> slice:
 
 
 def is_hashed_to(key: Key, sharding: Sharding) -> bool:
-    """Say whether what has this key is this worker's."""
+    """Return whether the sample with this key is this worker's."""
     return fixed_hash(key) % sharding.size == sharding.rank

@@ -1,4 +1,4 @@
-"""How far reading has come, as plain numbers that a checkpoint can hold."""
+"""Position in a data source, as plain numbers that a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Bookmark:
     reached: Position = Position()
     next: Position = Position()
 
-    def begin(self) -> Position:
+    def start_pass(self) -> Position:
         """Begin a pass: return where, and let the one after it be of the epoch that follows."""
         self.reached, self.next = self.next, Position(self.next.epoch + 1)
         return self.reached

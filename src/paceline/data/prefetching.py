@@ -1,4 +1,4 @@
-"""Batches that are read one ahead, so that the rows which the next one needs are on their way."""
+"""Batches read one ahead, so that embedding rows of the next batch are prefetched."""
 
 from __future__ import annotations
 

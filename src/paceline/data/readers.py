@@ -1,4 +1,4 @@
-"""The readers of a session: in this process, or where data servers are; opened for its loaders, closed with it."""
+"""Readers of a session: local or on data servers; opened for its loaders and closed with it."""
 
 from __future__ import annotations
 

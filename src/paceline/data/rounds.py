@@ -1,4 +1,4 @@
-"""The batches of an epoch as rounds: what all workers have for one clock, each share of it in slices."""
+"""Rounds of an epoch: the batches that all workers process in one clock, each split into slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's part of the data, cut so that all workers together see every sample once an epoch."""
+"""A worker's shard of a data source, cut so that all workers together see every sample once an epoch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.errors import UsageError
 
 
 class ShardedStream(IterableDataset[Any]):
-    """This worker's items of an iterable, which everyone reads whole, each time it is read.
+    """This worker's items of an iterable, which every worker reads as a whole.
 
-    In the processes of a `DataLoader` with `num_workers`, each takes its part of them; an `IterableDataset` is
-    expected to see to that itself, as it has to without us.
+    In the processes of a `DataLoader` with `num_workers`, each process takes its share of them; a source that is an
+    `IterableDataset` has to do that itself, as in plain PyTorch.
     """
 
     def __init__(self, source: Iterable[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
@@ -31,14 +31,14 @@ class ShardedStream(IterableDataset[Any]):
         self._sharding = sharding
         by_hash = {"worker": sharding.rank, "num_workers": sharding.size}
         self._bookmark = Bookmark(by_hash if self._cut.partition == "hashed" else {})
-        self._has_said_size = False
+        self._has_noted_size = False
 
     def __repr__(self) -> str:
         return f"ShardedStream({type(self._source).__name__}, worker {self._sharding.rank} of {self._sharding.size})"
 
     def __iter__(self) -> Iterator[Any]:
-        """Read the iterable from where it is continued, and yield this worker's items."""
-        start = self._bookmark.begin().num_done
+        """Read the iterable from the current position, and yield this worker's items."""
+        start = self._bookmark.start_pass().num_done
         place, num_places = _place_among_readers(self._source)
         num_own, number = 0, -1
         for number, item in enumerate(self._source):
@@ -51,32 +51,32 @@ class ShardedStream(IterableDataset[Any]):
         self._bookmark.end()
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far reading has come: the items that this worker has been given count, as does all before them.
+        """Return the position: all items up to the last one that this worker was given.
 
-        What a `DataLoader` reads in processes of its own is not known here, and what it reads ahead counts.
+        Items that a `DataLoader` reads in processes of its own are not known here, and items read ahead count as given.
         """
         return self._bookmark.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there the next time this is read; what comes before is read and left out.
+        """Continue at this position with the next iteration; items before it are read and skipped.
 
         Raises:
-            UsageError: it is not the state of such a source.
+            UsageError: the state is not of such a source.
         """
         self._bookmark.load_state_dict(state)
 
     def _is_own(self, place: int, number: int, item: object) -> bool:
-        """Say whether an item is this worker's, by its place since reading was continued and its number in all."""
+        """Return whether an item is this worker's: by hash, or by its place since the position of the start."""
         if self._cut.partition != "hashed":
             return place % self._sharding.size == self._sharding.rank
         key = number if self._cut.key is None else self._cut.key(item)
         return is_hashed_to(key, self._sharding)
 
     def _num_done(self, start: int, number: int) -> int:
-        """Count the items that all workers have been given once this worker has been given that of this number.
+        """Return how many items the workers have been given together when this one is given item `number`.
 
-        Where items are dealt out by turns, the others have been given theirs of this turn; hashed ones come as they
-        come, and each worker keeps its own count.
+        Strided items count up to the end of their turn, in which each worker gets one. With hashed items each worker
+        keeps its own count.
         """
         if self._cut.partition == "hashed":
             return number + 1
@@ -85,8 +85,8 @@ class ShardedStream(IterableDataset[Any]):
     def _check_size(self, num_items: int) -> None:
         if not num_items:
             raise UsageError(f"the {type(self._source).__name__} that is read by workers has no items at all.")
-        if not self._has_said_size:
-            self._has_said_size = True
+        if not self._has_noted_size:
+            self._has_noted_size = True
             self._sharding.note_size(num_items, f"items of a {type(self._source).__name__}")
 
 
@@ -99,7 +99,7 @@ def _check(cut: DataCut) -> None:
 
 
 def _place_among_readers(source: Iterable[Any]) -> tuple[int, int]:
-    """Return which process of a `DataLoader` this is, and of how many."""
+    """Return the index of this process among those of a `DataLoader`, and their number."""
     info = get_worker_info()
     return (0, 1) if info is None or isinstance(source, IterableDataset) else (info.id, info.num_workers)
 
@@ -109,7 +109,7 @@ _Source = TypeVar("_Source")
 
 @runtime_checkable
 class _MapStyle(Protocol):
-    """What has a length, and a sample under each index below it."""
+    """Object with a length, and a sample at each index below it."""
 
     def __len__(self) -> int: ...
 
@@ -117,22 +117,22 @@ class _MapStyle(Protocol):
 
 
 def shard_source(source: _Source, sharding: Sharding, cut: DataCut | None = None) -> _Source:
-    """Return this worker's part of `source`, used in its place.
+    """Return this worker's shard of `source`, used in its place.
 
-    - A `DataLoader` is cut by batches: of the global sequence of batches worker r takes r, r + size, and so on, or a
-      run of it. A loader that shuffles is shuffled by `seed` and epoch, the same way on every worker. When the number
-      of batches does not divide evenly, the workers without a last batch finish that clock empty-handed, so that all
-      stay in step; the mean weighted by samples is then still that of the samples there were. Batches that are read
-      while gradients are off (`torch.no_grad()`, `optimizer.snapshot()`) are for evaluation: they count as no samples
-      and finish no clock.
+    - A `DataLoader` is cut by batches: of the global sequence of batches worker r gets r, r + size, and so on, or a
+      contiguous run. A loader that shuffles is shuffled by `seed` and epoch, the same way on every worker. When the
+      number of batches does not divide evenly, the workers without a last batch finish that clock without a gradient,
+      so that all stay in step; the mean weighted by samples is then still that of all samples. Batches that are read
+      while gradients are off (`torch.no_grad()`, `optimizer.snapshot()`) are for evaluation: they add no samples and
+      finish no clock.
     - A sequence, tensor, array or map-style dataset gives the samples r, r + size, ..., a run, or those hashed to it.
-    - Files are given whole.
-    - Any other iterable is read by everyone, and each worker keeps its own items: an iterable dataset, for a
-      `DataLoader` to read, where it can be read again and again, else an iterator.
+    - Files are sharded as whole files.
+    - Any other iterable is read by every worker, which keeps its own items: the result is an iterable dataset, for a
+      `DataLoader` to read, where the source can be read repeatedly, else an iterator.
 
     Raises:
-        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or what
-            is empty, or cannot be cut so.
+        UsageError: a loader with a custom sampler, or one over an iterable dataset: shard the dataset instead. Or the
+            source is empty, or does not support this partition.
     """
     return cast("_Source", _shard(source, sharding, cut or DataCut()))
 
@@ -176,7 +176,7 @@ def _key_at(source: _MapStyle, cut: DataCut) -> Callable[[int], Key]:
 
 
 def _pick(source: _MapStyle, own: slice | list[int]) -> object:
-    """Return these samples of a source as another one of its kind, as far as that is possible."""
+    """Return these samples of a source, in the type of the source where possible."""
     match source:
         case torch.Tensor():
             return source[own] if isinstance(own, slice) else source[torch.tensor(own, dtype=torch.int64)]

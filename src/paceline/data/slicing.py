@@ -1,4 +1,4 @@
-"""A clock's samples in slices, so that workers that are through with theirs take those of a worker that lags."""
+"""Slices of a clock's samples, so that workers that finish early take slices of a slow one."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ from paceline.worker.rpc import Rpc
 
 _Source = TypeVar("_Source")
 
-_WORK_HOST = 0  # the server that deals
-# Slices left for each worker when one may be asked for ahead: then a worker at half the speed of the others, or more,
-# is through with two before those have taken the rest.
+_WORK_HOST = 0  # the server with the queue of slices
+# Slices left for each worker from which on none is requested ahead: a worker at half the speed of the others finishes
+# two before those have taken the rest.
 _MANY = 4
 
 
 class ClockSlices(Protocol):
-    """The slices that this worker is given in a clock, as far as optimizers want to know of them."""
+    """This worker's slices of the current clock, as far as optimizers need to know of them."""
 
     @property
     def num_samples(self) -> int:
-        """How many samples the slice under way has; 0 where there is none."""
+        """Number of samples in the current slice; 0 where there is none."""
         ...
 
     @property
     def weight(self) -> float:
-        """What the slice under way weighs: its samples, as those of the clock under way weigh."""
+        """Weight of the current slice: its samples, scaled to the number of samples in the current clock."""
         ...
 
     @property
     def num_expected(self) -> int:
-        """How many samples all workers together are to have in the clock under way; 0 where that is not known."""
+        """Expected number of samples of all workers in the current clock; 0 where it is not known."""
         ...
 
     def more(self) -> bool:
-        """Say whether this worker has another slice in the clock under way; blocks until that is known."""
+        """Return whether this worker gets another slice in the current clock; blocks until that is known."""
         ...
 
 
 class Banks(Protocol):
-    """What adds up gradients: a distributed optimizer."""
+    """Distributed optimizer that adds up the gradients of slices."""
 
-    def begin_slices(self, slices: ClockSlices) -> None:
-        """Finish a clock only with the last slice that this worker is given in it."""
+    def accumulate_slices(self, slices: ClockSlices) -> None:
+        """Finish a clock only with this worker's last slice of it."""
         ...
 
-    def leave_slices(self) -> None:
-        """Drop what was added up in the clock under way."""
+    def drop_slices(self) -> None:
+        """Drop the gradients added up in the current clock."""
         ...
 
 
 @dataclass(slots=True)
 class Slicing:
-    """What this worker needs to have slices dealt to it.
+    """What this worker needs to request slices.
 
     Args:
         num_workers: of the job.
-        calls: asks servers.
+        calls: requests to servers.
         optimizers: those in use.
-        clock: returns the one that this worker has begun.
+        clock: returns the current clock of this worker.
     """
 
     num_workers: int
@@ -81,22 +81,22 @@ class Slicing:
     optimizers: Collection[Banks]
     clock: Callable[[], int]
     _num_loaders: int = 0
-    _slices: ClockSlices | None = None  # the last that were begun
+    _slices: ClockSlices | None = None  # those of the most recent loop
 
     def name_next(self) -> str:
-        """Return the name of the work of the next loader; workers make theirs in the same order."""
+        """Return the name of the next loader's work queue; all workers make their loaders in the same order."""
         self._num_loaders += 1
         return f"the slices of loader {self._num_loaders}"
 
     def deal(self, work: str, order: EpochOrder, seed: int, slices: int, epoch: int) -> Dealt:
-        """Return what is dealt out under this name in an epoch of this order."""
+        """Return the work queue of this name for an epoch of this order."""
         return Dealt(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
 
-    def begin(self, slices: ClockSlices) -> None:
-        """Let optimizers add up the gradients of these slices.
+    def start(self, slices: ClockSlices) -> None:
+        """Make optimizers add up the gradients of these slices.
 
         Raises:
-            UsageError: there is none, or one that cannot; or the loop over other slices is not over.
+            UsageError: no optimizer, or one that does not support slices; or the loop over other slices is not over.
         """
         if not self.optimizers:
             raise UsageError(
@@ -106,26 +106,26 @@ class Slicing:
         if self._slices is not None and self._slices.num_samples:
             raise UsageError("a loop over slices is within another one: the steps would be of both; slice one of them.")
         for optimizer in list(self.optimizers):
-            optimizer.begin_slices(slices)
+            optimizer.accumulate_slices(slices)
         self._slices = slices
 
     def leave(self) -> None:
-        """Let what optimizers have added up in a clock count for nothing: the loop over its slices was left."""
+        """Drop the gradients that optimizers have added up in an unfinished clock, after its loop was left."""
         for optimizer in list(self.optimizers):
-            optimizer.leave_slices()
+            optimizer.drop_slices()
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """Work that a server deals out, by name, and what all who take part have to agree on."""
+    """Work queue on a server, by name, with the parameters that all workers have to agree on."""
 
     calls: Rpc
     clock: Callable[[], int]
     work: str
     terms: tuple[int, ...]
 
-    def ask(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
-        """Ask for a slice in the round to which this worker has come, of those that begin behind so many batches."""
+    def request(self, place: WorkRound, sizes: tuple[int, ...], start: int) -> Future[memoryview]:
+        """Request a slice of this worker's current round; `start` is the number of batches before the round."""
         return self.calls.start_call(
             _WORK_HOST,
             lambda number: ClaimWork(
@@ -134,68 +134,69 @@ class Dealt:
         )
 
     def answer(self, asked: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
-        """Return what this worker gets; blocks for one round trip, and at the end of an epoch for all workers."""
+        """Return the result of a request; blocks for one round trip, and at the end of an epoch for all workers."""
         what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
         return read_answer_of(_WORK_HOST, what, read_answer, self.calls.wait_answer(asked, what))
 
 
 @dataclass(slots=True)
 class Walk:
-    """The way of a worker through the rounds of one epoch, slice by slice.
+    """A worker's progress through the rounds of one epoch, slice by slice.
 
-    A round is what all workers have for one clock. Within it this worker is dealt slices one by one; the step after
-    each has to know whether another one follows. While many are left, that is asked before the slice is worked on, so
-    that the answer is there by then; near the end only after it, so that nobody holds slices that others could begin.
+    A round holds the batches of all workers for one clock. This worker requests its slices one by one, and the step
+    after each has to know whether another one follows. While many are left, the next is requested before the current
+    one is computed, so that the answer is there in time; near the end of a round only afterwards, so that no worker
+    holds slices that another could start.
     """
 
     dealt: Dealt
-    rounds: EpochRounds  # share of each worker in each
-    epoch: int  # as the server counts; nobody goes back to an earlier one
+    rounds: EpochRounds
+    epoch: int  # as the server counts; it never decreases
     on_missing: Callable[[], None]  # finishes a clock without a gradient
     num_workers: int
-    num_samples: int = 0  # of the slice under way
+    num_samples: int = 0  # of the current slice
     _number: int = 0  # of the round
-    _taken: WorkAnswer | None = None  # the slice that was dealt last
-    _asked: Future[memoryview] | None = None  # for what comes after the slice under way
-    _next: WorkAnswer | None = None  # that, as far as it is known
-    _has_stepped: bool = False  # with the last slice of the round, which finishes the clock
+    _taken: WorkAnswer | None = None  # the answer with the current slice
+    _asked: Future[memoryview] | None = None  # request for the slice after the current one
+    _next: WorkAnswer | None = None  # its answer, once known
+    _has_stepped: bool = False  # after the last slice of the round, with the step that finishes the clock
 
     @property
     def num_done(self) -> int:
-        """Count the batches of the epoch that are in clocks which this worker has finished, whoever had them."""
+        """Number of the epoch's batches, over all workers, in the clocks that this worker has finished."""
         return self.rounds.num_before(self._number + self._has_stepped)
 
     @property
     def is_again(self) -> bool:
-        """Whether the slice that was dealt last was dealt before, to a worker that has ended without delivering it."""
+        """Whether the current slice was given before to a worker that ended without delivering its gradients."""
         return self._taken is not None and self._taken.again
 
     @property
     def num_expected(self) -> int:
-        """Count the samples of this round, of all workers together; 0 where no slice is under way."""
+        """Number of samples in this round over all workers; 0 where there is no current slice."""
         return self.rounds.num_samples(self._number) if self.num_samples else 0
 
     @property
     def weight(self) -> float:
-        """What the slice under way weighs: more or less than its samples where it is of a round of another size."""
+        """Weight of the current slice: differs from its number of samples where it is of a round of another size."""
         return self.num_samples * self.rescale
 
     @property
     def rescale(self) -> float:
-        """Return how many samples of this round weigh as much as one of the round that the slice under way is of."""
+        """Return the ratio of this round's number of samples to that of the current slice's round."""
         if self._taken is None:
             return 1.0
         return self.rounds.num_samples(self._number) / self.rounds.num_samples(self._taken.round.number)
 
     def own_next(self, rank: int) -> Iterator[list[int]]:
-        """Yield what comes next for this worker if the others leave it that: slices of its own shares, from here on."""
+        """Yield the slices of this worker's own shares from here on, which it gets unless other workers take them."""
         number, index = self._number, 0
         if self._taken is not None and self._taken.round.number == number:
             number, index = (number, self._taken.index + 1) if self._taken.home == rank else (number + 1, 0)
         return self.rounds.slices_of(rank, number, index)
 
     def more(self) -> bool:
-        """Say whether there is another slice for this worker in the clock under way; blocks for one round trip."""
+        """Return whether this worker gets another slice in the current clock; blocks for one round trip."""
         if not self.num_samples:
             return False
         if self._next is None:
@@ -204,7 +205,7 @@ class Walk:
         return not self._has_stepped
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of the samples of each slice that this worker is dealt."""
+        """Yield the sample indices of each slice that this worker is given."""
         while True:
             answer = self._next or self._answer()
             self._next, self.num_samples = None, 0
@@ -224,12 +225,12 @@ class Walk:
 
     def _ask(self) -> None:
         sizes = self.rounds.sizes(self._number)
-        self._asked = self.dealt.ask(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
+        self._asked = self.dealt.request(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
 
     def _answer(self) -> WorkAnswer:
-        """Return what comes next for this worker; blocks until that is known.
+        """Return the next answer for this worker; blocks until it is there.
 
-        A worker that was started again may be told that the rounds of the others begin elsewhere.
+        For a worker that was started again, the answer may name another first batch of the rounds.
         """
         if self._asked is None:
             self._ask()
@@ -241,14 +242,14 @@ class Walk:
         return dealing.answer
 
     def _finish_round(self) -> None:
-        """Go on to the next round; a clock in which nothing was left for this worker it finishes empty-handed."""
+        """Go on to the next round; a clock in which this worker got no slice is finished without a gradient."""
         if not self._has_stepped:
             self.on_missing()
         self._number, self._has_stepped = self._number + 1, False
 
 
 class SlicedLoader:
-    """A loader cut over the workers, whose batches are the slices that this worker is dealt. Iterating is one epoch."""
+    """Sharded loader whose batches are slices, shared out while workers run. Iterating it is one epoch."""
 
     def __init__(
         self, loader: DataLoader[Any], sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
@@ -259,8 +260,8 @@ class SlicedLoader:
         self._slices = slices
         self._slicing = slicing
         self._work = slicing.name_next()
-        self._next_pass = 0  # as the dealer counts
-        self._walk: Walk | None = None  # the one under way
+        self._next_pass = 0  # as the server counts
+        self._walk: Walk | None = None  # the pass under way
 
     def __repr__(self) -> str:
         return f"SlicedLoader({self._slices} slices a worker of {self._whole!r})"
@@ -277,16 +278,16 @@ class SlicedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass is of."""
+        """Epoch of the next pass."""
         return self._whole.epoch
 
     def __len__(self) -> int:
-        """Return the number of slices of this worker's own shares in one epoch; it may be dealt more, or fewer."""
+        """Return the number of slices in this worker's own shares of one epoch; it may get more, or fewer."""
         num_done, sharding = self._whole.bookmark.next.num_done, self._sharding
         return num_slices(self._whole.order.unshuffled()[num_done + sharding.rank :: sharding.size], self._slices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
+        """Shuffle by this epoch from the next pass on, from its start unless under way; call it on all workers."""
         self._whole.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -300,7 +301,7 @@ class SlicedLoader:
             for batch in self._whole.load(walk):
                 self._sharding.on_samples(walk.num_samples)
                 yield batch
-        except BaseException:  # by break, or as something went wrong
+        except BaseException:  # also GeneratorExit, after a break
             self._slicing.leave()
             raise
         finally:
@@ -310,46 +311,46 @@ class SlicedLoader:
         bookmark.end()
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far reading has come, as plain numbers: to the end of the last clock that this worker finished.
+        """Return the position, as plain numbers: the end of the last clock that this worker has finished.
 
-        The same on all workers that have finished the same number of clocks; to be asked for after `step()`. Another
-        number of workers may continue there, and in other slices, or in none.
+        It is the same on all workers that have finished the same number of clocks; call it after `step()`. Another
+        number of workers may continue there, with other slices or without.
         """
         self._note()
         return self._whole.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there with the next pass; all workers are to be given the same state.
+        """Continue at this position with the next pass; all workers need the same state.
 
         Raises:
-            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+            UsageError: the state is of another source, seed or partition; the message names the values.
         """
         self._whole.load_state_dict(state)
 
     def _note(self) -> None:
-        """Note how far the pass under way has come."""
+        """Record the position of the current pass."""
         if self._walk is not None:
             self._whole.bookmark.reach(self._walk.num_done)
 
     def _begin(self) -> Walk:
-        """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
+        """Start a pass. The server knows it by its epoch, or by the next number where that epoch was read before."""
         sharding, whole, number = self._sharding, self._whole, max(self._next_pass, self._whole.epoch)
         dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
         rounds = EpochRounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
         walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
-        self._slicing.begin(walk)
+        self._slicing.start(walk)
         self._next_pass = number + 1
-        whole.bookmark.begin()
+        whole.bookmark.start_pass()
         return walk
 
 
 def slice_source(
     source: _Source, sharding: Sharding, slices: int, slicing: Slicing, cut: DataCut | None = None
 ) -> _Source:
-    """Return the slices that this worker is dealt of a loader, used in its place; see `paceline.shard`.
+    """Return a loader over this worker's slices of `source`, used in its place; see `paceline.shard`.
 
     Raises:
-        UsageError: no loader, or one that cannot be cut so.
+        UsageError: `source` is not a loader, or does not support slices.
     """
     if not isinstance(source, DataLoader):
         raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")

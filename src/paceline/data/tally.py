@@ -1,4 +1,4 @@
-"""What became of the samples of an epoch that one worker was given."""
+"""Counts of the samples of an epoch that one worker received, lost or skipped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.observe.trace import Epoch, Trace
 
 @dataclass(slots=True)
 class SampleTally:
-    """Counts samples as they are handed out.
+    """Sample counts of one pass.
 
     Args:
-        worker: who counts.
+        worker: rank of the worker that counts.
         epoch: of the pass.
-        num_samples: that were handed out.
-        num_skipped: that were left out because they could not be decoded.
-        num_again: that were dealt again, because whoever had them before had died with them. Under bsp they count once
-            all the same; where updates show on arrival, servers may have got some of them twice.
+        num_samples: returned to the loop.
+        num_skipped: left out because they could not be decoded.
+        num_again: read again after a worker died with them. Under bsp their updates count once all the same; where
+            updates show on arrival, servers may have applied some of them twice.
 
-    What was read and then not handed out, as the loop was left, counts as skipped and as dealt again all the same.
+    Samples that were read but not returned, because the loop was left, count as skipped and as read again all the same.
     """
 
     worker: int
@@ -31,11 +31,11 @@ class SampleTally:
     num_again: int = 0
 
     def tell(self, trace: Trace, tell: Callable[[str], None], reasons: tuple[str, ...]) -> None:
-        """Record it, and say what is not as it should be: records with the first reason why they were skipped."""
+        """Record the counts, and report skipped samples, with the first reason, and those read again."""
         trace.record(
             Epoch(time.monotonic(), self.worker, self.epoch, self.num_samples, self.num_skipped, self.num_again)
         )
-        trace.flush()  # what was told is to be there, whatever becomes of this process
+        trace.flush()  # so that a report on stderr has its record, also if this process is killed
         if self.num_skipped:
             why = f": {reasons[0]}" if reasons else ""
             tell(

@@ -1,4 +1,4 @@
-"""How the workers of a job share models and data: as the launcher says, or the script before anything relies on it."""
+"""How the workers of a job share models and data, as set by the launcher or by the first calls of the script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arrangement:
     rank: int
     size: int
     distribution: Distribution = field(default_factory=Distribution)
-    # Weak: whoever drops a model is done with it.
+    # Weak, so that a dropped model is freed.
     _parts: WeakKeyDictionary[nn.Module, ModelPart] = field(default_factory=WeakKeyDictionary[nn.Module, ModelPart])
     _mesh: Mesh | None = None
     _relied_on: str = ""  # what has to stay true, as a clause for messages
@@ -94,7 +94,7 @@ class Arrangement:
         """Return what makes one model of the replicas: where there is but one, its workers step by themselves.
 
         Args:
-            served: whether somebody has named a consistency, which is for servers.
+            served: whether a consistency has been given, which only servers need.
         """
         alone = self.grid.is_split and self.grid.replicas == 1 and self.distribution.data is None
         return replace(self.distribution, data=ALL_REDUCE) if alone and not served else self.distribution

@@ -1,4 +1,4 @@
-"""Where a row of costs is cut so that the dearest piece is as cheap as it can be."""
+"""Partition of a sequence of costs into consecutive pieces whose largest sum is smallest."""
 
 from __future__ import annotations
 

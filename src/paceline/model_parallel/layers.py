@@ -1,4 +1,4 @@
-"""A model as a row of layers, each of which takes what the one before gives."""
+"""A model as a sequence of layers, each fed with the output of the one before."""
 
 from __future__ import annotations
 

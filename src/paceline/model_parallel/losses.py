@@ -1,4 +1,4 @@
-"""How the losses of micro-batches become the loss of their batch: a mean, a sum, a mean by weight, or none of these."""
+"""Loss of a batch from the losses of its micro-batches: a mean, a sum, a weighted mean, or none of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process groups of workers that hold a model between them, as a mesh of torch. One a process, as torch has it."""
+"""Process groups of the workers that hold one model together, as a torch mesh; torch allows one a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from paceline.wire.requests import Barrier
 from paceline.worker.waits import About, OpenWait
 
 AXES: Final = ("pipeline", "data", "tensor")
-BACKEND: Final = "paceline"  # Gloo at an address of ours; torch's own asks the name of the machine for a device
+BACKEND: Final = "paceline"  # Gloo at an address of the job; torch's own resolves the host name to find a device
 _NAME: Final = "mesh"
 _ABORT_TAG: Final = 7
 _WRAPPINGS: Final = ("failed to run forward", "Failed to run stage backward")
@@ -41,11 +41,11 @@ _POLL_INTERVAL_S: Final = 0.01
 
 @dataclass(slots=True, weakref_slot=True)
 class Mesh:
-    """All workers of a job, by stage, replica and tensor rank, each axis with its process groups.
+    """Process groups of all workers of a job, by stage, replica and tensor rank.
 
     Attributes:
         devices: the mesh of torch, with the axes "pipeline", "data" and "tensor".
-        replica: the group of those who hold a model between them.
+        replica: the group of the workers that hold one model together.
     """
 
     grid: MeshShape
@@ -54,18 +54,19 @@ class Mesh:
     devices: DeviceMesh
     replica: ProcessGroup
     _num_calls: int = 0
-    _failure: str = ""  # what ended the connections
+    _failure: str = ""  # reason why the connections ended
     _words: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @staticmethod
     def open(exchange: Collectives, grid: MeshShape) -> Mesh:
-        """Connect to all other workers; blocks until each has come here too. It ends when the worker leaves.
+        """Connect to all other workers; blocks until each has called this. The mesh ends when the worker leaves.
 
         Raises:
-            UsageError: workers that are threads, a script that has made process groups of its own, or workers that
-                would connect between machines, and may not.
+            UsageError: workers that are threads, a script with process groups of its own, or workers on several
+            machines
+                without permission to connect between them.
             PeerError: a worker has left the job or has died.
-            DeadlineExceeded: not all have come in time.
+            DeadlineExceeded: not all workers have called it in time.
         """
         worker_set = exchange.worker_set
         _require_process(worker_set)
@@ -80,31 +81,31 @@ class Mesh:
         except (RuntimeError, ValueError) as error:
             raise failure_reports.explain("connecting", worker_set.others, None, str(error)) from error
         finally:
-            sys.excepthook = hook  # torch writes a rank before each line of a traceback, as the launcher does
+            sys.excepthook = hook  # torch prefixes each line of a traceback with a rank, as the launcher does
         mesh = Mesh(grid, worker_set, failure_reports, devices, replica)
         exchange.when_closed(WeakMethod(mesh.close))
         return mesh
 
     @property
     def position(self) -> MeshPosition:
-        """Where this worker stands."""
+        """Position of this worker."""
         return self.grid.position(self.worker_set.rank)
 
     def axis(self, name: str) -> DeviceMesh:
-        """Return the mesh of those who differ from this worker along one axis only."""
+        """Return the mesh of the workers that differ from this one along one axis only."""
         return self.devices[name]
 
     def group(self, name: str) -> ProcessGroup:
-        """Return the process group of those who differ from this worker along one axis only."""
+        """Return the process group of the workers that differ from this one along one axis only."""
         return self.devices.get_group(name)
 
     def agree(self, call: CallSignature, what: str) -> list[CallSignature]:
-        """Tell all who hold this replica what this worker is about to do, and return what each of them tells.
+        """Exchange the next call with all workers of this replica, and return those of each.
 
-        All must do the same; only `weight` may differ. Blocks until all have come to it.
+        All must make the same call; only `weight` may differ. Blocks until all have.
 
         Raises:
-            UsageError: another means another call; nothing has been sent then.
+            UsageError: another worker makes another call; nothing has been sent then.
             PeerError: a worker is gone, or has not come in time.
         """
         self._num_calls += 1
@@ -124,10 +125,10 @@ class Mesh:
 
     @contextmanager
     def explained(self, what: str) -> Generator[None]:
-        """Say who is to blame when connections fail inside; what a script gets wrong is raised as it is.
+        """Explain failed connections in the block; errors of the script are raised unchanged.
 
         Raises:
-            PeerError: a worker is gone, or did not come in time. Then all connections are over.
+            PeerError: a worker is gone, or too late. Then all connections have ended.
         """
         if self._failure:
             raise PeerError(f"worker {self.worker_set.rank}, {what}: an earlier call has failed: {self._failure}")
@@ -148,11 +149,11 @@ class Mesh:
             raise told from error
 
     def abort(self) -> None:
-        """End all connections, so that whoever waits for this worker fails at once."""
+        """End all connections, so that workers that wait for this one fail at once."""
         for group in self._groups:
             others = [rank for rank in range(group.size()) if rank != group.rank()]
             for other in others[:1]:
-                try:  # a wait that runs out of time has torch close every connection of the group
+                try:  # a wait that times out makes torch close every connection of the group
                     group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     continue
@@ -167,9 +168,9 @@ class Mesh:
         dist.destroy_process_group()
 
     def _missing(self) -> Sequence[int]:
-        """Return who does not notice that the connections are over, within a second; all others if everybody does.
+        """Return the workers that do not notice the end of the connections within a second; all others if each does.
 
-        A worker that has ended is among them, and ones that compute may be: which of them run is asked later.
+        Among them are workers that have ended and workers that compute; which of them run is checked later.
         """
         store = self.failure_reports.store
         store.set(f"noticed/{self.worker_set.rank}", "")
@@ -204,7 +205,7 @@ def _require_process(worker_set: WorkerSet) -> None:
 
 
 def _meet(worker_set: WorkerSet, store: Store) -> FailureReports:
-    """Wait for all workers before torch does: it could not say who is missing."""
+    """Wait for all workers before torch does, whose error would not name the missing ones."""
     if store.add(f"here/{worker_set.rank}", 1) > 1:
         raise PeerError(
             f"worker {worker_set.rank} held a part of the model in an earlier life: a worker that was started again "
@@ -221,9 +222,9 @@ def _meet(worker_set: WorkerSet, store: Store) -> FailureReports:
 
 
 def _connect(grid: MeshShape, patience: timedelta) -> tuple[DeviceMesh, ProcessGroup]:
-    """Make the groups of each axis and of each replica, those of the same workers once; return this worker's.
+    """Make the groups of each axis and of each replica, without duplicates; return this worker's.
 
-    Each with the patience of the job: those that a `DeviceMesh` makes itself would wait for half an hour.
+    They have the job's timeout; groups made by a `DeviceMesh` itself would wait for half an hour.
     """
     ranks = torch.arange(grid.size).view(grid.pipeline, grid.replicas, grid.tensor)
     axes = [ranks.movedim(axis, -1).flatten(0, 1).tolist() for axis in range(len(AXES))]
@@ -232,13 +233,13 @@ def _connect(grid: MeshShape, patience: timedelta) -> tuple[DeviceMesh, ProcessG
     for lines in (*axes, [grid.replica_ranks(index) for index in range(grid.replicas)]):
         for line in map(tuple, lines):
             made[line] = group = made.get(line) or dist.new_group(line, timeout=patience)
-            if isinstance(group, ProcessGroup):  # else it is one of others
+            if isinstance(group, ProcessGroup):  # otherwise this worker is not in it
                 own.append(group)
     return DeviceMesh.from_group(own[:-1], "cpu", ranks, mesh_dim_names=AXES), own[-1]
 
 
 def _register_backend(address: str) -> str:
-    """Tell torch how to make a process group at an address of this machine; return how it is called."""
+    """Register a process group backend at an address of this machine; return its name."""
     name = f"{BACKEND}-{address.replace(':', '-')}"
     if not dist.is_backend_available(name):
         dist.Backend.register_backend(name, partial(_connected, address), devices=["cpu"])
@@ -248,7 +249,7 @@ def _register_backend(address: str) -> str:
 def _connected(address: str, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - newer ones have two names
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = NEVER  # of all that is sent later, too, which `Mesh.explained` gives up in time
+    options._timeout = NEVER  # also of later calls, which `Mesh.explained` ends in time
     made: Future[ProcessGroupGloo] = Future()
 
     def make() -> None:
@@ -265,12 +266,12 @@ def _connected(address: str, store: Store, rank: int, size: int, timeout: timede
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """Return what a layer has raised, without what the pipelines of torch put around it."""
+    """Return the error of a layer, without the errors that torch's pipelines wrap around it."""
     while error.__cause__ is not None and any(words in str(error) for words in _WRAPPINGS):
         error = error.__cause__
     return error
 
 
 def _is_of_connections(error: BaseException) -> bool:
-    """Whether Gloo raised this, which mostly names the place in its source."""
+    """Return whether Gloo raised this error; most of its messages name a source file of Gloo."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ("gloo", "pair closure"))

@@ -1,4 +1,4 @@
-"""What `paceline.parallelize` returns: a model of which this worker holds a part, used as if it held all of it."""
+"""Result of `paceline.parallelize`: a model of which this worker holds a part, used as if it held all of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.collective.signature import CallSignature, Pattern
 from paceline.model_parallel.losses import Loss
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.part import ModelPart
-from paceline.model_parallel.passing import give, letters_of, take, text_of
+from paceline.model_parallel.passing import letters_of, receive_tensors, send_tensors, text_of
 from paceline.model_parallel.pipeline import Pipeline
 from paceline.model_parallel.stage import parts
 from paceline.model_parallel.whole import whole
@@ -134,10 +134,11 @@ class Parallel(nn.Module):
             group = mesh.group("pipeline")
             if position.stage > 0:
                 named = (letters_of("\n".join(own)), *own.values())
-                give(named, partial(dist.send, dst=grid.rank(replace(position, stage=0)), group=group))
+                send_tensors(named, partial(dist.send, dst=grid.rank(replace(position, stage=0)), group=group))
                 return None
             for stage in range(1, grid.pipeline):
-                names, *values = take(partial(dist.recv, src=grid.rank(replace(position, stage=stage)), group=group))
+                source = grid.rank(replace(position, stage=stage))
+                names, *values = receive_tensors(partial(dist.recv, src=source, group=group))
                 own.update(zip(text_of(names).split("\n"), values, strict=True))
         return own if position.tensor == 0 else None
 

@@ -1,4 +1,4 @@
-"""How a model becomes one that several workers hold between them."""
+"""Conversion of a model into one that several workers hold together."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from paceline.model_parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a worker holds of a model that several hold between them.
+    """Part of a model that several workers hold together, on one of them.
 
     Example:
         >>> from paceline.job.mesh import MeshShape
@@ -21,29 +21,29 @@ class ModelPart:
 
     grid: MeshShape
     rank: int
-    mesh: Mesh | None  # None where nobody has to be connected: a worker holds all of the model
+    mesh: Mesh | None  # None where a worker holds all of the model, and needs no connections
 
     @property
     def position(self) -> MeshPosition:
-        """Where its holder stands."""
+        """Position of its worker."""
         return self.grid.position(self.rank)
 
     @property
     def name(self) -> str:
-        """What the tables of this part are called by: "stage1" or "stage1.tensor0"; "" for all of the model."""
+        """Prefix of the names of this part's tables: "stage1" or "stage1.tensor0"; "" for all of the model."""
         return self.grid.part_name(self.position)
 
     @property
     def replica(self) -> int:
-        """Number of the model that it is a part of."""
+        """Number of the model replica that it belongs to."""
         return self.position.replica
 
     @property
     def first(self) -> int:
-        """The worker that gives the first values to all who hold the same part: the one of replica 0."""
+        """Worker with the initial values for all that hold the same part: the one of replica 0."""
         return self.grid.rank(MeshPosition(self.position.stage, 0, self.position.tensor))
 
     @property
     def name_end(self) -> str:
-        """What is added to the name of an optimizer for its tables: ".stage1"."""
+        """Suffix of the optimizer's name for this part's tables: ".stage1"."""
         return f".{self.name}" if self.name else ""

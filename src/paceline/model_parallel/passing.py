@@ -1,4 +1,4 @@
-"""Tensors from one stage to another, each told before it is sent, so that nobody has to know its shape."""
+"""Tensors passed between pipeline stages, with their shape and type sent ahead."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from paceline.collective.signature import NUM_WORDS, CallSignature
 
-Carry = Callable[[Tensor], object]  # sends a contiguous tensor, or overwrites it by what has come
+Carry = Callable[[Tensor], object]  # sends a contiguous tensor, or receives into it
 
 
-def give(tensors: Sequence[Tensor], carry: Carry) -> None:
-    """Hand tensors to another worker, with their shapes and dtypes and whether they take gradients."""
+def send_tensors(tensors: Sequence[Tensor], carry: Carry) -> None:
+    """Send tensors to another worker, each after its shape, its dtype and whether it requires a gradient."""
     for tensor in tensors:
         told = CallSignature.over(tensor, "forward")
         carry(_numbered(told, len(tensors), tensor.requires_grad).words())
@@ -21,8 +21,8 @@ def give(tensors: Sequence[Tensor], carry: Carry) -> None:
             carry(_bytes(tensor.detach().contiguous()))
 
 
-def take(carry: Carry) -> tuple[Tensor, ...]:
-    """Return the tensors that another worker hands over."""
+def receive_tensors(carry: Carry) -> tuple[Tensor, ...]:
+    """Receive the tensors that another worker sends."""
     found: list[Tensor] = []
     while True:
         words = torch.zeros(NUM_WORDS, dtype=torch.int64)
@@ -37,7 +37,7 @@ def take(carry: Carry) -> tuple[Tensor, ...]:
 
 
 def letters_of(text: str) -> Tensor:
-    """Return a text as a tensor, to be given with others.
+    """Return a text as a tensor, to be sent with others.
 
     >>> text_of(letters_of("0.weight"))
     '0.weight'
@@ -46,7 +46,7 @@ def letters_of(text: str) -> Tensor:
 
 
 def text_of(letters: Tensor) -> str:
-    """Return the text that a tensor stands for."""
+    """Return the text in a tensor of `letters_of`."""
     return bytes(letters.tolist()).decode()
 
 
@@ -55,5 +55,5 @@ def _numbered(told: CallSignature, num_tensors: int, takes_gradient: bool) -> Ca
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor: what is only moved may have any dtype."""
+    """Return a contiguous tensor as bytes, because the transport does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)

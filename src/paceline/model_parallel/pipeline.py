@@ -1,4 +1,4 @@
-"""A pipeline of stages, one a worker, by the schedules of torch: which micro-batch runs when."""
+"""Pipeline of stages, one on each worker, run by torch's schedules of micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.model_parallel.losses import (
     require_joining,
 )
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.passing import give, letters_of, take, text_of
+from paceline.model_parallel.passing import letters_of, receive_tensors, send_tensors, text_of
 from paceline.model_parallel.stage import PipelineStage, joined, parts
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Schedule = Literal["1f1b", "gpipe"]
 
 SCHEDULES: Final[tuple[Schedule, ...]] = ("1f1b", "gpipe")
 MICRO_BATCHES_PER_STAGE: Final = 4
-_MAX_ENGINES: Final = 4  # kept, each with memory for what comes in; for an epoch whose last batch is smaller
+_MAX_ENGINES: Final = 4  # kept, each with receive buffers; an epoch may end with a smaller batch
 
 _Engine: TypeAlias = "ScheduleGPipe | Schedule1F1B"
 _Key: TypeAlias = tuple[int, tuple[tuple[torch.Size, torch.dtype], ...], tuple[float, ...]]
@@ -51,11 +51,11 @@ _Key: TypeAlias = tuple[int, tuple[tuple[torch.Size, torch.dtype], ...], tuple[f
 
 @dataclass(slots=True)
 class _Made:
-    """A schedule for batches of one shape.
+    """Schedule for batches of one shape.
 
     Args:
-        dims: along which the outputs of micro-batches lie one after the other, of each leaf.
-        outputs: of a micro-batch, until it is seen whether the loss is as the script says.
+        dims: of each output leaf, the dimension along which micro-batches are concatenated.
+        outputs: of a micro-batch, until the loss has been checked.
     """
 
     engine: _Engine
@@ -65,14 +65,14 @@ class _Made:
 
 @dataclass(slots=True)
 class Pipeline:
-    """One stage of a pipeline, and the way to its neighbours.
+    """One stage of a pipeline, and its connections to the neighbours.
 
     Args:
-        loss: of what the last stage gives and targets.
-        joining: how the loss of a batch follows from those of its micro-batches; None where it is taken of the whole
-            batch, for which all forwards run first.
-        micro_batches: that a batch is cut into; None for four a stage, or the next lower number that divides it.
-        min_size: samples that a micro-batch has at least, where `micro_batches` is None.
+        loss: of the outputs of the last stage and targets.
+        joining: how the losses of micro-batches become that of a batch; None where the loss needs the whole batch, for
+            which all forwards run first.
+        micro_batches: number of micro-batches in a batch; None for four a stage, or the next lower divisor.
+        min_size: least number of samples in a micro-batch, where `micro_batches` is None.
     """
 
     mesh: Mesh
@@ -83,11 +83,11 @@ class Pipeline:
     micro_batches: int | None
     min_size: int = 1
     _engines: dict[_Key, _Made] = field(default_factory=dict[_Key, _Made])
-    # Which parameters take gradients, each way that was seen with a number.
+    # Number of each set of parameters that require gradients, in the order in which they were seen.
     _frozen: dict[tuple[bool, ...], int] = field(default_factory=dict[tuple[bool, ...], int])
 
     def forward(self, inputs: object) -> Any:  # noqa: ANN401 - whatever the last stage gives
-        """Return what the last stage gives for a batch, to all; all must call it."""
+        """Return the outputs of the last stage for a batch, on all stages; all must call it."""
         given = parts(inputs, "the batch")
         self.mesh.agree(CallSignature.over(given[0], "forward"), "forward")
         with self.mesh.explained("forward"), torch.no_grad():
@@ -95,10 +95,10 @@ class Pipeline:
             return self._shared(outputs)
 
     def forward_backward(self, inputs: object, targets: object) -> float:
-        """Add the gradients of a batch to those of the parameters; return its loss, to all. All must call it.
+        """Add the gradients of a batch to those of the parameters; return its loss, on all stages. All must call it.
 
         Raises:
-            UsageError: a batch that does not divide, or is another than that of the others.
+            UsageError: a batch that does not divide into micro-batches, or differs from that of the other workers.
             PeerError: a worker is gone.
         """
         given = parts(inputs, "the batch")
@@ -117,13 +117,13 @@ class Pipeline:
                 return float(self._shared(None))
             self.stage.taking = taking = self._taking(made, targets, pieces, num)
             try:
-                made.engine.step(target=torch.zeros(num), losses=[])  # torch wants something to cut
+                made.engine.step(target=torch.zeros(num), losses=[])  # torch needs a target to split
             finally:
                 self.stage.taking = None
             return float(self._shared(taking.total))
 
     def _taking(self, made: _Made, targets: object, pieces: Sequence[object], num: int) -> Taking:
-        """Return what takes the loss of this batch; of the first one see whether it is as the script says."""
+        """Return the recorder of this batch's loss; for the first batch it also checks how losses are joined."""
         if self.joining is None:
             return BatchLoss(self.loss, targets, num, made.dims)
         if made.outputs is not None:
@@ -146,7 +146,7 @@ class Pipeline:
         return self.micro_batches
 
     def _engine(self, given: tuple[Tensor, ...], num: int, learns: tuple[float, ...]) -> _Made:
-        """Return the schedule of batches of this shape; the first time the shapes go through all stages."""
+        """Return the schedule for batches of this shape; the first time, shapes are exchanged through all stages."""
         key = (num, tuple((tensor.shape, tensor.dtype) for tensor in given), learns)
         if key not in self._engines:
             with self.mesh.explained("the first micro-batch"):
@@ -178,7 +178,7 @@ class Pipeline:
             output_args=sent,
             group=self.mesh.group("pipeline"),
         )
-        # With fewer micro-batches than stages the two are the same, and torch has only this one.
+        # With fewer micro-batches than stages the two schedules are the same, and torch supports only GPipe.
         gpipe = self.schedule == "gpipe" or num < self.mesh.grid.pipeline or self.joining is None
         kind = ScheduleGPipe if gpipe else Schedule1F1B
         engine = kind(stage, num, loss_fn=_as_it_is, scale_grads=False)
@@ -186,7 +186,7 @@ class Pipeline:
         return _Made(engine, dims, told)
 
     def _tried(self, micro_batch: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], object]:
-        """Return what comes into this stage and what goes out, for a micro-batch that leaves no trace."""
+        """Return inputs and outputs of this stage for a micro-batch, without side effects on the model."""
         buffers = {buffer: buffer.clone() for buffer in self.stage.buffers()}
         with torch.random.fork_rng(devices=[]):
             try:
@@ -205,27 +205,27 @@ class Pipeline:
     # -- from stage to stage -----------------------------------------------------------------------------------------
 
     def _relay(self, given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Any]:
-        """Run a batch through all stages once; return what came into this one and what goes out of it."""
+        """Run a batch through all stages once; return the inputs and outputs of this one."""
         group = self.mesh.group("pipeline")
-        inputs = given if self._is_first else take(partial(dist.recv, src=self._rank(-1), group=group))
+        inputs = given if self._is_first else receive_tensors(partial(dist.recv, src=self._rank(-1), group=group))
         outputs = self.stage.run(joined(inputs))
         if not self._is_last:
             outputs = parts(outputs, f"stage {self.mesh.position.stage}")
-            give(outputs, partial(dist.send, dst=self._rank(+1), group=group))
+            send_tensors(outputs, partial(dist.send, dst=self._rank(+1), group=group))
         return inputs, outputs
 
     def _shared(self, values: object) -> Any:  # noqa: ANN401
-        """Return what the last stage has, to all stages: tensors in whatever structure torch knows."""
+        """Broadcast the values of the last stage to all stages: tensors in any structure of torch's pytrees."""
         last = self.mesh.grid.pipeline - 1 - self.mesh.position.stage
         carry = partial(dist.broadcast, src=self._rank(last), group=self.mesh.group("pipeline"))
         if not self._is_last:
-            structure, *leaves = take(carry)
+            structure, *leaves = receive_tensors(carry)
             return tree_unflatten(leaves, treespec_loads(text_of(structure)))
         leaves, spec = tree_flatten(values)
         if not all(isinstance(one, Tensor) for one in leaves):
             kinds = ", ".join(sorted({type(one).__name__ for one in leaves if not isinstance(one, Tensor)}))
             raise UsageError(f"the model gives {kinds}, but only tensors can be handed to all stages.")
-        give((letters_of(treespec_dumps(spec)), *leaves), carry)
+        send_tensors((letters_of(treespec_dumps(spec)), *leaves), carry)
         return values
 
     def _rank(self, distance: int) -> int:
@@ -242,10 +242,10 @@ class Pipeline:
 
 
 def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
-    """Return what a stage gives: it has taken the loss."""
+    """Return the output of the last stage, which is the loss already."""
     return loss
 
 
 def _blank(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return tensors of the same shapes that take gradients where these do."""
+    """Return empty tensors of the same shapes, which require gradients where these do."""
     return tuple(torch.empty(one.shape, dtype=one.dtype, requires_grad=one.requires_grad) for one in tensors)

@@ -1,4 +1,4 @@
-"""Fully sharded models: each rank has a slice of every parameter, and a layer is whole only while it runs."""
+"""Fully sharded models: each rank holds a slice of every parameter, and a layer is whole only while it runs."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class SliceCall:
-    """A call among ranks in the middle of forward or backward.
+    """A collective call of the ranks during forward or backward.
 
     Args:
-        guard: is entered around it, to say who is to blame if it fails.
+        guard: context of the call, which explains failures.
     """
 
     guard: Guard = nullcontext
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what it gives or takes."""
+        """Return memory for inputs or outputs."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class GatherSlices(SliceCall):
-    """Gives every rank all slices."""
+    """All-gather of slices."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> None:
-        """Gather; blocks until all ranks have come."""
+        """Gather; blocks until all ranks call it."""
         del async_op
         with self.guard():
             dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
 
 
 class ScatterSums(SliceCall):
-    """Adds up gradients, each rank getting its slice of the sum.
+    """Reduce-scatter of gradients: each rank gets its slice of the sum.
 
-    Gloo's own adds everything up everywhere first, which sends 2 (n-1)/n times the gradients. Here each rank sends
-    every other its slice, (n-1)/n times, and each adds up what it gets.
+    Gloo's own is an all-reduce, which sends 2 (n-1)/n times the gradients. Here each rank sends every other its slice,
+    (n-1)/n times the gradients, and sums up what it receives.
     """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Add up; blocks until all ranks have come."""
+        """Sum up; blocks until all ranks call it."""
         del async_op
         slices = torch.empty_like(input_tensor)
         with self.guard():
@@ -70,24 +70,24 @@ class ScatterSums(SliceCall):
             output_tensor.div_(group.size())
 
 
-_HOOKS = "_state_dict_pre_hooks"  # where torch keeps them in a module
+_HOOKS = "_state_dict_pre_hooks"  # torch's attribute of modules
 
 
 def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) -> None:
-    """Keep this rank's slice of every parameter of a model, in place; blocks until all ranks have come.
+    """Shard every parameter of a model over the ranks, in place; blocks until all ranks call it.
 
     Values are those of the mesh's first rank. Parameters become `DTensor`s, so make optimizers afterwards. Layers of a
-    `Sequential` or `ModuleList` are gathered one by one when they run, what is outside of these with the model itself.
-    Backward leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
+    `Sequential` or `ModuleList` are gathered one by one when they run, other parameters with the model itself. Backward
+    leaves the mean of the ranks' gradients in `.grad`, in slices. All ranks run forward and backward together.
 
     Args:
         model: the module whose forward is called.
         mesh: of the ranks that keep slices, 1-D.
-        guard: is entered around each call among ranks, to say who is to blame if it fails.
+        guard: context of each collective call, which explains failures.
 
     Raises:
         UsageError: a model without parameters, with several dtypes, or one that is sharded already; an older torch,
-            which lets nobody else make its calls.
+            which does not support collective calls other than its own.
     """
     if getattr(FSDPModule, "set_custom_all_gather", None) is None:
         raise UsageError(f"fsdp needs torch 2.9 or later, this is {torch.__version__}: take all-reduce in its place.")
@@ -105,11 +105,11 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
             f"fsdp: parameter '{scalar}' of {type(model).__name__} has shape (), of which there are no slices: give it "
             "shape (1,)."
         )
-    empty = {parameter for parameter in parameters if not parameter.numel()}  # torch slices none of these
+    empty = {parameter for parameter in parameters if not parameter.numel()}  # torch does not slice these
     share = RankShare.of(mesh)
     with torch.no_grad():
         for tensor in (*parameters, *model.buffers()):
-            tensor.data = tensor.data.contiguous()  # torch cuts nothing that lies in another order
+            tensor.data = tensor.data.contiguous()  # torch slices only contiguous tensors
             share.copy_from_first(tensor.data)
     for layer in (*_blocks(model), model):
         layer.register_forward_hook(_without_views)
@@ -119,22 +119,22 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh, guard: Guard = nullcontext) 
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model keeps slices of its parameters."""
+    """Return whether a model is sharded."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Generator[None]:
-    """Keep a sharded model whole for the length of a `with` block: in it forward takes nobody else.
+    """Gather a sharded model for the length of a `with` block; forward inside it involves no other rank.
 
-    All ranks enter it together, which blocks until they have; each has memory for the whole model then. `state_dict`
-    is whole, too, and leaves the model as it is.
+    All ranks enter it together, which blocks until they have; each needs memory for the whole model then. `state_dict`
+    is whole, too, and leaves the model gathered.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.unshard()
     hooks = _without_slicing(model)
-    for module in modules[1:]:  # the first is the root, which stays whole after forward as it is
+    for module in modules[1:]:  # the first is the root, which stays gathered after forward anyway
         module.set_reshard_after_forward(False, recurse=False)
     try:
         yield
@@ -148,7 +148,7 @@ def gathered(model: nn.Module) -> Generator[None]:
 
 
 def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
-    """Take off torch's hooks that slice a model again before `state_dict`; return the hooks that each module had."""
+    """Remove torch's hooks that reshard a model before `state_dict`; return the hooks that each module had."""
     found: dict[nn.Module, dict[int, object]] = {module: getattr(module, _HOOKS) for module in model.modules()}
     for module, hooks in found.items():
         others = {key: hook for key, hook in hooks.items() if not hook.__module__.startswith("torch.distributed.fsdp.")}
@@ -157,7 +157,7 @@ def _without_slicing(model: nn.Module) -> dict[nn.Module, dict[int, object]]:
 
 
 def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a whole tensor, cut as a parameter is."""
+    """Return this rank's slice of a whole tensor, sliced like a parameter."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     mesh = parameter.device_mesh
@@ -168,7 +168,7 @@ def sliced_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # noqa: ANN401 - whatever it returns
-    """Copy outputs that are views: what a script did to them in place would part them from torch's hooks."""
+    """Copy outputs that are views: changing them in place would detach them from torch's hooks."""
     del layer, inputs
     if not torch.is_grad_enabled():
         return outputs
@@ -176,7 +176,7 @@ def _without_views(layer: nn.Module, inputs: object, outputs: Any) -> Any:  # no
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that are gathered by themselves: outermost ones of a chain that share no parameter."""
+    """Return the layers that are gathered separately: outermost ones of a chain that share no parameter."""
     found = list(_in_chains(model))
     holders = Counter(id(parameter) for block in found for parameter in block.parameters())
     inside = {id(module) for block in found for module in block.modules()}

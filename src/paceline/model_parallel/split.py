@@ -1,4 +1,4 @@
-"""What ranks that split one layer between them share: where each cuts, what they add up, and how they draw lots."""
+"""State shared by the ranks that split one layer: their slices, the sums over them, and their random numbers."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class SplitLayer(nn.Module, ABC):
         shape = [*value.shape]
         if cut is not None:
             shape[cut.dim] *= trial.size
-        return trial.give(shape, value.dtype, value.device, cut)
+        return trial.stand_in(shape, value.dtype, value.device, cut)
 
     def require_proven(self) -> None:
         """Raise UsageError where nothing has tried out what stands around this layer."""
@@ -99,8 +99,8 @@ class ColumnLinear(SplitLayer):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return this rank's outputs."""
         if self.trial is not None:
-            self.trial.take(self, inputs)
-            return self.trial.give_for(self, inputs.shape[:-1], *self._given)
+            self.trial.check_inputs(self, inputs)
+            return self.trial.stand_in_outputs(self, inputs.shape[:-1], *self._given)
         self.require_proven()
         if self._region is None:
             return functional.linear(enter(inputs, self.share), self.weight, self.bias)
@@ -126,16 +126,16 @@ class RowLinear(SplitLayer):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs; blocks until all ranks have come."""
         if self.trial is not None and self.trial.rank is None:
-            self.trial.take(self, inputs)
-            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
+            self.trial.check_inputs(self, inputs)
+            return self.trial.stand_in_outputs(self, inputs.shape[:-1], self.out_features)
         if inputs.shape[-1] != self.in_features:
             raise UsageError(
                 f"layer '{self.name}' is split by rows: expected {self.in_features} features, this rank's part, got "
                 f"{inputs.shape[-1]}. The layer before it has to be split by columns."
             )
         if self.trial is not None:
-            self.trial.take(self, inputs, LayerCut(-1))
-            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
+            self.trial.check_inputs(self, inputs, LayerCut(-1))
+            return self.trial.stand_in_outputs(self, inputs.shape[:-1], self.out_features)
         self.require_proven()
         if self._region is not None:
             self._region.draw_together()
@@ -181,8 +181,8 @@ class SplitAttention(SplitLayer):
             )
         if self.trial is not None:
             for one in (query, key, value):
-                self.trial.take(self, one)
-            return self.trial.give_for(self, query.shape[:-1], self.embed_dim), None
+                self.trial.check_inputs(self, one)
+            return self.trial.stand_in_outputs(self, query.shape[:-1], self.embed_dim), None
         q, k, v = self._heads(query, key, value)
         if self.training:
             self._region.draw_alone(query.device)
@@ -244,8 +244,8 @@ class SplitEmbedding(SplitLayer):
         if bool(((ids < 0) | (ids >= self.num_embeddings)).any()):
             raise IndexError(f"layer '{self.name}' has rows 0 to {self.num_embeddings - 1}, got an id beyond them")
         if self.trial is not None:
-            self.trial.take(self, ids)
-            return self.trial.give_for(self, ids.shape, self.embedding_dim)
+            self.trial.check_inputs(self, ids)
+            return self.trial.stand_in_outputs(self, ids.shape, self.embedding_dim)
         own = ids - self._first
         elsewhere = (own < 0) | (own >= self._num_own)
         rows = functional.embedding(own.masked_fill(elsewhere, 0), self.weight, self._padding)
@@ -269,8 +269,8 @@ class VocabularyLinear(SplitLayer):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the scores."""
         if self.trial is not None:
-            self.trial.take(self, inputs)
-            return self.trial.give_for(self, inputs.shape[:-1], self.out_features)
+            self.trial.check_inputs(self, inputs)
+            return self.trial.stand_in_outputs(self, inputs.shape[:-1], self.out_features)
         scores = functional.linear(enter(inputs, self.share), self.weight, self.bias)
         if torch.is_grad_enabled():
             return DTensor.from_local(scores, self.share.mesh, [Shard(scores.ndim - 1)], run_check=False)

@@ -1,4 +1,4 @@
-"""The layers of one worker, run one after the other."""
+"""The consecutive layers of a model that one worker runs."""
 
 from __future__ import annotations
 

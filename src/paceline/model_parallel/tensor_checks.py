@@ -1,4 +1,4 @@
-"""Refusals of plans that do not fit the model or the number of ranks, before anything is changed or sent."""
+"""Checks of tensor-parallel plans against the model and the number of ranks, before anything is changed or sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are split over tensor ranks, and how: as its author says, or as its shape lets on."""
+"""Tensor-parallel plan: which layers are split over the ranks, and how, as declared or derived from the model."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ class EquivalenceTrial:
     called: set[SplitLayer] = field(default_factory=set[SplitLayer])
     _num_seen: int = 0
 
-    def take(self, layer: SplitLayer, inputs: Tensor, cut: LayerCut | None = None) -> None:
-        """Note what comes to a layer, or compare it with what has come to the whole one.
+    def check_inputs(self, layer: SplitLayer, inputs: Tensor, cut: LayerCut | None = None) -> None:
+        """Record the inputs of a whole layer, or compare those of a split one with them.
 
         Args:
-            layer: that is called.
-            inputs: (...,) of it.
-            cut: how they are divided; None where each rank has all of them.
+            layer: the layer that is called.
+            inputs: (...,) of the layer.
+            cut: how inputs are divided among ranks; None where each rank has all of them.
         """
         self.called.add(layer)
         if self.rank is None:
@@ -68,16 +68,18 @@ class EquivalenceTrial:
         require_same(inputs, expected if cut is None else cut.part(expected, self.rank, self.size))
 
     def end(self) -> None:
-        """Raise unless as many layers were called as when they were whole."""
+        """Raise unless as many layers were called as in the run of the whole ones."""
         if self._num_seen != len(self.seen):
             raise _Different
 
-    def give_for(self, layer: SplitLayer, shape: Sequence[int], width: int, cut: LayerCut | None = None) -> Tensor:
-        """Return what stands in for the outputs of a layer, (*shape, width), cut for a rank."""
+    def stand_in_outputs(
+        self, layer: SplitLayer, shape: Sequence[int], width: int, cut: LayerCut | None = None
+    ) -> Tensor:
+        """Return stand-ins for the outputs of a layer, (*shape, width), cut for a rank."""
         parameter = next(layer.parameters())
-        return self.give((*shape, width), _dtype(parameter), parameter.device, cut)
+        return self.stand_in((*shape, width), _dtype(parameter), parameter.device, cut)
 
-    def give(
+    def stand_in(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, cut: LayerCut | None = None
     ) -> Tensor:
         """Return random numbers, larger from feature to feature and the same in every run; cut for a rank."""
@@ -88,7 +90,7 @@ class EquivalenceTrial:
 
 
 class WholeCheck:
-    """Tries out a module before its first call, and as long as it has layers that were not called."""
+    """Checks a module at its first call, and again while some of its layers have not been called."""
 
     def __init__(self, unit: nn.Module, name: str, size: int, heads: Sequence[tuple[nn.Module, str]]) -> None:
         self._unit, self._name, self._size, self._heads = unit, name, size, heads

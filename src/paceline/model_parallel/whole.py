@@ -1,4 +1,4 @@
-"""Tensors of which each worker has a slice, as ordinary ones."""
+"""Sharded tensors gathered into ordinary ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of which workers have slices as an ordinary one; they all must call it, and block until then.
+    """Return a sharded tensor as an ordinary one; all workers must call it, and block until all have.
 
     Example:
         >>> import torch
-        >>> whole(torch.ones(2))  # nobody else has any of it
+        >>> whole(torch.ones(2))  # not sharded
         tensor([1., 1.])
     """
     if type(tensor) in (Tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""The charts of a report: what each is called, which runs it shows, and how they stand together on one sheet."""
+"""Charts of a report: their titles, the runs each one shows, and their layout on one sheet."""
 
 from __future__ import annotations
 

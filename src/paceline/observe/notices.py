@@ -1,4 +1,4 @@
-"""What is told on stderr while a script runs well otherwise: one line each, and no line twice."""
+"""Notices on stderr about a script that otherwise runs well: one line each, and no line twice."""
 
 from __future__ import annotations
 

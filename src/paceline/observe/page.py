@@ -1,4 +1,4 @@
-"""The report as one HTML page: style and pictures inside, no scripts, nothing fetched."""
+"""The report as one self-contained HTML page: styles and figures inline, no scripts, nothing fetched."""
 
 from __future__ import annotations
 

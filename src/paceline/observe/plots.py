@@ -1,4 +1,4 @@
-"""The pictures of a report. Each function draws one idea into the axes it is given."""
+"""Figures of a report: each function draws one plot into the given axes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Subject:
 
     @property
     def is_baseline(self) -> bool:
-        """Say whether a single process did all the work: no reads to show and nobody to wait for."""
+        """Return whether a single process did all the work, without reads to show or waits."""
         return len(self.summary.workers) == 1
 
 

@@ -121,10 +121,10 @@ class TraceDisplay:
     terminal a table is redrawn in place, and what is printed through `sys.stdout` and `sys.stderr` appears above
     it; elsewhere one line for all workers is written every 2 s, and a last one on close.
 
-        board = Board(run_folder / "trace", num_workers=4)
+        display = TraceDisplay(run_folder / "trace", num_workers=4)
         while running():
-            board.refresh(time.monotonic())
-        board.close()
+            display.refresh(time.monotonic())
+        display.close()
     """
 
     def __init__(self, trace_folder: Path, num_workers: int, stream: TextIO | None = None) -> None:
@@ -182,7 +182,7 @@ class TraceDisplay:
             if not isinstance(record, Step | State | Resources | ReadRecord | RowRead):
                 continue
             pace = self._paces.setdefault(record.worker, _Pace())
-            pace.life.take(record, self._now)
+            pace.life.update(record, self._now)
             if isinstance(record, Step):
                 pace.add(record, self._now)
 

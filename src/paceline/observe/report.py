@@ -1,4 +1,4 @@
-"""The report: several runs compared, as one HTML page that needs nothing else, and as one picture."""
+"""Report that compares several runs, as one self-contained HTML page and as one figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process has used so far: its largest memory, and what its TCP connections carried, as the kernel counts it."""
+"""Resource usage of a process: peak memory, and bytes of its TCP connections as the kernel counts them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Usage:
 
 @dataclass(slots=True)
 class ResourceUsage:
-    """Adds up what the TCP connections of this process carry. Shared memory and Unix sockets carry what nobody counts.
+    """Totals of the TCP connections of this process; traffic over shared memory and Unix sockets is not counted.
 
-    A connection that is closed counts with what was seen of it last: look before others may leave.
+    A closed connection counts with the values of its last `look`: call that before peers may leave.
     """
 
     # Sent, received and microseconds of sending, by what the kernel calls the connection.
     _seen: dict[str, tuple[int, int, int]] = field(default_factory=dict[str, tuple[int, int, int]])
 
     def look(self) -> None:
-        """See what the connections have carried so far; on Linux, elsewhere the kernel does not tell."""
+        """Read the counters of all connections; on Linux only."""
         for descriptor in _descriptors():
             with suppress(OSError):  # closed by now, or a socket of another kind
                 name = os.readlink(_PROCESS / "fd" / descriptor)
@@ -57,7 +57,7 @@ class ResourceUsage:
                     self._seen[name] = _carried(_copied(int(descriptor)))
 
     def usage(self) -> Usage | None:
-        """Return what this process has used so far; None where the kernel does not tell: off Linux, without /proc."""
+        """Return the usage of this process so far; None without /proc, that is outside of Linux."""
         self.look()
         if not _PROCESS.exists():
             return None
@@ -66,7 +66,7 @@ class ResourceUsage:
 
 
 def _descriptors() -> list[str]:
-    """Return what this process has open; nothing when so much is that not even this can be looked up."""
+    """Return the open descriptors of this process; none when there are too many to list them."""
     try:
         return os.listdir(_PROCESS / "fd") if sys.platform == "linux" else []
     except OSError:
@@ -80,7 +80,7 @@ def _peak_bytes() -> int:
 
 
 def _copied(descriptor: int) -> socket.socket:
-    """Return the socket behind a descriptor of somebody else's; it may be a file by now, which is an OSError."""
+    """Return a duplicate of the socket of a descriptor; raises OSError if that is another kind of file by now."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

@@ -1,4 +1,4 @@
-"""Reading traces back: a whole run at once, or a live one piece by piece."""
+"""Traces read back: a whole run at once, or a live one incrementally."""
 
 from __future__ import annotations
 

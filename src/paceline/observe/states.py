@@ -1,4 +1,4 @@
-"""What each worker does now, as far as its trace and its launcher tell: for the live display."""
+"""Current state of each worker, from its trace and its launcher, for the live display."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
     from paceline.observe.trace import Record
 
-# A worker that finishes no clock says every 2 s that it runs. One that has not for so long does not run.
+# A worker that finishes no clock reports every 2 s that it runs; after so long without a report it is taken as hung.
 HUNG_S = 10.0
-# How long a worker has to do one thing until it is worth a word.
+# Seconds in one state until it is worth a line.
 NOTABLE_S = 5.0
 
 
 @dataclass(slots=True)
 class Life:
-    """What is known of the process of one worker; times are seconds on the steady clock of the display.
+    """State of one worker's process, as far as known; times are seconds on the display's monotonic clock.
 
     Attributes:
-        clock: how many clocks it has finished.
-        end: why it does not run any more, as its launcher says; empty while it runs.
-        heard_s: when something last came from it; None before anything has.
-        waits: whether it is in a call that waits for others, for so long that it has said so.
-        since_s: since when it has been doing what it does.
-        leaves: whether it has left the job, and goes on by itself.
+        clock: number of finished clocks.
+        end: why it has ended, as its launcher says; empty while it runs.
+        heard_s: time of its last record; None before the first.
+        waits: whether it is in a call that waits for others, long enough for a report.
+        since_s: time when the current state began.
+        leaves: whether it has left the job, and continues alone.
     """
 
     clock: int = 0
@@ -38,8 +38,8 @@ class Life:
     since_s: float = 0.0
     leaves: bool = False
 
-    def take(self, record: Record, now: float) -> None:
-        """Take in what it has written down."""
+    def update(self, record: Record, now: float) -> None:
+        """Update the state from a record of its trace."""
         if isinstance(record, Step):
             self.clock, self.waits, self.since_s, self.leaves = record.clock + 1, False, now, False
         elif isinstance(record, State):
@@ -49,20 +49,20 @@ class Life:
         self.heard_s = now
 
     def note(self, end: str, now: float) -> None:
-        """Take it that its process has ended; that one has been started, where `end` is empty."""
+        """Record that its process has ended, or where `end` is empty, that it has been started."""
         self.end = end
         if not end:
             self.heard_s, self.waits, self.since_s, self.leaves = None, False, now, False
 
     def hung_s(self, now: float) -> float:
-        """Return for how long nothing has come from a process that should say something; 0 for what is usual."""
+        """Return for how long a process has sent no record although it should; 0 for usual intervals."""
         if self.end or self.leaves or self.heard_s is None or now - self.heard_s < HUNG_S:
             return 0.0
         return now - self.heard_s
 
 
 def describe(lives: Mapping[int, Life], now: float) -> dict[int, str]:
-    """Say of every worker what it does, in a few words; nothing of one that computes as usual."""
+    """Return a few words on the state of each worker, except those that compute as usual."""
     return {worker: _describe(worker, lives, now) for worker in lives}
 
 
@@ -83,7 +83,7 @@ def _describe(worker: int, lives: Mapping[int, Life], now: float) -> str:
 
 
 def _awaited(worker: int, lives: Mapping[int, Life]) -> str:
-    """Say for what a worker waits: for the slowest, if these are behind it, or compute where it has come to an end."""
+    """Return what a worker waits for: the slowest workers if they are behind, else for computation at its end."""
     own = lives[worker].clock
     others = {rank: life for rank, life in lives.items() if rank != worker and not life.end}
     slowest = min((life.clock for life in others.values()), default=own)

@@ -1,4 +1,4 @@
-"""The numbers of a run, as pure functions of its records."""
+"""Summary numbers of a run, as pure functions of its records."""
 
 from __future__ import annotations
 

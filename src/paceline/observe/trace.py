@@ -1,7 +1,7 @@
 """The trace: what happened in one process, as JSON lines, one record a line, in `<run>/trace/<role>-<rank>.jsonl`.
 
-Every `t` is `time.monotonic()` in seconds, so times of processes on one host compare. Clocks start at 0, and a
-*value clock* m says that all updates with a clock below m are in.
+Every `t` is `time.monotonic()` in seconds, comparable between processes on one host. Clocks start at 0, and a
+*value clock* m means that all updates with a clock below m are included.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-# Short enough that what the live board compares between workers is of nearly the same moment.
+# Short, so that the live display compares workers at nearly the same moment.
 FLUSH_INTERVAL_S = 0.02
-NO_SERVER = -1  # in the place of a server, where a worker says something itself
+NO_SERVER = -1  # in place of a server's rank, for records of the worker itself
 
 
 class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
-    """A worker at `clock` got the values of a table, complete up to `value_clock`."""
+    """A worker at `clock` read the values of a table, complete up to `value_clock`."""
 
     t: float
     worker: int
@@ -36,7 +36,7 @@ class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
 
     @property
     def differential(self) -> int:
-        """Return the clock differential: age of the values minus the reader's clock; -1 is the freshest."""
+        """Return the clock differential: value clock of the values minus the reader's clock; -1 is the freshest."""
         return self.value_clock - 1 - self.clock
 
     @property
@@ -46,9 +46,9 @@ class ReadRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="read"):
 
 
 class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
-    """A worker at `clock` got rows of a table: how many are complete up to which value clock.
+    """A worker at `clock` read rows of a table; counts the rows by the value clock that they are complete up to.
 
-    Own pushes do not count: a row may contain later ones of the reader's own.
+    The reader's own pushes do not count: a row may contain later ones of these.
     """
 
     t: float
@@ -67,9 +67,9 @@ class RowRead(msgspec.Struct, frozen=True, tag_field="kind", tag="row_read"):
 class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A worker finished `clock`.
 
-    `t` is taken before the tick is sent, so that no other worker can pass on it earlier. `step_s` is the time since
-    the previous clock was finished. Of it the training loop spent `comm_s` in push, clock and pull, and of that
-    `wait_s` waiting for values; `comm_s` is 0 in traces from before it was measured.
+    `t` is taken before the clock message is sent, so that no other worker can be recorded as acting on it earlier.
+    `step_s` is the time since the previous clock was finished. Of it the training loop spent `comm_s` in push, clock
+    and pull, and of that `wait_s` waiting for values; `comm_s` is 0 in traces from before it was measured.
     """
 
     t: float
@@ -83,7 +83,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
-    """A worker measured the model on held-out data; `accuracy` is a share between 0 and 1. None is no finite number."""
+    """A worker evaluated the model on held-out data; `accuracy` is between 0 and 1. None: not a finite number."""
 
     t: float
     worker: int
@@ -93,9 +93,9 @@ class Evaluated(msgspec.Struct, frozen=True, tag_field="kind", tag="evaluated"):
 
 
 class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
-    """A worker told a loss that no step has: one of several in a clock, one after the last, or no finite number.
+    """A worker reported a loss outside of a step: one of several in a clock, one after the last, or one not finite.
 
-    Then `loss` is None, as JSON has no other word for it, and `text` says what it was.
+    In the last case `loss` is None, which JSON supports, and `text` is the number.
     """
 
     t: float
@@ -106,7 +106,7 @@ class Reported(msgspec.Struct, frozen=True, tag_field="kind", tag="reported"):
 
 
 class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
-    """A worker is about to leave: the most memory its process had, and what its TCP connections carried."""
+    """A worker is about to leave: the peak memory of its process, and the traffic of its TCP connections."""
 
     t: float
     worker: int
@@ -116,10 +116,10 @@ class Resources(msgspec.Struct, frozen=True, tag_field="kind", tag="resources"):
 
 
 class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
-    """A server has ended: what it moved, and how long it was busy with that.
+    """A server has ended: its traffic, and how long it was busy.
 
-    From the first message to the last it was in use for `in_use_s`. Of these its thread was at work for `busy_s`, and
-    the busiest of its TCP connections, as far as the kernel counts that, had something to send for `sending_s`.
+    It was in use for `in_use_s` from the first message to the last. In this time its thread was at work for `busy_s`,
+    and the busiest of its TCP connections, as far as the kernel counts that, had data to send for `sending_s`.
     """
 
     t: float
@@ -132,9 +132,9 @@ class Load(msgspec.Struct, frozen=True, tag_field="kind", tag="load"):
 
 
 class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
-    """A data server has ended: the batches that it has made, and how long it was busy with that.
+    """A data server has ended: the batches that it has made, and how long it was busy.
 
-    `samples` are those in them, `skipped` those that were left out as they could not be decoded.
+    `samples` are those in the batches, `skipped` those left out because they could not be decoded.
     """
 
     t: float
@@ -147,9 +147,9 @@ class Fed(msgspec.Struct, frozen=True, tag_field="kind", tag="fed"):
 
 
 class Epoch(msgspec.Struct, frozen=True, tag_field="kind", tag="epoch"):
-    """A worker has come to the end of an epoch that it was fed, or has left it: the samples that it was given.
+    """A worker has reached the end of an epoch, or left it: the samples that it read.
 
-    `skipped` were left out as they could not be decoded; `again` had been dealt before, to workers that have died.
+    `skipped` were left out because they could not be decoded; `again` had been given to workers that have died.
     """
 
     t: float
@@ -180,7 +180,7 @@ class AppliedRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="applied"
 
 
 class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
-    """A server refused a request for good; server -1: the worker tells that a push or a step of its was not applied."""
+    """A server refused a request for good; server -1: a push or step was not applied, as the worker reports itself."""
 
     t: float
     server: int
@@ -190,7 +190,7 @@ class Refusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refusal"):
 
 
 class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membership"):
-    """A server saw a worker come or go."""
+    """A server saw a worker join or leave."""
 
     t: float
     server: int
@@ -200,10 +200,10 @@ class MembershipRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="membe
 
 
 class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
-    """The launcher saw a process end otherwise than it was to.
+    """The launcher saw a process end unexpectedly.
 
     `exit_code` is negative for the signal that killed it, `unix_s` the time in seconds since 1970; `happened` and
-    `then` say in words how it ended, and what the run did about it.
+    `then` are texts on how it ended, and on what the run did about it.
     """
 
     t: float
@@ -219,7 +219,7 @@ class Exit(msgspec.Struct, frozen=True, tag_field="kind", tag="exit"):
 
 
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
-    """A worker that has finished no clock for a while does this, and has for `for_s`: a sign that its process runs."""
+    """A worker that has finished no clock for a while reports what it does, and for how long: its process runs."""
 
     t: float
     worker: int
@@ -229,7 +229,7 @@ class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
 
 
 class Handled(msgspec.Struct, frozen=True, tag_field="kind", tag="handled"):
-    """A core handled one event with these effects: the full protocol log, written only when asked for."""
+    """A core handled one event with these effects: the full protocol log, written only on request."""
 
     t: float
     server_or_worker: str
@@ -265,10 +265,10 @@ def trace_path(run_folder: Path, role: Literal["worker", "server", "data", "laun
 class Trace:
     """Writes the records of one process; with path None it writes nothing.
 
-    Records are buffered and written at the latest by the first `record` that is 20 ms younger than the last write,
-    and by `flush` and `close`. Appends to an existing file (a worker that returns), whose torn last line it drops.
-    May be used from several threads. A file that cannot be written, on a full disk for example, ends the trace and is
-    told once; `max_bytes` bounds it, see `TraceFile`.
+    Records are buffered, and written at the latest by the first `record` that is 20 ms younger than the last write, and
+    by `flush` and `close`. Appends to an existing file (of a worker that returns), and drops its torn last line. May be
+    used from several threads. A file that cannot be written, on a full disk for example, ends the trace with one
+    notice; `max_bytes` bounds it, see `TraceFile`.
 
         with Trace(trace_path(run_folder, "worker", 0)) as trace:
             trace.record(Step(time.monotonic(), 0, clock, samples=32, loss=0.7, wait_s=0.0, step_s=0.01, comm_s=0.002))
@@ -301,12 +301,12 @@ class Trace:
                 self._write()
 
     def flush(self) -> None:
-        """Write what is buffered: worth a call before a long wait."""
+        """Write buffered records; call it before a long wait."""
         with self._lock:
             self._write()
 
     def close(self) -> None:
-        """Write what is buffered and close the file; what is recorded later is dropped."""
+        """Write buffered records and close the file; later records are dropped."""
         with self._lock:
             self._write()
             if self._file is not None:

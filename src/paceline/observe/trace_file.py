@@ -1,4 +1,4 @@
-"""The file behind a trace: bounded where nothing is kept, and given up, not raised, where it cannot be written."""
+"""File behind a trace: bounded in size, and abandoned with one notice, not raised, where it cannot be written."""
 
 from __future__ import annotations
 

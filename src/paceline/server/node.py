@@ -270,9 +270,7 @@ class ServerNode:
         elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
             self._table_rpc.handle((hello.rank, hello.incarnation), message, body)
 
-    def _on_core_message(
-        self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken
-    ) -> None:
+    def _on_core_message(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken) -> None:
         if isinstance(message, Join):
             self._peers.register(hello, connection)
         elif isinstance(message, Taken):

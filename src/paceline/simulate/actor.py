@@ -1,4 +1,4 @@
-"""One simulated worker: joins, then reads, computes, pushes and ticks, and leaves after its clocks."""
+"""One simulated worker: joins, then reads, computes, pushes and finishes clocks, and leaves after the last."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from paceline.simulate.lives import Violation
 if TYPE_CHECKING:
     from paceline.simulate.world import World
 
-_EVICTED = 0.1  # probability that a worker keeps a row no longer when it begins a read
+_EVICTED = 0.1  # probability that a worker drops a cached row at the start of a read
 
 
 @dataclass(slots=True)
 class SimulatedWorker:
-    """The user's loop around a worker core, on virtual time."""
+    """Training loop around a worker core, on virtual time."""
 
     world: World
     worker: int
     incarnation: int
     core: WorkerCore = field(init=False)
     alive: bool = True
-    returns: bool = False  # killed, and to be started again
+    returns: bool = False  # killed, and to be restarted
     joined: bool = False
     leaving: bool = False
     left: bool = False
@@ -59,17 +59,17 @@ class SimulatedWorker:
     paused_until: float = 0.0
     waited_s: float = 0.0
     finished_at: float = 0.0  # when its newest clock was finished
-    # Its own, so that two policies under the same seed meet the same stragglers.
+    # A generator of its own, so that two policies under the same seed meet the same stragglers.
     _pace: Random = field(init=False)
     _asked_at: float = 0.0
     asked_clock: int = 0
-    # The values that came with the message at hand: how many updates each place contains, and the clock of all.
+    # Values in the message being handled: the number of updates in each place, and the clock of all.
     _arrived: tuple[dict[int, int], int] = field(default_factory=lambda: ({}, 0))
-    # By open table, and server; of a row table by row: those that are kept.
+    # By open table, and server; of a row table by row: the cached values.
     _parts: dict[str, dict[int, SeenPart]] = field(default_factory=dict[str, dict[int, SeenPart]])
-    _rows: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])  # that the last read is of
+    _rows: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])  # rows of the last read
     _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
-    _reading: set[str] = field(default_factory=set[str])  # tables whose values have yet to come
+    _reading: set[str] = field(default_factory=set[str])  # tables whose values have not arrived
     _alarm: float | None = None
 
     def __post_init__(self) -> None:
@@ -81,15 +81,15 @@ class SimulatedWorker:
 
     @property
     def done(self) -> bool:
-        """Say whether nothing more is to be expected of this worker."""
+        """Return whether this worker has ended for good."""
         return self.left or bool(self.failed) or (not self.alive and not self.returns)
 
     def describe(self) -> str:
-        """Say where this worker stands."""
+        """Return the state of this worker, for a message."""
         return f"incarnation {self.incarnation} at clock {self.core.clock}, joined {self.joined}, alive {self.alive}"
 
     def begin(self) -> None:
-        """Open the tables that there are and ask to take part."""
+        """Open the declared tables and request to join."""
         self._open_tables()
         self._handle(WantJoin())
 
@@ -102,7 +102,7 @@ class SimulatedWorker:
                 self._handle(Opened(table, history.consistency, servers, history.keyed))
 
     def receive(self, server: int, message: object, body: dict[int, int]) -> None:
-        """Take in a server's message; a stopped process does so when it goes on."""
+        """Handle a server's message; a stopped process does so when it continues."""
         if self.paused_until > self.world.now:
             delay = self.paused_until - self.world.now
             self.world.at(delay, lambda: self.receive(server, message, body))
@@ -112,7 +112,7 @@ class SimulatedWorker:
         self._handle(Arrived(server, message))
 
     def reconnected(self, server: int) -> None:
-        """Find the connection to a server made again."""
+        """Handle a restored connection to a server."""
         self._handle(Connected(server))
 
     def _handle(self, event: WorkerEvent) -> None:
@@ -131,7 +131,7 @@ class SimulatedWorker:
         self._alarm = alarm = max(self.world.now, deadline)
 
         def ring() -> None:
-            if self._alarm == alarm:  # else an earlier one was set since
+            if self._alarm == alarm:  # otherwise an earlier one has been set since
                 self._alarm = None
                 self._ring()
 
@@ -169,7 +169,7 @@ class SimulatedWorker:
                 pass
 
     def _install(self, effect: Install | InstallRows) -> None:
-        """Take in the values that have come; rows that were not asked for only while they are kept."""
+        """Store the values in a message; rows that were not requested only while they are cached."""
         own = frozenset(effect.includes) | frozenset(range(effect.settled))
         kept, (lengths, clock) = self._parts[effect.table], self._arrived
         for place, length in lengths.items():
@@ -181,7 +181,7 @@ class SimulatedWorker:
         self._parts[table] = {row: kept for row, kept in self._parts[table].items() if history.server_of(row) != server}
 
     def _fail(self, reason: str) -> None:
-        """End this process with an error; only a worker that was given up or replaced may have to."""
+        """End this process with an error, which only a worker that was evicted or replaced may do."""
         self.failed = reason
         replaced = self.world.actors[self.worker] is not self
         if not replaced and (self.worker, self.incarnation) not in self.world.lives.gone:
@@ -194,7 +194,7 @@ class SimulatedWorker:
         self._open_tables()
         self._reading = set(self._parts)
         for table in self._parts:
-            self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read took this worker along
+            self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read included this one
             refresh = self.world.rng.random() < self.world.scenario.refresh
             if self.world.histories[table].keyed:
                 self._evict(table)
@@ -204,12 +204,12 @@ class SimulatedWorker:
                 self._handle(WantRead(table, refresh=refresh))
 
     def _evict(self, table: str) -> None:
-        """Keep some rows no longer, and tell no server, as where that is lost."""
+        """Drop some cached rows without telling a server, because such a message may be lost."""
         kept = self._parts[table]
         self._parts[table] = {row: part for row, part in kept.items() if self.world.rng.random() >= _EVICTED}
 
     def _read_rows(self, table: str, *, refresh: bool) -> None:
-        """Ask for the rows that are not kept, or not fresh enough, as the node does."""
+        """Request the rows that are not cached, or not fresh enough, as the node does."""
         history, kept, life = self.world.histories[table], self._kept(table), (self.worker, self.incarnation)
         needs = history.consistency.needs(self._asked[table])
         fetch: list[int] = []
@@ -218,13 +218,13 @@ class SimulatedWorker:
             mine = [row for row in self._rows[table] if history.server_of(row) == server]
             lacking = frozenset(row for row in mine if refresh or row not in kept or kept[row].clock < needs)
             if lacking:
-                self.world.asks(life, self.core.next_request, server, lacking)
+                self.world.note_request(life, self.core.next_request, server, lacking)
                 brought = not refresh and history.consistency.deliver == "on_clock" and lacking <= kept.keys()
                 (deliver if brought else fetch).append(server)
         self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
-        """Return the rows that are kept, each with the clock that it or the deliveries of its server have reached."""
+        """Return the cached rows, each with the clock that it or the deliveries of its server have reached."""
         history, rows = self.world.histories[table], self.core.rows
         return {
             row: replace(part, clock=max(part.clock, rows.delivered(table, history.server_of(row))))
@@ -237,7 +237,7 @@ class SimulatedWorker:
         if history.keyed:
             kept, needs = self._kept(done.table), history.consistency.needs(asked)
             parts = {row: kept[row] for row in self._rows[done.table] if row in kept and kept[row].clock >= needs}
-            if len(parts) < len(self._rows[done.table]):  # some went meanwhile
+            if len(parts) < len(self._rows[done.table]):  # some were dropped meanwhile
                 self._read_rows(done.table, refresh=False)
                 return
             clock = min(part.clock for part in parts.values())

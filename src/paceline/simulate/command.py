@@ -1,4 +1,4 @@
-"""`paceline simulate`: rehearse policies on virtual time before running them on machines."""
+"""`paceline simulate`: try policies on virtual time before running them on machines."""
 
 from __future__ import annotations
 

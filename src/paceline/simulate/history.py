@@ -1,4 +1,4 @@
-"""What happened in a rehearsal, and whether it was allowed: checkers that know the rules but not the code."""
+"""History of a simulation, and checkers of the protocol's rules that share no code with the protocol."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from paceline.core.messages import PushId
 from paceline.simulate.lives import Life, Lives, Violation
 
 _NEVER = 1 << 60
-_RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones were compared before
+_RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones have been compared before
 
 
 @dataclass(slots=True)
 class SeenShard:
-    """What one server has applied, in order, and what it has told readers about it; or the first of it for one row."""
+    """Updates applied by one server, in order, and what it has told readers about them; or those of one row."""
 
     order: list[tuple[PushId, int]] = field(default_factory=list[tuple[PushId, int]])  # push, its clock
     position: dict[PushId, int] = field(default_factory=dict[PushId, int])
     newest_clock: list[int] = field(default_factory=list[int])  # running maximum of the clocks in order
     contributors: dict[int, tuple[PushId, ...]] = field(default_factory=dict[int, tuple[PushId, ...]])
-    # Readers were told that every update of the clocks below is in; so none may come later.
+    # Readers were told that every update of the clocks below is included, so none may come later.
     promised: int = 0
     num_passed: dict[Life, int] = field(default_factory=dict[Life, int])  # pushes of a worker applied or refused so far
 
     def note(self, push_id: PushId, clock: int) -> None:
-        """Add what is applied next."""
+        """Add the next applied update."""
         self.position[push_id] = len(self.order)
         self.order.append((push_id, clock))
         self.newest_clock.append(max(clock, self.newest_clock[-1] if self.newest_clock else -1))
@@ -33,16 +33,16 @@ class SeenShard:
 
 @dataclass(frozen=True, slots=True)
 class SeenPart:
-    """The values of one server, or of one row, in a reader's hands, and what the reader was told about them."""
+    """Values of one server, or of one row, as a reader got them, and what the reader was told about them."""
 
-    length: int  # how many updates they contain
+    length: int  # number of updates in them
     clock: int
-    own: frozenset[int]  # sequence numbers of the reader's own pushes that are in
+    own: frozenset[int]  # sequence numbers of the reader's own pushes in them
 
 
 @dataclass(frozen=True, slots=True)
 class SeenRead:
-    """One finished read, with its part of every server; of a row table, with every row that it asked for."""
+    """One finished read, with its part of every server; of a row table, with every requested row."""
 
     time: float
     life: Life
@@ -54,17 +54,17 @@ class SeenRead:
 
     @property
     def differential(self) -> int:
-        """Return the age of the values in clocks, as the papers count it: -1 is fresh, -(bound + 1) the oldest."""
+        """Return the age of the values in clocks, as in the papers: -1 is fresh, -(bound + 1) the oldest."""
         return self.value_clock - 1 - self.clock
 
 
 @dataclass(slots=True)
 class History:
-    """The record of one table in one run, checked as it grows.
+    """History of one table in one run, checked as it grows.
 
     The names of the rules (E1, SSP2, ...) are those of the reliability page in the documentation. A row table
-    (`keyed`) keeps its row r on server r modulo their number, and every row has a record of its own: what a read has of
-    a row is compared with the pushes that touch this row.
+    (`keyed`) keeps its row r on server r modulo their number, and every row has a history of its own: the values of a
+    row in a read are compared with the pushes to this row.
     """
 
     consistency: Consistency
@@ -79,17 +79,17 @@ class History:
     made: dict[Life, list[tuple[PushId, int]]] = field(default_factory=dict[Life, list[tuple[PushId, int]]])
     acknowledged: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
     refused: set[tuple[int, PushId]] = field(default_factory=set[tuple[int, PushId]])
-    invalid: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with values that may not be applied
+    invalid: set[PushId] = field(default_factory=set[PushId])  # arrived somewhere with invalid values
     _seen: dict[tuple[Life, int], int] = field(default_factory=dict[tuple[Life, int], int])
 
     def __post_init__(self) -> None:
-        """Start with nothing applied."""
+        """Start with an empty history."""
         self.shards = [SeenShard() for _ in range(self.num_servers)]
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
     def pushed(self, push_id: PushId, clock: int, rows: frozenset[int] = frozenset()) -> None:
-        """Record that a push was made, in a row table of these rows."""
+        """Record a push, in a row table with its rows."""
         self.touched[push_id] = rows
         self.made.setdefault((push_id.worker, push_id.incarnation), []).append((push_id, clock))
 
@@ -108,9 +108,9 @@ class History:
             self._check_order(server, shard, ids)
 
     def answered(self, server: int, push_id: PushId, *, refused: bool, closed: int) -> None:
-        """Record the final answer to a push: what is acknowledged is applied (E2), what is refused had a reason (E4).
+        """Record the final answer to a push: acknowledged means applied (E2), and a refusal has a reason (E4).
 
-        `closed`: every clock below is closed on this server.
+        `closed`: whether every clock below is closed on this server.
         """
         (self.refused if refused else self.acknowledged).add((server, push_id))
         applied = push_id in self.shards[server].position
@@ -127,7 +127,7 @@ class History:
         """Record a finished read and check its bound, its freshness and its monotony."""
         self.reads.append(read)
         bound = self.consistency.bound
-        # A quorum promises nothing about those who miss it: there the contributors are checked instead (BSP2).
+        # A quorum makes no promise to workers that miss it: there the contributors are checked instead (BSP2).
         needs = 0 if bound is None or self.consistency.backups else max(0, read.clock - bound)
         members = {life: clock for life, clock in members.items() if life not in self.lives.gone}
         slowest = min([clock for life, clock in members.items() if life != read.life], default=_NEVER)
@@ -150,7 +150,7 @@ class History:
     def finish(self, settled: list[Life], clocks: list[int]) -> None:
         """Check at the end that all settled lives have their answers, and that no clock is torn (BSP2, BSP5).
 
-        `clocks`: where the table stands on each server, once nothing is on its way between them.
+        `clocks`: clock of the table on each server, once no message is under way between them.
         """
         for life in settled:
             for push_id, _ in self.made.get(life, []):
@@ -172,7 +172,7 @@ class History:
         return sorted({self.server_of(row) for row in rows}) if self.keyed else list(range(self.num_servers))
 
     def shard_of(self, place: int) -> SeenShard:
-        """Return what was applied at a place."""
+        """Return the updates applied at a place."""
         return self.rows.setdefault(place, SeenShard()) if self.keyed else self.shards[place]
 
     def _touches(self, push_id: PushId, place: int) -> bool:
@@ -202,7 +202,7 @@ class History:
                 f"that all clocks below {shard.promised} are in"
             )
         newest = self.lives.replaced.get(push_id.worker, -1)
-        # With visible = on_clock the lead's decision is the commit; the others may carry it out later.
+        # With visible = on_clock the lead's decision is the commit; the other servers may carry it out later.
         committed = self.consistency.visible == "on_clock" and server > 0
         if push_id.incarnation < newest and not committed:
             raise Violation(f"M2: {push_id} is applied after incarnation {newest} had joined")
@@ -229,7 +229,7 @@ class History:
             shard.num_passed[life] = at + 1
 
     def _check_members(self, place: int, length: int, needs: int, members: dict[Life, int], read: SeenRead) -> None:
-        """SSP2, seen from the makers: every push that a member made in a clock below `needs` is in the values."""
+        """SSP2, checked against the workers: the values have every push of a member in a clock below `needs`."""
         position, server = self.shard_of(place).position, self.server_of(place)
         for life in members:
             for push_id, clock in reversed(self.made.get(life, ())):
@@ -242,7 +242,7 @@ class History:
                     break
 
     def _check_promise(self, place: int, length: int, complete: int, read: SeenRead) -> None:
-        """SSP2, seen from the server: what the values lack is of clock `complete` or later, now and for ever."""
+        """SSP2, checked against the server: updates missing from the values are of clock `complete` or later."""
         for push_id, clock in self.shard_of(place).order[length:]:
             if clock < complete:
                 raise Violation(f"SSP2: {_where(read)} lacks {push_id} of clock {clock} on {self._name(place)}")
@@ -250,7 +250,7 @@ class History:
         shard.promised = max(shard.promised, complete)
 
     def _check_own(self, place: int, part: SeenPart, read: SeenRead) -> None:
-        """SSP3: the reader is told exactly which of its own recent pushes are in, so that it can add the others."""
+        """SSP3: the reader is told exactly which of its own recent pushes are included, so it can add the others."""
         position, server = self.shard_of(place).position, self.server_of(place)
         for push_id, _ in self.made.get(read.life, [])[0 if self.keyed else -_RECENT :]:
             inside = position.get(push_id, _NEVER) < part.length

@@ -1,4 +1,4 @@
-"""What has happened to workers, as each server was told: who has a reason to be given up, and who has none (L6)."""
+"""What each server was told about each worker, to check that only workers with a reason are evicted (L6)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class Violation(AssertionError):
 
 @dataclass(slots=True)
 class Lives:
-    """The lives of all workers in one run, apart from what servers believe of them."""
+    """Lives of all workers in one run, recorded independently of what servers believe."""
 
     lease_s: float
     join_timeout_s: float
     replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
-    gone: set[Life] = field(default_factory=set[Life])  # given up by some server
+    gone: set[Life] = field(default_factory=set[Life])  # evicted by some server
     disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
-    # By (server, life): since when its connection is gone, as far as the server knows; and who has joined there at all.
+    # By (server, life): since when its connection is lost, as far as the server knows; and lives that have joined
+    # there.
     _silent: dict[tuple[int, Life], float] = field(default_factory=dict[tuple[int, Life], float])
     _joined: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
     _dead: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
 
     def told(self, server: int, event: object, now: float) -> None:
-        """Note what a server is told."""
+        """Record an event that a server receives."""
         match event:
             case Join(sender=sender):
                 life = (sender.worker, sender.incarnation)
@@ -42,8 +43,8 @@ class Lives:
             case _:
                 pass
 
-    def given_up(self, server: int, life: Life, now: float) -> None:
-        """Note that a server ended a life: it was told of its death, has its successor, or its lease has run out."""
+    def note_eviction(self, server: int, life: Life, now: float) -> None:
+        """Check an eviction: the server knows of the death or of a successor, or the lease has expired."""
         self.gone.add(life)
         key = (server, life)
         if key in self._dead or any(s == server and w == life[0] and i > life[1] for s, (w, i) in self._joined):

@@ -1,4 +1,4 @@
-"""What a rehearsal says about a policy: how fast, how much waiting, how fresh the values."""
+"""Results of a simulation: speed, waiting time, and staleness of the values read."""
 
 from __future__ import annotations
 

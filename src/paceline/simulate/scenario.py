@@ -1,4 +1,4 @@
-"""What is rehearsed: the cluster, how fast its workers are, what the network and fate do to them."""
+"""Scenario of a simulation: the cluster, the speed of its workers, and the delays and faults that they meet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ StragglerKind = Literal["none", "transient", "persistent"]
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Which workers are slow, how often and how much.
+    """Which workers are slow, how often and by how much.
 
     Args:
         kind: "transient" slows a random share of the clocks of every worker, "persistent" always slows rank 0.
@@ -54,7 +54,7 @@ class Stragglers:
         )
 
     def slowdown(self, worker: int, rng: Random) -> float:
-        """Return how many times longer the next clock of this worker takes."""
+        """Return the factor on the duration of this worker's next clock."""
         if self.kind == "persistent":
             return self.factor if worker == 0 else 1.0
         return self.factor if self.kind == "transient" and rng.random() < self.share else 1.0
@@ -62,15 +62,15 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What happens to messages on their way. Probabilities are per message.
+    """Faults of the network. Probabilities are per message.
 
     Args:
         latency_s: bounds of the time a message takes.
         drop: it is lost, and the connection stays.
         duplicate: it arrives twice.
         reorder: it may overtake others.
-        cut: the connection ends with it, and is made again a little later.
-        spoil: a push arrives with values that may not be applied.
+        cut: the connection ends with it, and is restored a little later.
+        spoil: a push arrives with invalid values.
     """
 
     latency_s: tuple[float, float] = (0.0001, 0.0005)
@@ -88,15 +88,15 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What happens to workers.
+    """Faults of workers and servers.
 
     Args:
-        deaths: how many are killed at random times; the same one may be killed again after its restart.
+        deaths: how many workers are killed at random times; one may be killed again after its restart.
         pauses: how many stop for a while and come back, as zombies when it was too long.
-        stops: how many stop for a while, of which nobody is told: their connections stay.
+        stops: how many stop for a while and keep their connections, so that no server is told.
         stalls: how many times a server does nothing for a while.
         restart: whether a killed worker comes back as its next incarnation.
-        joins: how many more join at random times.
+        joins: how many more workers join at random times.
         early: probability that a worker is killed while it joins.
     """
 
@@ -111,11 +111,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One rehearsal, repeatable to the last event by its seed. Times are virtual seconds.
+    """One simulation, deterministic for a given seed. Times are virtual seconds.
 
     `others`: policies of further tables; each is declared at a time of its own on every server, and opened by each
-    worker when it finds it. `rows`: policies of further tables, of rows; about half of them are there from the start.
-    `num_pushes`: how many each worker makes of each table in a clock at most.
+    worker when it finds it. `rows`: policies of further row tables; about half of them exist from the start.
+    `num_pushes`: maximum number of pushes of a worker to each table in a clock.
     """
 
     consistency: Consistency = field(default_factory=bsp)
@@ -130,15 +130,15 @@ class Scenario:
     stragglers: Stragglers = field(default_factory=Stragglers)
     network: Network = field(default_factory=Network)
     fate: Faults = field(default_factory=Faults)
-    # Probability that a read asks the servers although its cached copy would do.
+    # Probability that a read goes to the servers although the cached values are fresh enough.
     refresh: float = 1.0
     lease_s: float = 0.05
-    # Long where nothing is lost without notice: then nobody may need a retry, and who waits in vain is found.
+    # Long where no message is lost silently: then no worker may need a retry, and one that waits in vain is found.
     retry_s: float = 0.02
     seed: int = 0
 
     @property
     def patience_s(self) -> float:
-        """Return the virtual time after which whoever has not finished waits in vain."""
+        """Return the virtual time after which an unfinished worker counts as waiting in vain."""
         clock_s = self.compute_s[1] * self.stragglers.factor + self.apply_s + self.network.latency_s[1]
         return 200 * self.num_clocks * clock_s + 1000 * self.lease_s

@@ -1,4 +1,4 @@
-"""Virtual time: real cores, joined by a network made of a heap and a seeded random generator."""
+"""Simulated cluster on virtual time: real protocol cores, joined by a network with seeded delays and faults."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from paceline.simulate.history import History
 from paceline.simulate.lives import Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
 
-TABLE, ROWS = "w", "r"  # tables are named by these and a number, the first dense one by none
+TABLE, ROWS = "w", "r"  # table names are these and a number; the first dense table has no number
 NUM_ROWS = 6
-_JOIN_LEASES = 100  # so many leases a worker may take to join
+_JOIN_LEASES = 100  # number of leases after which a worker must have joined
 _LIMIT_AT_ONCE = 100_000  # events at one moment of virtual time
 
 
@@ -40,14 +40,14 @@ class _Server:
     busy_until: float = 0.0
     held: dict[PushId, int] = field(default_factory=dict[PushId, int])  # push -> its clock
     alarm: float | None = None
-    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # what has come while it was busy
-    wakes: bool = False  # it takes that in as soon as it is free
-    # Of row tables, by table and reader: the rows it has asked for, and which of them it has yet to be sent again.
+    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # events that came while it was busy
+    wakes: bool = False  # whether it is scheduled to handle them once it is free
+    # Of row tables, by table and reader: the requested rows, and those of them to be sent again.
     subscribed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
     changed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
 
     def note_changed(self, table: str, rows: frozenset[int]) -> None:
-        """Note which rows their readers are to be sent again."""
+        """Record the rows to be sent again to their readers."""
         for (name, life), mine in self.subscribed.items():
             if name == table:
                 self.changed.setdefault((table, life), set()).update(rows & mine)
@@ -55,7 +55,7 @@ class _Server:
 
 @dataclass(slots=True)
 class World:
-    """One rehearsal. `run` returns its history, checked against the rules of the scenario's consistency.
+    """One simulation. `run` returns its history, checked against the rules of the scenario's consistency.
 
     Raises:
         Violation: a rule was broken, or a worker waits for ever.
@@ -77,22 +77,22 @@ class World:
     _heap: list[tuple[float, int, Callable[[], None]]] = field(
         default_factory=list[tuple[float, int, Callable[[], None]]]
     )
-    # Nothing happens to this worker, so that somebody is left who notices.
+    # A worker without faults, so that one is left to notice those of the others.
     _spared: int = 0
     _sent: int = 0
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    # Messages on a connection that was cut since are lost, and so is what is said before it is made again.
+    # Messages on a connection that was cut since are lost, and so are those sent before it is restored.
     _epoch: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
     _down: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     _table_of: dict[PushId, str] = field(default_factory=dict[PushId, str])
-    # The rows that a pull asks for, by reader, request and server.
+    # The rows requested by a pull, by reader, request and server.
     _asked: dict[tuple[Life, int, int], frozenset[int]] = field(
         default_factory=dict[tuple[Life, int, int], frozenset[int]]
     )
-    _calm: bool = False  # nothing is lost any more
+    _calm: bool = False  # whether the network loses no more messages
 
     def __post_init__(self) -> None:
-        """Set up servers and workers, and draw their fates."""
+        """Set up servers and workers, and schedule their faults."""
         s = self.scenario
         self.rng = Random(s.seed)
         self._spared = self.rng.randrange(s.num_workers)
@@ -121,7 +121,7 @@ class World:
 
     @property
     def history(self) -> History:
-        """The record of the table that is there from the start."""
+        """History of the table that exists from the start."""
         return self.histories[TABLE]
 
     def _tables(self) -> dict[str, Consistency]:
@@ -136,7 +136,7 @@ class World:
     # -- running -----------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Let everything happen until every worker has left."""
+        """Process events until every worker has left."""
         moved = 0  # the number of events when virtual time last moved
         while self._heap and not self._all_done():
             due, _, action = heapq.heappop(self._heap)
@@ -156,7 +156,7 @@ class World:
         return self.history
 
     def _let_servers_finish(self) -> None:
-        """Let the servers close what the lead has closed: the last clock may be on its way."""
+        """Let the servers close the clocks that the lead has closed: the last one may be under way."""
         self._calm = True
         until = self.now + 100 * self.scenario.lease_s
         while self._heap and self._heap[0][0] <= until and not self._agree():
@@ -165,13 +165,13 @@ class World:
             action()
 
     def _agree(self) -> bool:
-        """Return whether every table stands at the same clock on all servers, and the lead has none to close."""
+        """Return whether every table is at the same clock on all servers, and the lead has none to close."""
         cores = [entry.core for entry in self._servers]
         agreed = all(len({core.clock_of(table) for core in cores}) == 1 for table in self.declared)
         return agreed and cores[0].next_deadline() != 0.0
 
     def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Do something later; what is due at the same time happens in the order it was asked for."""
+        """Schedule an action; actions for the same time run in the order of their scheduling."""
         self._at(self.now + delay_s, action)
 
     def _at(self, due: float, action: Callable[[], None]) -> None:
@@ -191,7 +191,7 @@ class World:
             self.at(self.rng.uniform(0, 4 * self.scenario.network.latency_s[1]), lambda: self._kill(worker))
 
     def num_pushes(self) -> int:
-        """Draw how many pushes a worker makes of a table in one clock."""
+        """Draw the number of a worker's pushes to a table in one clock."""
         return self.rng.randint(1, self.scenario.num_pushes) if self.scenario.num_pushes > 1 else 1
 
     def draw_rows(self) -> frozenset[int]:
@@ -199,16 +199,16 @@ class World:
         return frozenset(self.rng.sample(range(NUM_ROWS), self.rng.randint(1, 3)))
 
     def pushed(self, table: str, push_id: PushId, clock: int, rows: frozenset[int]) -> None:
-        """Note a push that a worker is about to make, in a row table of these rows."""
+        """Record a push that a worker is about to make, in a row table with its rows."""
         self._table_of[push_id] = table
         self.histories[table].pushed(push_id, clock, rows)
 
-    def asks(self, life: Life, request: int, server: int, rows: frozenset[int]) -> None:
-        """Note which rows a worker is about to ask a server for."""
+    def note_request(self, life: Life, request: int, server: int, rows: frozenset[int]) -> None:
+        """Record the rows that a worker is about to request from a server."""
         self._asked[life, request, server] = rows
 
     def members(self) -> dict[tuple[int, int], int]:
-        """Return the clock of every worker that takes part, whatever the servers believe."""
+        """Return the clock of every worker that takes part, independent of what servers believe."""
         return {
             (worker, actor.incarnation): actor.core.clock
             for worker, actor in self.actors.items()
@@ -252,7 +252,7 @@ class World:
             self._lose(actor.worker, actor.incarnation, server, Disconnected(actor.worker, actor.incarnation))
 
     def cut(self, actor: SimulatedWorker, server: int) -> None:
-        """Cut one connection: what is on its way is lost; it is made again a little later."""
+        """Cut one connection: messages under way are lost; it is restored a little later."""
         worker, incarnation = actor.worker, actor.incarnation
         self.lives.disturbed.add((worker, incarnation))
         self._lose(worker, incarnation, server, Disconnected(worker, incarnation))
@@ -260,7 +260,7 @@ class World:
         self.at(self.scenario.lease_s / 10, lambda: self._reconnect(actor, server))
 
     def _reconnect(self, actor: SimulatedWorker, server: int) -> None:
-        """Make a connection again; a process that is stopped does so when it goes on."""
+        """Restore a connection; a stopped process does so when it continues."""
         if actor.paused_until > self.now:
             self.at(actor.paused_until - self.now, lambda: self._reconnect(actor, server))
             return
@@ -268,7 +268,7 @@ class World:
         actor.reconnected(server)
 
     def _lose(self, worker: int, incarnation: int, server: int, event: Disconnected | Died) -> None:
-        """End a connection; a server that only sees it end has taken in all that arrived before."""
+        """End a connection; a server that only sees its end has handled all that arrived before."""
         if isinstance(event, Disconnected):
             link = (worker, incarnation, server)
             self._epoch[link] = self._epoch.get(link, 0) + 1
@@ -292,7 +292,7 @@ class World:
         self._work(server, entry)
 
     def _work(self, server: int, entry: _Server) -> None:
-        """Take in what has come to a server, in this order, unless it is busy; then once it is free."""
+        """Handle the events of a server's inbox in order, unless it is busy; then once it is free."""
         while entry.inbox and entry.busy_until <= self.now:
             self._take_in(server, entry, entry.inbox.popleft())
         if entry.inbox and not entry.wakes:
@@ -321,7 +321,7 @@ class World:
         entry.alarm = alarm = max(self.now, deadline)
 
         def ring() -> None:
-            if entry.alarm == alarm:  # else an earlier one was set since
+            if entry.alarm == alarm:  # otherwise an earlier one has been set since
                 entry.alarm = None
                 self._ring(server, entry)
 
@@ -362,7 +362,7 @@ class World:
                 pass
 
     def _values(self, server: int, entry: _Server, life: Life, message: Fetched | Delivered) -> dict[int, int]:
-        """Return the values that go with a message: of each place in it, how many updates it contains."""
+        """Return the values in a message: the number of updates in each place."""
         history = self.histories[message.table]
         if not history.keyed:
             return {server: len(history.shards[server].order)}
@@ -377,7 +377,7 @@ class World:
     def _on_membership(self, server: int, effect: MembershipChanged) -> None:
         life = (effect.worker, effect.incarnation)
         if effect.change == "died":
-            self.lives.given_up(server, life, self.now)
+            self.lives.note_eviction(server, life, self.now)
         elif effect.change == "left":
             self.lives.gone.add(life)
 
@@ -414,7 +414,7 @@ class World:
             self.at(self.rng.uniform(0, span), lambda worker=worker: self.start(worker, 0))
 
     def _victim(self, worker: int) -> SimulatedWorker | None:
-        """Return the living process of this rank and note that something happens to it."""
+        """Return the living process of this rank and record that a fault happens to it."""
         actor = self.actors.get(worker)
         if actor is None or not actor.alive or actor.done:
             return None
@@ -447,7 +447,7 @@ class World:
         pause_s = self.rng.uniform(0.1, 4) * self.scenario.lease_s
         actor.paused_until = self.now + pause_s
         if self.scenario.fate.restart and self.rng.random() < 0.5:
-            # Taken for dead and replaced: when it goes on, two lives of one worker speak at once.
+            # Evicted and replaced: when it continues, two lives of one worker send at once.
             self.at(self.rng.uniform(0, pause_s), lambda: self._replace(actor))
         for server in range(self.scenario.num_servers):
             self._lose(worker, actor.incarnation, server, Disconnected(worker, actor.incarnation))
@@ -455,19 +455,19 @@ class World:
             self._reconnect(actor, server)
 
     def _stop(self, worker: int) -> None:
-        """Stop a process for a while, maybe longer than its lease; its connections stay, so nobody is told."""
+        """Stop a process for a while, maybe longer than its lease; its connections stay, so no server is told."""
         actor = self.actors.get(worker)
         if actor is not None and actor.alive and not actor.done:
             pause_s = self.rng.uniform(0.1, 4) * self.scenario.lease_s
             actor.paused_until = max(actor.paused_until, self.now + pause_s)
 
     def _stall(self, server: int) -> None:
-        """Have a server do nothing for a while, maybe longer than the leases of those that come back meanwhile."""
+        """Stall a server for a while, maybe longer than the leases of workers that reconnect meanwhile."""
         entry = self._servers[server]
         entry.busy_until = max(entry.busy_until, self.now + self.rng.uniform(0.1, 4) * self.scenario.lease_s)
 
     def _draw_declarations(self) -> None:
-        """Have each of the other tables declared on every server at a time of its own."""
+        """Schedule the declaration of each further table on every server, at a random time."""
         s = self.scenario
         for table in [name for name in self._tables() if name not in self.declared]:
             delays = [self.rng.uniform(0, s.num_clocks * s.compute_s[1] / 2) for _ in range(s.num_servers)]

@@ -1,4 +1,4 @@
-"""What several workers step with together: the hyperparameters of the first one that has a batch, and what it steps."""
+"""Agreement on the hyperparameters of a common step: those of the first worker that has a batch."""
 
 from __future__ import annotations
 

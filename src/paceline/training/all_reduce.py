@@ -1,4 +1,4 @@
-"""All-reduce data parallelism: every worker has the whole model and steps it, with the mean of all gradients."""
+"""All-reduce data parallelism: every worker holds the whole model and steps it with the mean of all gradients."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from paceline.training.weighting import SteppedTogether, weight_said
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """The workers combine their gradients among themselves while backward runs; see `paceline.all_reduce`.
+    """All-reduce strategy: workers combine gradients while backward runs; see `paceline.all_reduce`.
 
     Args:
-        unused: parameters may be left out of a forward; to find them costs a walk through the graph each time.
-        bucket_mb: how much travels together.
+        unused: whether parameters may be left out of a forward; finding them costs a walk through the graph each time.
+        bucket_mb: size of a bucket in megabytes.
     """
 
     unused: bool = False
     bucket_mb: float = 25.0
 
     def __post_init__(self) -> None:
-        """Refuse buckets of nothing."""
+        """Validate the bucket size."""
         if self.bucket_mb <= 0:
             raise UsageError(f"bucket_mb is {self.bucket_mb:g}, expected more than 0.")
 
@@ -54,13 +54,13 @@ class AllReduce:
 
 
 class ReplicatedOptimizer(SteppedTogether):
-    """Used like the optimizer it wraps, which steps on every worker with the mean of all workers' gradients.
+    """Optimizer used like the one it wraps, which steps on every worker with the mean of all workers' gradients.
 
-    After `backward` the gradients are already combined, as in DistributedDataParallel: to clip them then clips what
-    the step takes. State, groups and parameters are the same on all workers.
+    After `backward` the gradients are already combined, as in DistributedDataParallel, so clipping applies to the
+    gradients of the step. State, groups and parameters are the same on all workers.
 
     Attributes:
-        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+        num_refused: steps that were not taken, by any worker, because the combined gradients were not finite.
     """
 
     no_slices = "all-reduce, which combines gradients in every backward: take servers, or leave slices out."
@@ -85,15 +85,16 @@ class ReplicatedOptimizer(SteppedTogether):
         """Step with the gradients that the last backward has combined.
 
         Args:
-            samples: how many samples they stand for. They are weighed while backward runs, by the samples that loaders
-                from `shard` have handed out since the last step; say other numbers before, with `weigh`.
+            samples: how many samples they stand for. Backward weights them by the samples that loaders from `shard`
+            have
+                returned since the last step; set other numbers before, with `weigh`.
 
         Raises:
-            UsageError: backward has not combined gradients since the last step, or weighed them differently; or they
-                are not finite under nonfinite="halt".
+            UsageError: backward has not combined gradients since the last step, or with another weight; or they are not
+                finite under nonfinite="halt".
             PeerError: a worker is gone.
         """
-        weight = self._replica.take_round(samples)
+        weight = self._replica.consume_round(samples)
         self._apply()
         return weight
 
@@ -101,38 +102,38 @@ class ReplicatedOptimizer(SteppedTogether):
         return self._replica.named
 
     def weigh(self, samples: float) -> None:
-        """Say before backward how many samples the gradients of this step stand for, their weight in the mean.
+        """Set before backward how many samples the gradients of this step stand for, their weight in the mean.
 
-        Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
+        Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
         self._replica.weight = weight_said(samples)
 
     def follow(self) -> None:
-        """Take the step of the others, for which this worker has no batch: its part weighs nothing."""
+        """Take part in a step without a batch, with weight 0."""
         self.zero_grad()
         self._replica.backward_of_nothing()
-        self._replica.take_round(None)
+        self._replica.consume_round(None)
         self._apply()
-        self.zero_grad()  # a script may do so behind its own steps only
+        self.zero_grad()  # scripts call it only after steps of their own
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Combine nothing in the passes inside: the next backward outside combines what they have added up.
+        """Combine no gradients of the passes in the block: the next backward after it combines their sum.
 
-        Forward belongs inside too. Without this every backward combines what it adds, which costs as much each time.
+        Call forward inside too. Without this every backward combines what it adds, at the same cost each time.
         """
         return self._replica.accumulate()
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold one consistent state in the model for the length of a `with` block: that of all workers' last step.
+        """Put the state of all workers' last step into the model for the length of a `with` block.
 
-        Embeddings read as much. Gradients are off meanwhile.
+        Embeddings read the same state. Gradients are off inside the block.
         """
         with torch.no_grad(), self._job.lookups.exactly():
             yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state, and parameters and buffers to what they are on worker 0.
+        """Load the state, with the parameters and buffers of worker 0.
 
         Every worker must call it, with the same state; blocks until all have.
         """
@@ -140,8 +141,8 @@ class ReplicatedOptimizer(SteppedTogether):
             self._set_state(state_dict)
         self._replica.copy_from_first()
 
-    def let_go(self) -> None:
-        """Combine no more gradients."""
+    def detach(self) -> None:
+        """Stop combining gradients."""
         self._replica.close(True)
 
     def _apply(self) -> None:

@@ -1,4 +1,4 @@
-"""Neighbouring parameters of an optimizer that travel together: a table of their own on the servers."""
+"""Bucket of consecutive parameters of an optimizer, with a table on the servers and pushes of its own."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.training.flat import FlatParameters
-from paceline.training.gradients import FoundGradients, Gradients
+from paceline.training.gradients import Gradients, GradientVersion
 from paceline.training.state import StateOf
 from paceline.training.weights import Weights
 from paceline.update.table import Hyper
 from paceline.worker.pushes import PushBuffer, PushOutcome
 from paceline.worker.table import PendingRead, Table
 
-BUCKET_BYTES = 4 << 20  # what is sent while backward runs on: large beside a message, small beside a model
+BUCKET_BYTES = 4 << 20  # sent while backward runs: large compared to a message, small compared to a model
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Some parameters, what of them is under way, and the table behind them.
+    """Consecutive parameters with their table, and the push and the pull of them that are under way.
 
     Args:
-        first: index of its first parameter in the optimizer.
+        first: index of the first parameter in the optimizer.
     """
 
     first: int
@@ -33,28 +33,28 @@ class Bucket:
     table: Table
     weights: Weights
     gradients: Gradients
-    _reserved: PushBuffer | None = None  # the memory of the next push, until it is made
-    # The push of the step under way, once it is made, with what it was made from.
+    _reserved: PushBuffer | None = None  # memory of the next push, until it is sent
+    # Push of the current step, once it is sent, with the values that it was made from.
     _sent: _Sent | None = None
     _asked: PendingRead | None = None
 
     def reserve(self) -> None:
-        """Have memory for the next gradients; blocks as long as there is none."""
+        """Reserve memory for the next gradients; blocks until there is some."""
         if self._reserved is None:
             self._reserved = self.table.node.reserve(self.table.name)
             self.gradients.device_copies.lock(self._reserved, self._reserved.gradient)
             self.gradients.attach(self._reserved.gradient)
 
     def fetch(self, index: int) -> None:
-        """Begin to copy a gradient from its device; it is not to change any more. Does not block."""
+        """Start to copy a final gradient from its device. Does not block."""
         if self._reserved is not None:
             self.gradients.fetch(index)
 
     def push(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> Future[PushOutcome]:
-        """Send the gradients of this step, unless that was done while backward ran; return how the push will end.
+        """Send the gradients of this step, unless backward has; return a future of the outcome.
 
         Raises:
-            UsageError: gradients, samples or hyperparameters are not those that were sent.
+            UsageError: gradients, samples or hyperparameters have changed since backward sent them.
         """
         sent = self._sent
         if sent is None:
@@ -65,7 +65,7 @@ class Bucket:
         return sent.future
 
     def send(self, samples: float, hyper: tuple[Hyper, ...], expected: float = 0.0) -> None:
-        """Send the gradients as they are now, before their step; they may not change until then."""
+        """Send the gradients during backward, before their step; they may not change until then."""
         if self._sent is not None:
             raise UsageError(
                 f"backward ran again after the gradients of '{self.table.name}' had been sent: run all but the last "
@@ -82,7 +82,7 @@ class Bucket:
         return _Sent(future, samples, hyper, self.gradients.found())
 
     def _require_unchanged(self, sent: _Sent, samples: float, hyper: tuple[Hyper, ...]) -> None:
-        """Raise UsageError if the push would be another one now."""
+        """Raise UsageError if the push would differ from the one that was sent."""
         name = self.gradients.changed(sent.found)
         changed = [
             what
@@ -101,47 +101,47 @@ class Bucket:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the gradients of the step under way have left, before it."""
+        """Whether the gradients of the current step were sent before it."""
         return self._sent is not None
 
-    def ask(self, *, refresh: bool) -> None:
-        """Ask for the values of the next step; `arrive` waits for them."""
+    def request_values(self, *, refresh: bool) -> None:
+        """Request the values of the next step; `arrive` waits for them."""
         self.arrive()
         self._asked = self.table.start_read(refresh=refresh)
 
-    def look(self) -> None:
-        """Do what can be done while values are under way, if nothing but waiting for them comes next."""
+    def check_views(self) -> None:
+        """Check views for writes of the script while values are under way; cheap here, as a wait comes next."""
         if self._asked is not None:
-            self.weights.look()
+            self.weights.check_views()
 
     def arrive(self) -> None:
-        """Wait for the values that were asked for, if any, and set the parameters to them."""
+        """Wait for the requested values, if any, and set the parameters to them."""
         asked, self._asked = self._asked, None
         if asked is not None:
-            self.table.finish_read(asked, self.weights.take)
+            self.table.finish_read(asked, self.weights.set_from)
             self.reserve()
 
     def own(self, state: StateOf) -> StateOf:
-        """Return what of an optimizer's state is of these parameters, counted from the first of them."""
+        """Return the optimizer state of these parameters, with indices counted from the first of them."""
         indices = range(self.first, self.first + len(self.flat.named))
         return {index - self.first: state[index] for index in indices if index in state}
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A push, and what it was made from."""
+    """Push that was sent, and the values that it was made from."""
 
     future: Future[PushOutcome]
     samples: float
     hyper: tuple[Hyper, ...]
-    found: tuple[FoundGradients, ...]
+    found: tuple[GradientVersion, ...]
 
 
-def runs_of(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:
-    """Return runs of neighbours of at least this size together, in order; what is left over joins the last.
+def bucket_ranges(tensors: Sequence[Tensor], least_bytes: int) -> list[range]:
+    """Split tensors into consecutive runs of at least `least_bytes`, in order; a smaller rest joins the last run.
 
     >>> import torch
-    >>> runs_of([torch.zeros(n) for n in (3, 1, 5, 2)], least_bytes=16)
+    >>> bucket_ranges([torch.zeros(n) for n in (3, 1, 5, 2)], least_bytes=16)
     [range(0, 2), range(2, 4)]
     """
     runs: list[range] = []

@@ -1,4 +1,4 @@
-"""The model's buffers (BatchNorm statistics, for example), averaged over the workers through a table of their own."""
+"""Model buffers (BatchNorm statistics, for example), averaged over the workers through a table of their own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.worker.table import Table
 
 @dataclass(slots=True)
 class Buffers:
-    """Floating-point buffers of one worker and what they were when they were last set from the servers.
+    """Floating-point buffers of one worker, and their values when they were last set from the servers.
 
-    Each clock a worker pushes how its buffers moved; the table adds the mean of the workers' moves. Other buffers,
-    such as step counts, stay each worker's own.
+    Each clock a worker pushes the change of its buffers; the table adds the mean of these. Other buffers, such as step
+    counts, stay local to each worker.
     """
 
     flat: FlatParameters
@@ -30,17 +30,17 @@ class Buffers:
     _now: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start from the buffers as they are."""
+        """Start from the current buffers."""
         self.weights = Weights(self.flat, self.table)
         self._before, self._now = self.flat.empty(), self.flat.empty()
         self.flat.pack_values(self._before)
 
     def push(self) -> None:
-        """Send how the buffers have moved since they were set."""
+        """Send the change of the buffers since they were last set."""
         self.flat.pack_values(self._now)
         move = self._now - self._before
         if self.table.consistency.visible == "on_arrival":
-            move.div_(self.num_workers)  # each move is added on its own, so its share is taken here
+            move.div_(self.num_workers)  # pushes are added one by one, so each is a share of the mean
         self._before.copy_(self._now)
         self.table.push(move)
 

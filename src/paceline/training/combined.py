@@ -1,4 +1,4 @@
-"""Gradients combined once backward is over, among those who hold the same part of a model: each steps with the mean."""
+"""Gradients averaged after backward among the workers that hold the same part of a model; each steps with the mean."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.update.summing import num_nonfinite
 
 
 class CombinedOptimizer(SteppedTogether):
-    """Used like the optimizer it wraps, which steps on every worker that holds the same part in the same way.
+    """Optimizer used like the one it wraps; all workers that hold the same part of the model step identically.
 
-    After `forward_backward` the gradients are already combined, as under all-reduce of whole models: to clip them then
-    clips what the step takes.
+    After `forward_backward` the gradients are already combined, as under all-reduce of whole models, so clipping
+    applies to the gradients of the step.
 
     Attributes:
-        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+        num_refused: steps that were not taken, by any worker, because the combined gradients were not finite.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class CombinedOptimizer(SteppedTogether):
         named, _ = segments_of(optimizer, model)
         super().__init__(optimizer, "all-reduce", settings, job)
         self._part = job
-        self._num_samples = job.num_samples  # as of the last step
+        self._num_samples = job.num_samples  # at the last step
         self._flat = FlatParameters.over(named)
         self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
-        self._weight: float | None = None  # of the gradients of this step, where the script has said it
-        self._done: float | None = None  # what they were weighed by, once they are combined
+        self._weight: float | None = None  # of the gradients of this step, where the script has set it
+        self._done: float | None = None  # the weight used, once they are combined
         self._holding = False
         self._num_steps = 0
         self._num_combined = 0  # since the last step
@@ -58,12 +58,12 @@ class CombinedOptimizer(SteppedTogether):
         """Step with the gradients that `forward_backward` has combined.
 
         Args:
-            samples: how many samples they stand for. They are weighed in `forward_backward`, by the samples that
-                loaders from `shard` have handed out since the last step; say other numbers before, with `weigh`.
-                Gradients that a script has computed without `forward_backward` are weighed and combined here.
+            samples: how many samples they stand for. `forward_backward` weights them by the samples that loaders from
+                `shard` have returned since the last step; set other numbers before, with `weigh`. Gradients that a
+                script has computed without `forward_backward` are weighted and combined here.
 
         Raises:
-            UsageError: the gradients were weighed differently, or are not finite under nonfinite="halt".
+            UsageError: the gradients have another weight, or are not finite under nonfinite="halt".
             PeerError: a worker is gone.
         """
         if self._done is None:
@@ -71,36 +71,36 @@ class CombinedOptimizer(SteppedTogether):
             self._after_backward(finish=True)
         where = f"worker {self._part.mesh.worker_set.rank}, step of '{self._settings.name}'"
         done, self._weight = self._done or 0.0, None
-        scale = self._settings.scale if self._part.size > 1 else "mean"  # one replica has nothing to weigh
+        scale = self._settings.scale if self._part.size > 1 else "mean"  # a single replica needs no weights
         weight = require_weighed(where, scale, samples, done)
         self._num_samples = self._job.num_samples
         self._apply(weight)
         return weight
 
     def weigh(self, samples: float) -> None:
-        """Say before `forward_backward` how many samples its gradients stand for, their weight in the mean.
+        """Set before `forward_backward` how many samples its gradients stand for, their weight in the mean.
 
-        Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
+        Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
         self._weight = weight_said(samples)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, combined or not."""
+        """Clear the gradients, combined or not."""
         super().zero_grad(set_to_none)
         self._done, self._num_combined = None, 0
 
     def follow(self) -> None:
-        """Take the step of the others, for which this replica has no batch: its part weighs nothing."""
+        """Take part in a step without a batch, with weight 0."""
         self.zero_grad()
         self._weight = 0.0
         self._after_backward(finish=True)
         self._weight = None
         self._apply(0.0)
-        self.zero_grad()  # a script may do so behind its own steps only
+        self.zero_grad()  # scripts call it only after steps of their own
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Combine nothing in the passes inside: the next one outside combines what they have added up."""
+        """Combine no gradients of the passes in the block: the next pass after it combines their sum."""
         holding, self._holding = self._holding, True
         try:
             yield
@@ -109,12 +109,12 @@ class CombinedOptimizer(SteppedTogether):
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold one consistent state in the model, that of the last step; gradients are off meanwhile."""
+        """Put the state of the last step into the model for the length of a `with` block; gradients are off inside."""
         with torch.no_grad(), self._job.lookups.exactly():
             yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state, and parameters and buffers to what they are in replica 0; all workers must call it."""
+        """Load the state, with the parameters and buffers of replica 0; all workers must call it."""
         with checked_by_all(self._job):
             self._set_state(state_dict)
         self._copy_from_first()
@@ -145,8 +145,8 @@ class CombinedOptimizer(SteppedTogether):
         """Step with combined gradients, and average buffers."""
         with self._job.communicating():
             if self._part.size > 1:
-                self._agree("step", weight)  # before calls of other sizes
-            self._hand_on()
+                self._agree("step", weight)  # before calls whose sizes may differ
+            self._copy_gradients()
             told = self._numbers_of_first(weight) if self._part.size > 1 else None
             self._numbers.align_gradients(told)
             problem = self._problem()
@@ -157,15 +157,15 @@ class CombinedOptimizer(SteppedTogether):
             self._average_buffers(weight)
 
     def _numbers_of_first(self, weight: float) -> bytes | None:
-        """Agree on the hyperparameters of a step, now and then also that all replicas are equal to the bit."""
+        """Agree on the hyperparameters of a step, periodically also that all replicas are equal to the bit."""
         values = digest_of_values(self._flat.tensors) if self._num_steps % COMPARED_EVERY == 0 else 0
         return numbers_of_first(self._part.mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
 
     def _agree(self, what: str, weight: float) -> list[float]:
-        """Return what the gradients of each replica weigh; blocks until all replicas have come to the same call.
+        """Return the weight of each replica's gradients; blocks until all replicas make the same call.
 
         Raises:
-            UsageError: one of them has run `forward_backward` more often for this step.
+            UsageError: a replica has run `forward_backward` more often for this step.
         """
         own = torch.tensor([self._num_steps, self._num_combined, what == "gradients", weight], dtype=torch.float64)
         mesh, told = self._part.mesh, [torch.zeros_like(own) for _ in range(self._part.size)]
@@ -185,9 +185,9 @@ class CombinedOptimizer(SteppedTogether):
         return [float(one[3]) for one in told]
 
     def _combine(self, weight: float) -> None:
-        """Replace each gradient by the weighted mean over the replicas; one that none of them has stays away.
+        """Replace each gradient by the weighted mean over the replicas; one that no replica has stays None.
 
-        What was combined before for the same step is the same on all of them, and so is its mean.
+        Gradients combined before for the same step are the same on all replicas, so their mean does not change them.
         """
         if self._settings.scale == "sum" and self._num_combined:
             raise UsageError(
@@ -208,8 +208,8 @@ class CombinedOptimizer(SteppedTogether):
         for tensor, sum_, count in zip(tensors, sums, counts, strict=True):
             tensor.grad = sum_.to(tensor.dtype).div_(divisor) if count else None
 
-    def _hand_on(self) -> None:
-        """Give the replicas that have no batch for this step what scripts have made of the gradients: clipped ones."""
+    def _copy_gradients(self) -> None:
+        """Give replicas without a batch the gradients of the first one with a batch, as its script has left them."""
         if self._part.size == 1 or all(self._weights) or not any(self._weights):
             return
         tensors = self._flat.tensors
@@ -225,7 +225,7 @@ class CombinedOptimizer(SteppedTogether):
             tensor.grad = gradient if has else None
 
     def _problem(self) -> str:
-        """Return why the combined gradients may not be used: all parts of the model hear of it and do the same."""
+        """Return why the combined gradients may not be used, agreed with all parts of the model."""
         if self._settings.nonfinite in ("ignore", "zero"):
             return ""
         own = any(tensor.grad is not None and num_nonfinite(tensor.grad) for tensor in self._flat.tensors)
@@ -247,7 +247,7 @@ class CombinedOptimizer(SteppedTogether):
             buffer.copy_(sum_ / max(1.0, count.item()))
 
     def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over the replicas, added as float32 at least and in one call; blocks until it is over."""
+        """Return the sums over the replicas, in float32 or more and in one call; blocks until it is over."""
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors[:-1]) else torch.float32
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
         mesh = self._part.mesh
@@ -257,7 +257,7 @@ class CombinedOptimizer(SteppedTogether):
         return [sum_.view(tensor.shape) for sum_, tensor in zip(flat.split(sizes), tensors, strict=True)]
 
     def _copy_from_first(self) -> None:
-        """Set parameters and buffers to what they are in replica 0; blocks until all replicas have come."""
+        """Set parameters and buffers to those of replica 0; blocks until all replicas call it."""
         mesh = self._part.mesh
         with mesh.explained(f"first values of '{self._settings.name}'"), torch.no_grad():
             for tensor in (*self._flat.tensors, *self._buffers.values()):

@@ -1,10 +1,11 @@
-"""One worker's copy of a model whose gradients DistributedDataParallel hands over while backward runs.
+"""One worker's replica of a model, whose gradients DistributedDataParallel combines while backward runs.
 
 Forward goes through hooks on the user's own module, so neither the module nor the names of its parameters change.
-Torch makes the buckets and says when each is ready; a lane of ours combines them, agreed upon and within the deadline.
+Torch makes the buckets and reports when each is ready; a call queue combines them, in an order that all workers agree
+on and within the deadline.
 """
 
-# Annotations are evaluated here: torch looks at those of the hook.
+# Annotations are evaluated here: torch inspects those of the communication hook.
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,12 +35,12 @@ from paceline.update.table import NonFinite, Scale
 
 T = TypeVar("T")
 
-_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's name for what it is to leave alone
+_IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # torch's attribute for tensors that it leaves alone
 
 
 @dataclass(frozen=True, slots=True)
 class DDPSettings:
-    """How gradients are combined; see `paceline.distributed` and `paceline.all_reduce`."""
+    """Settings of gradient combination; see `paceline.distributed` and `paceline.all_reduce`."""
 
     name: str
     scale: Scale
@@ -51,11 +52,11 @@ class DDPSettings:
 
 @dataclass(slots=True)
 class StepRound:
-    """One backward: what all workers said of it, and the buckets under way.
+    """One backward: the agreement on it, and its buckets under way.
 
     Args:
         weight: of this worker's gradients.
-        agreed: ends when all workers have begun this backward.
+        agreed: resolved when all workers have started this backward.
     """
 
     weight: float
@@ -66,12 +67,12 @@ class StepRound:
 
 
 class DDPReplica:
-    """A model attached to those of the other workers, with the same values from the start.
+    """Replica of a model, kept equal to those of the other workers.
 
     Attributes:
         named: the parameters, by name.
-        weight: of the gradients of this step, where the script has said it.
-        problem: why the combined gradients may not be used, or nothing.
+        weight: of the gradients of this step, where the script has set it.
+        problem: why the combined gradients may not be used; empty where they may.
     """
 
     def __init__(self, model: nn.Module, named: dict[str, Tensor], settings: DDPSettings, job: TrainingJob) -> None:
@@ -81,15 +82,15 @@ class DDPReplica:
         self._job = job
         self._model = model
         self.named = named
-        self._num_samples = job.num_samples  # as of the last backward that was combined
+        self._num_samples = job.num_samples  # at the last backward that was combined
         self._flat_buffers = _flat_buffers(model) if settings.average_buffers else None
         self._num_rounds = 0
         self._round: StepRound | None = None  # of the backward under way
-        self._done: float | None = None  # what the backwards since the last step weighed
+        self._done: float | None = None  # weight of the backward passes since the last step
         self._weights: list[float] = []  # of all workers in the last backward
         self._accumulates = False
-        self._combines = False  # the next backward: a forward has been called outside of `accumulate`
-        self._alone: set[int] = set()  # parameters to whose gradients a backward has added that combined nothing
+        self._combines = False  # whether the next backward combines: its forward ran outside of `accumulate`
+        self._alone: set[int] = set()  # parameters with gradients from a backward that was not combined
         self._watched: list[RemovableHandle] = []
         _require_combinable(model, named, settings.name)
         self._call_queue = job.exchange.open_call_queue(settings.name)
@@ -105,11 +106,11 @@ class DDPReplica:
 
     # -- what the optimizer asks for ---------------------------------------------------------------------------------
 
-    def take_round(self, samples: float | None) -> float:
-        """Return the weight of the gradients that the last backward has combined: they are about to be used.
+    def consume_round(self, samples: float | None) -> float:
+        """Return the weight of the gradients that the last backward has combined, and mark them as used.
 
         Raises:
-            UsageError: there are none, or they were weighed by another number of samples.
+            UsageError: there are none, or they were weighted by another number of samples.
         """
         done, self._done = self._done, None
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
@@ -133,10 +134,10 @@ class DDPReplica:
         return weight
 
     def backward_of_nothing(self) -> None:
-        """Run a backward whose gradients are zeros and weigh nothing, while the others run theirs."""
+        """Run a backward of zeros with weight 0, while the other workers run theirs."""
         self.weight = 0.0
         trained = [tensor for tensor in self.named.values() if tensor.requires_grad]
-        trained = trained[:1] if self._settings.unused else trained  # what nobody uses stays unused
+        trained = trained[:1] if self._settings.unused else trained  # parameters used on no worker stay unused
         with torch.enable_grad():
             self._before((), {})
             outputs = self._after([tensor.view_as(tensor) for tensor in trained])
@@ -144,7 +145,7 @@ class DDPReplica:
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Combine nothing in the passes inside."""
+        """Combine no gradients of the passes in the block."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -154,14 +155,14 @@ class DDPReplica:
     def settle(self, numbers: bytes) -> bytes | None:
         """Agree on a step: its hyperparameters are those of the first worker that had a batch.
 
-        Workers that had none get what the script of that one has made of the combined gradients, clipped ones. Sets
-        floating-point buffers to the mean over the workers that had one. Blocks until all have come.
+        Workers without a batch get the combined gradients as that worker's script has left them (clipped, for example).
+        Floating-point buffers become the mean over the workers with a batch. Blocks until all workers call it.
 
         Args:
             numbers: the hyperparameters of this worker.
 
         Returns:
-            Those of the first worker where they are others, else None.
+            Those of the first worker with a batch where they differ, else None.
         """
         flat = self._flat_buffers.empty() if self._flat_buffers is not None else torch.zeros(0)
         had_batch = [weight > 0 for weight in self._weights]
@@ -174,7 +175,7 @@ class DDPReplica:
             told = broadcast_bytes(turn, numbers, had_batch.index(True) if any(had_batch) else 0) if differ else None
             reduce_in_place(turn, flat)
             if any(had_batch) and not all(had_batch):
-                self._hand_on(turn, had_batch.index(True))
+                self._copy_gradients(turn, had_batch.index(True))
             return None if told == numbers else told
 
         shape, digest = (flat.numel(),), digest_of(numbers)
@@ -185,13 +186,13 @@ class DDPReplica:
         return told
 
     def copy_from_first(self) -> None:
-        """Set parameters and buffers to what they are on worker 0; blocks until all workers have called this."""
+        """Set parameters and buffers to those of worker 0; blocks until all workers have called this."""
         for tensor in self.named.values():
             self._copy(tensor)
         self._copy_buffers()
 
     def close(self, _politely: bool) -> None:
-        """Detach from the others; the model stays as it is, and can be used as any other. May be repeated."""
+        """Detach from the other workers; the model stays usable as an ordinary one. May be repeated."""
         if not self._handles:
             return
         for handle in (*self._handles, *self._watched):
@@ -203,9 +204,9 @@ class DDPReplica:
     # -- around forward and backward ---------------------------------------------------------------------------------
 
     def _attached(self, *, first: bool) -> DistributedDataParallel:
-        """Have torch watch the backward of the model; the first time it gets the values of worker 0."""
+        """Attach torch's reducer to the backward of the model; the first time, broadcast the values of worker 0."""
         model, ours = self._model, set(map(id, self.named.values()))
-        # Under each of their names, as a tensor that two layers share is found once in every layer.
+        # Under each of their names: a tensor shared by two layers is found once in every layer.
         ignored = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         ignored += [name for name, tensor in model.named_parameters(remove_duplicate=False) if id(tensor) not in ours]
         setattr(model, _IGNORED, [*ignored, *(f".{name}" for name in ignored)])
@@ -214,7 +215,7 @@ class DDPReplica:
                 model,
                 process_group=self._group.process_group,
                 bucket_cap_mb=self._settings.bucket_mb,
-                gradient_as_bucket_view=True,  # else each gradient is there twice
+                gradient_as_bucket_view=True,  # otherwise each gradient is stored twice
                 find_unused_parameters=self._settings.unused,
                 init_sync=first,
             )
@@ -222,12 +223,12 @@ class DDPReplica:
             raise self._lost(f"model of '{self._settings.name}'", error) from error
         finally:
             delattr(model, _IGNORED)
-        made.register_comm_hook(WeakMethod(self._on_bucket), _hand_over)
+        made.register_comm_hook(WeakMethod(self._on_bucket), _bucket_hook)
         self._watch()
         return made
 
     def _watch(self) -> None:
-        """Have autograd tell of gradients that it adds to."""
+        """Register hooks on the gradients that autograd adds to."""
         look, note = WeakMethod(self._look), WeakMethod(self._note)
         for index, tensor in enumerate(self.named.values()):
             if tensor.requires_grad:
@@ -236,7 +237,7 @@ class DDPReplica:
                     self._watched.append(tensor.register_hook(unserializable_hook(partial(_call, look, index))))
 
     def _look(self, index: int, _: Tensor) -> None:
-        """Refuse a gradient that would be added to a sum over all workers, to be added up again with it."""
+        """Refuse to add to a gradient that is a sum over all workers already, and would be summed again."""
         name, tensor = list(self.named.items())[index]
         if self._done is not None and self._combines and tensor.grad is not None:
             raise UsageError(
@@ -246,15 +247,15 @@ class DDPReplica:
             )
 
     def _note(self, index: int, _: Tensor) -> None:
-        """Note which gradients a backward has added to that combines nothing."""
+        """Record the gradients of a backward that is not combined."""
         if not self._combines:
             self._alone.add(index)
 
-    def _heed_requires_grad(self) -> None:
-        """Combine the gradients of parameters that are trained now, and no more of those that are not.
+    def _follow_requires_grad(self) -> None:
+        """Combine the gradients of the parameters that require them now.
 
         Raises:
-            UsageError: other workers train others.
+            UsageError: workers train different parameters.
         """
         trained = _trained(self.named)
         if trained == self._trained:
@@ -281,8 +282,8 @@ class DDPReplica:
         for buffer in self._model.buffers():
             self._copy(buffer)
 
-    def _hand_on(self, turn: QueuedCall, source: int) -> None:
-        """Set gradients to what they are on one worker."""
+    def _copy_gradients(self, turn: QueuedCall, source: int) -> None:
+        """Set gradients to those of one worker."""
         parameters = [parameter for parameter in self.named.values() if parameter.requires_grad]
         own = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         for parameter, present in zip(parameters, broadcast_tensor(turn, own, source).tolist(), strict=True):
@@ -290,7 +291,7 @@ class DDPReplica:
             parameter.grad = broadcast_tensor(turn, gradient.detach(), source) if present else None
 
     def _copy(self, tensor: Tensor) -> None:
-        """Set a tensor to what it is on worker 0."""
+        """Set a tensor to its values on worker 0."""
         exchange = self._job.exchange
         future = exchange.broadcast(tensor, 0, None)
         with torch.no_grad():
@@ -304,7 +305,7 @@ class DDPReplica:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.is_grad_enabled():
             return None
-        self._heed_requires_grad()
+        self._follow_requires_grad()
         self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
             return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
@@ -318,11 +319,11 @@ class DDPReplica:
             ) from error
 
     def _after(self, output: object) -> Any:  # noqa: ANN401 - whatever the module returns
-        # What DistributedDataParallel.forward does around the module; this way the module is called as itself.
+        # As in DistributedDataParallel.forward, around the module; the module itself is called unchanged.
         return self._ddp._post_forward(output) if torch.is_grad_enabled() else None  # pyright: ignore[reportPrivateUsage]
 
     def _on_bucket(self, bucket: GradBucket) -> Tensor:
-        """Send a bucket that is ready, behind the agreement on this backward; return where the mean will be."""
+        """Queue a bucket that is ready, behind the agreement on this backward; return the tensor of its mean."""
         if self._round is None:
             self._round = self._begun()
             Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore[reportPrivateUsage]
@@ -344,7 +345,7 @@ class DDPReplica:
         return buffer
 
     def _begun(self) -> StepRound:
-        """Begin to agree on a backward with the others, now and then also that all replicas are equal to the bit."""
+        """Start the agreement on a backward; now and then it also checks that all replicas are equal to the bit."""
         compared = self._num_rounds % COMPARED_EVERY == 0
         self._num_rounds += 1
         rank = self._job.rank
@@ -360,7 +361,7 @@ class DDPReplica:
         return StepRound(weight, self._call_queue.submit(call, act))
 
     def _own_weight(self) -> float:
-        """Return what the gradients of a backward weigh: as the script says, or the new samples, or as those before."""
+        """Return the weight of a backward: set by the script, else the new samples, else that of the one before."""
         if self.weight is not None:
             return self.weight
         if self._settings.scale != "samples":
@@ -369,7 +370,7 @@ class DDPReplica:
         return float(self._job.num_samples - self._num_samples or again)
 
     def _finish(self) -> None:
-        """Wait until all buckets are combined, before torch gives them to the parameters."""
+        """Wait until all buckets are combined, before torch copies them to the parameters."""
         round_, self._round = self._round, None
         assert round_ is not None, "this was called for"
         what = f"backward of '{self._settings.name}'"
@@ -398,7 +399,7 @@ class DDPReplica:
         self._alone.clear()
 
     def _lost(self, where: str, error: RuntimeError) -> PeerError:
-        """Say which worker is gone, after torch has failed in a collective of its own."""
+        """Return an error that names the lost worker, after torch has failed in a collective of its own."""
         return self._group.failure_reports.explain(where, self._job.exchange.worker_set.others, None, str(error))
 
     def _objection(self, buckets: list[Tensor]) -> str:
@@ -407,13 +408,13 @@ class DDPReplica:
         return NOT_FINITE
 
     def _without_gradient(self) -> str:
-        """Name parameters that have no gradient, for a message."""
+        """Return a sentence that names parameters without a gradient."""
         absent = [name for name, tensor in self.named.items() if tensor.requires_grad and tensor.grad is None]
         return f"no gradient came to {_some(absent)}. " if absent else ""
 
 
-def _hand_over(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Return a bucket at once: `DDPReplica` waits for its values before torch looks at them."""
+def _bucket_hook(act: WeakMethod[Any], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Return a bucket at once: `DDPReplica` waits for its values before torch uses them."""
     devices: list[int | str | torch.device] = [bucket.buffer().device] if bucket.buffer().is_cuda else []
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
     call = act()
@@ -428,12 +429,12 @@ def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - what
 
 
 def _trained(named: dict[str, Tensor]) -> tuple[bool, ...]:
-    """Return which of the parameters get gradients."""
+    """Return which of the parameters require gradients."""
     return tuple(tensor.requires_grad for tensor in named.values())
 
 
 def _some(found: list[str]) -> str:
-    """Name some parameters, for a message."""
+    """List up to five names, for a message."""
     return f"{', '.join(found[:5])}{', ...' if len(found) > 5 else ''}"
 
 
@@ -443,7 +444,7 @@ def _flat_buffers(model: nn.Module) -> FlatParameters | None:
 
 
 def _require_combinable(model: nn.Module, named: dict[str, Tensor], name: str) -> None:
-    """Refuse what DistributedDataParallel does not see, or sees as something else."""
+    """Refuse models and parameters that DistributedDataParallel does not support."""
     known = set(map(id, model.parameters()))
     strange = [own for own, tensor in named.items() if id(tensor) not in known]
     if strange:

@@ -1,4 +1,4 @@
-"""Copies between CUDA devices and the memory of the host, beside what the devices compute.
+"""Asynchronous copies between CUDA devices and host memory, overlapped with what the devices compute.
 
 A device does what is queued on one stream in order, and what is on another whenever it likes, unless that waits. What
 a script computes is queued on the current stream; the host goes on meanwhile.
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 def _tell(text: str) -> None:
@@ -26,72 +26,72 @@ def _tell(text: str) -> None:
 
 @dataclass(slots=True)
 class DeviceCopies:
-    """Carries gradients from devices to the host, and values back. Without devices it never touches `torch.cuda`.
+    """Copies gradients from devices to the host, and values back. Without devices it never touches `torch.cuda`.
 
-    Only what lies in locked memory is copied while the host goes on; any other copy is over when its call returns.
+    Only copies from and to pinned memory run in the background; any other copy is complete when its call returns.
 
     Args:
         sides: a stream for the copies from each device.
-        notice: is told why memory cannot be locked, once.
+        notice: receives the reason why memory cannot be pinned, once.
     """
 
     sides: Mapping[torch.device, torch.cuda.Stream] = field(default_factory=dict[torch.device, torch.cuda.Stream])
     notice: Callable[[str], object] = _tell
-    _refused: bool = False  # whether memory could not be locked
+    _refused: bool = False  # whether pinning memory has failed
 
     @staticmethod
     def serving(tensors: Iterable[Tensor]) -> DeviceCopies:
-        """Return a courier for the devices that these tensors are on."""
+        """Return the copies for the devices that these tensors are on."""
         devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         return DeviceCopies({device: torch.cuda.Stream(device) for device in devices})
 
     def serves(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is on a device that this goes to."""
+        """Return whether a tensor is on one of these devices."""
         return tensor.device in self.sides
 
     def can_hide(self, out: Tensor) -> bool:
-        """Say whether `fetch` into this memory of the host returns before the copy is done."""
+        """Return whether `fetch` into this host memory returns before the copy is complete."""
         return out.is_pinned()
 
     def fetch(self, source: Tensor, out: Tensor) -> torch.cuda.Event:
-        """Begin to copy a tensor of a device into memory of the host; what is returned tells when that is done.
+        """Start to copy a tensor from a device to host memory; return the event of its completion.
 
-        A later copy to the same place ends later. Does not block where `can_hide` says so.
+        Copies to the same place complete in order. Does not block where `can_hide` returns True.
         """
         side = self.sides[source.device]
-        # Nothing else puts the copy behind what computes the source, which is queued but need not have begun.
+        # The side stream must wait for the computation of the source, which is queued but may not have started.
         side.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(side):
             out.copy_(source, non_blocking=out.is_pinned() and source.dtype == out.dtype)
-        # Should the script drop the source, its memory would be used again by the stream on which it was made, which
-        # does not wait for this one.
+        # If the script drops the source, its memory is reused by the stream on which it was made, which does not wait
+        # for this one.
         source.record_stream(side)
         return _mark(side)
 
     def deliver(self, source: Tensor, out: Tensor) -> None:
-        """Copy memory of the host to a tensor of a device; it must not change before what `queued` returns is over.
+        """Copy host memory to a tensor of a device; it must not change before the events of `queued` have happened.
 
-        The copy takes its place on the current stream: what was queued before reads the old values, what is queued
-        from now on the new ones. A stream of its own would have to wait for the former, and the latter for it.
+        The copy is queued on the current stream: earlier operations read the old values, later ones the new. A side
+        stream would have to wait for the former, and the latter for it.
         """
         out.copy_(source, non_blocking=source.is_pinned() and source.dtype == out.dtype)
 
     def queued(self) -> list[torch.cuda.Event]:
-        """Return what tells, for each device, when all is done that is queued on its current stream now."""
+        """Return for each device the event of completion of all that is queued on its current stream."""
         return [_mark(torch.cuda.current_stream(device)) for device in self.sides]
 
     def lock(self, owner: object, memory: Tensor) -> None:
-        """Lock memory of this process's own in its place (page-lock, pin) until `owner` is gone.
+        """Pin (page-lock) private memory in place until `owner` is gone.
 
-        Never for memory that is mapped from another process: to lock it would give this process pages of its own.
+        Not for memory that is mapped from another process: pinning it would give this process private pages.
         """
-        # Pages are locked, not bytes. What does not begin with one is small and lies beside other things.
+        # Whole pages are pinned. A buffer that does not start on a page is small, and shares its page with other data.
         if not self.sides or self._refused or memory.data_ptr() % PAGESIZE or memory.is_pinned():
             return
         code = int(cast("Any", torch.cuda.cudart()).cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
         if code == 0:
-            # What a finalizer is called with lives until then: the memory goes after it is unlocked. At exit the
-            # driver may be gone before, and sees to it itself.
+            # A finalizer keeps its arguments alive, so the memory is freed after it is unpinned. At exit the driver may
+            # be gone before, which unpins it itself.
             weakref.finalize(owner, _unlock, memory, tuple(self.sides)).atexit = False
             return
         self._refused = True
@@ -103,14 +103,14 @@ class DeviceCopies:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event that happens when a stream has done all that is queued on it now."""
-    event = torch.cuda.Event(blocking=True)  # who waits for it sleeps: servers may need the core
+    """Return the event of completion of all that is queued on a stream."""
+    event = torch.cuda.Event(blocking=True)  # waiting threads sleep, as servers may need the core
     event.record(stream)
     return event
 
 
 def _unlock(memory: Tensor, devices: tuple[torch.device, ...]) -> None:
-    """Let memory be moved again, once no device can still be copying it."""
+    """Unpin memory, once no device can still be copying it."""
     for device in devices:
         torch.cuda.synchronize(device)
     if int(cast("Any", torch.cuda.cudart()).cudaHostUnregister(memory.data_ptr())) != 0:
@@ -118,6 +118,6 @@ def _unlock(memory: Tensor, devices: tuple[torch.device, ...]) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Have the runtime tell of an error that has been dealt with: else the next kernel of the script would do it."""
+    """Clear a handled error in the CUDA runtime, which the next kernel of the script would report otherwise."""
     with suppress(RuntimeError):
         torch.ones(1, device=device).add_(1)

@@ -1,4 +1,4 @@
-"""Downpour SGD: workers step copies of their own, push what has accrued now and then, and fetch as they like."""
+"""Downpour SGD: workers step copies of their own, and push accrued gradients and fetch values every few steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Accrual:
 
     Attributes:
         total: (elements of all,), on the CPU.
-        num_steps: that it is the sum of.
-        num_samples: that these stand for.
+        num_steps: number of steps in the sum.
+        num_samples: number of samples in the sum.
     """
 
     flat: FlatParameters
@@ -48,7 +48,7 @@ class Accrual:
     _present: set[int] = field(default_factory=set[int])  # tensors that had a gradient in any of the steps
 
     def __post_init__(self) -> None:
-        """Start with nothing."""
+        """Start with an empty sum."""
         self.total = self.flat.empty().zero_()
         self._parts = self.flat.parts(self.total)
 
@@ -65,11 +65,11 @@ class Accrual:
         return tuple(index for index in range(len(self._parts)) if index not in self._present)
 
     def descend(self, rates: Sequence[float]) -> None:
-        """Take the steps of all that is in here on the tensors, at a rate for each."""
+        """Step the tensors against the sum, at a rate for each."""
         descend(self.flat, {index: self._parts[index] for index in self._present}, rates)
 
     def clear(self) -> None:
-        """Start again."""
+        """Reset the sum."""
         self.total.zero_()
         self._present.clear()
         self.num_steps, self.num_samples = 0, 0.0
@@ -84,12 +84,12 @@ def descend(flat: FlatParameters, gradients: Mapping[int, Tensor], rates: Sequen
 
 
 def gradients_of(flat: FlatParameters, nonfinite: NonFinite, where: str) -> dict[int, Tensor] | None:
-    """Return the gradients that tensors have, by index; None if they may not be used.
+    """Return the gradients of the tensors, by index; None if they may not be used.
 
-    Under "zero" what is not finite counts as 0, under "ignore" as it is.
+    Values that are not finite become 0 under "zero", and stay under "ignore".
 
     Raises:
-        UsageError: one is sparse, or under "halt" not finite.
+        UsageError: a gradient is sparse, or under "halt" not finite.
     """
     found: dict[int, Tensor] = {}
     for index, (name, tensor) in enumerate(flat.named.items()):
@@ -109,7 +109,7 @@ def gradients_of(flat: FlatParameters, nonfinite: NonFinite, where: str) -> dict
 
 
 def refusal_of(named: Mapping[str, Tensor]) -> str:
-    """Say why a step is left out: which of these parameters have gradients that are not finite."""
+    """Return why a step is left out: the parameters whose gradients are not finite."""
     dense = {name: tensor.grad for name, tensor in named.items() if tensor.grad is not None}
     bad = [name for name, gradient in dense.items() if gradient.layout == torch.strided and num_nonfinite(gradient)]
     return f"the gradient of {some_parameters(bad, len(dense))} has NaN or infinity. {NONFINITE_ADVICE}"
@@ -120,13 +120,13 @@ _POLICY: Final = asynchronous()
 
 @dataclass(frozen=True, slots=True)
 class Downpour:
-    """Workers that go their own way between pushes and fetches; see `paceline.downpour`.
+    """Downpour SGD strategy; see `paceline.downpour`.
 
     Args:
-        push_every: steps whose gradients make one push.
-        fetch_every: steps between two fetches.
-        warm_start_steps: that worker 0 takes alone before the others begin.
-        local_lr: of the steps on a worker's own copy; None takes the rate of the optimizer.
+        push_every: number of steps whose gradients make one push.
+        fetch_every: number of steps between two fetches.
+        warm_start_steps: number of steps that worker 0 takes alone before the others start.
+        local_lr: learning rate of the steps on a worker's own copy; None for that of the optimizer.
     """
 
     push_every: int = 1
@@ -135,7 +135,7 @@ class Downpour:
     local_lr: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse cadences of nothing."""
+        """Validate the cadences and the rate."""
         for name, value, least in (
             ("push_every", self.push_every, 1),
             ("fetch_every", self.fetch_every, 1),
@@ -149,24 +149,24 @@ class Downpour:
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> DownpourOptimizer:
-        """Make an optimizer whose update runs on the servers, at each push of what has accrued."""
+        """Make an optimizer that pushes accrued gradients; the update runs on the servers."""
         return DownpourOptimizer(optimizer, model, settings, self, job)
 
 
 def downpour(
     push_every: int = 1, fetch_every: int = 1, *, warm_start_steps: int = 0, local_lr: float | None = None
 ) -> Downpour:
-    """Name Downpour SGD (Dean et al., 2012) as a strategy of training: nobody waits for anybody.
+    """Return Downpour SGD (Dean et al., 2012) for `paceline.distributed(strategy=...)`: no worker waits for another.
 
-    Every worker adds up its gradients and at once steps its own copy of the parameters, with a fixed rate. Each
-    `push_every` steps it pushes the sum, an update of its own on the servers, by the wrapped optimizer; Adagrad bears
-    many workers. Each `fetch_every` steps it fetches the servers' values, and steps again on them what it has not
-    pushed yet. With `model` given, it waits for the values when the next forward begins, else in `step`.
+    Every worker adds up its gradients, and steps its own copy of the parameters at once, with a fixed rate. Each
+    `push_every` steps it pushes the sum, an update of its own on the servers by the wrapped optimizer; Adagrad
+    tolerates many workers. Each `fetch_every` steps it fetches the servers' values, and repeats its unpushed steps on
+    them. With `model` given, it waits for the values when the next forward begins, else in `step`.
 
     Args:
         push_every: 1 or more steps.
         fetch_every: 1 or more steps.
-        warm_start_steps: that worker 0 takes alone, from the first values; meanwhile the others wait in
+        warm_start_steps: steps that worker 0 takes alone, from the initial values; meanwhile the others wait in
             `paceline.distributed`, and finish these clocks with it. Each of the waits has the deadline of the job.
         local_lr: of a worker's steps on its own copy; by default the rate of the optimizer's group.
 
@@ -186,10 +186,10 @@ def downpour(
 
 
 class DownpourOptimizer(Distributed):
-    """Used like the optimizer it wraps, whose update and state are on the servers.
+    """Optimizer used like the one it wraps, whose update and state are on the servers.
 
     Attributes:
-        num_refused: steps that were not added, as a gradient was not finite, and pushes that were not applied.
+        num_refused: steps that were not added, because a gradient was not finite, and pushes that were not applied.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class DownpourOptimizer(Distributed):
         self._settings = settings
         self._how = how
         self._num_steps = 0
-        self._num_samples = job.num_samples  # as of the last step
+        self._num_samples = job.num_samples  # at the last step
         named, segments = segments_of(optimizer, model)
         self._flat = FlatParameters.over(named)
         self._accrual = Accrual(self._flat)
@@ -226,10 +226,10 @@ class DownpourOptimizer(Distributed):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def send(self, samples: float | None) -> float:
-        """Add the gradients to what has accrued, step the own copy with them, and push if it is time.
+        """Add the gradients to the accrued sum, step the local copy with them, and push if it is time.
 
         Raises:
-            UsageError: a gradient that is sparse, or one that is not finite under nonfinite="halt".
+            UsageError: a gradient is sparse, or is not finite under nonfinite="halt".
         """
         self.arrive()  # for parameters that were used without the forward of the model
         weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
@@ -249,7 +249,7 @@ class DownpourOptimizer(Distributed):
         return weight
 
     def receive(self) -> None:
-        """Ask for the servers' values, if it is time."""
+        """Request the servers' values, if it is time."""
         self._num_steps += 1
         if self._num_steps % self._how.fetch_every == 0:
             self._ask()
@@ -257,34 +257,35 @@ class DownpourOptimizer(Distributed):
                 self.arrive()
 
     def follow(self) -> None:
-        """Ask for the servers' values, if it is time: for a clock that was finished without a gradient."""
+        """Request the servers' values, if it is time, for a clock that was finished without a gradient."""
         self.receive()
 
     def arrive(self) -> None:
-        """Wait until the parameters have the values that were asked for last, with the own steps that these lack."""
+        """Wait until the parameters have the values requested last, with this worker's unpushed steps on top."""
         asked, self._asked = self._asked, None
         if asked is None:
             return
         with self._job.communicating():
-            self._table.finish_read(asked, self._weights.take)
+            self._table.finish_read(asked, self._weights.set_from)
             self._accrual.descend(self._rates())
             if self._buffers is not None:
                 self._buffers.push()
                 self._buffers.fetch(refresh=True)
 
-    def let_go(self) -> None:
-        """Let the parameters be this process's own memory."""
+    def detach(self) -> None:
+        """Detach the parameters from the servers' memory."""
         self._weights.detach()
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Change nothing: gradients leave in `step`, whatever was added to them until then."""
+        """Do nothing: gradients are used in `step`, with all that was added to them until then."""
         return nullcontext()
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold the servers' values in the model for the length of a `with` block: all updates that have arrived.
+        """Put the servers' values into the model for the length of a `with` block: all updates that have arrived.
 
-        Embeddings read as much. Gradients are off meanwhile. Training continues with the worker's own copy.
+        Embeddings read the same state. Gradients are off inside the block. Training continues afterwards with the
+        worker's own copy.
         """
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
@@ -302,13 +303,13 @@ class DownpourOptimizer(Distributed):
         return {**super().state_dict(), "state": fetch_state(self._table)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state on the servers, and parameters and buffers there to what they are on worker 0.
+        """Load the state into the servers, with the parameters and buffers of worker 0.
 
-        What has accrued is dropped. Every worker must call it, with the same state; blocks until all have.
+        Accrued gradients are dropped. Every worker must call it, with the same state; blocks until all have.
 
         Raises:
-            UsageError: the state is of another optimizer or model; nothing is changed then.
-            Refused: the same on another worker, or worker 0 could not send it, or is gone.
+            UsageError: the state belongs to another optimizer or model; nothing is changed then.
+            Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
             check_state(self._spec, state_dict)
@@ -338,8 +339,8 @@ class DownpourOptimizer(Distributed):
         return Buffers(flat, self._open(spec, flat), self._job.size)
 
     def _wait_in_forward(self, model: nn.Module | None) -> bool:
-        """Have the model wait for values when its forward begins or it is saved, if it has all the parameters."""
-        if model is None or isinstance(self._job, PartJob):  # stages of a pipeline run without a forward of the whole
+        """Make the model wait for values before its forward and `state_dict`, if it has all the parameters."""
+        if model is None or isinstance(self._job, PartJob):  # pipeline stages run without a forward of the whole model
             return False
         if not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
             return False
@@ -349,9 +350,9 @@ class DownpourOptimizer(Distributed):
         return True
 
     def _start_after_first(self, num_steps: int) -> None:
-        """Let worker 0 take its first steps alone: the others finish these clocks without a batch, one by one with it.
+        """Let worker 0 take its first steps alone, while the others finish these clocks without a batch.
 
-        A table under bsp tells them when it has finished one.
+        A table under bsp keeps their clocks in step with its own.
         """
         segments = (Segment("clock", (1,)),)
         spec = TableSpec(f"{self._settings.name}.start", segments, "float32", Add(), "bsp", "sum", "reject")
@@ -372,7 +373,7 @@ class DownpourOptimizer(Distributed):
         accrual.clear()
 
     def _rates(self) -> list[float]:
-        """Return the rate of each parameter for steps on the own copy, below 0 where the optimizer goes up."""
+        """Return the rate of each parameter for steps on the local copy; negative where the optimizer maximizes."""
         rates: list[float] = []
         for group in self.param_groups:
             rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
@@ -380,12 +381,12 @@ class DownpourOptimizer(Distributed):
         return rates
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+        if pushed.exception() is None:  # a failed worker raises in its next call
             self.num_refused += not pushed.result().applied
 
 
 def _calling(act: WeakMethod[Callable[[], None]]) -> Callable[..., None]:
-    """Return what modules call: it keeps nothing alive."""
+    """Return a hook that modules call; it keeps no object alive."""
 
     def call(*_: object) -> None:
         method = act()

@@ -1,4 +1,4 @@
-"""The rows that a model looks up: pulled as they are needed, and their gradients collected until the clock ends."""
+"""Embedding rows pulled as a model looks them up, and their gradients collected until the clock ends."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paceline.worker.metrics import MANY_PUSHES
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.rows.table import RowFuture, RowTable
 
-MAX_ASKED = 8  # reads ahead that are kept; a script that asks for more of them just waits in its forward
+MAX_ASKED = 8  # pending requests ahead; further ones are ignored, and their forward waits for the rows
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedGradients:
-    """What a lookup gives a model.
+    """Rows that a lookup returns to a model.
 
     Args:
-        rows: (n, width), where the ids are; one leaf of the graph, or a leaf with a row of zeros below.
-        places: of each id, its row.
-        padding: the row of zeros, None if no id is the padding.
+        rows: (n, width), the distinct rows, a leaf of the graph; with padding, that leaf with a row of zeros below.
+        places: row index of each id, in the shape of the ids.
+        padding: index of the row of zeros, None if no id is the padding.
     """
 
     rows: Tensor
@@ -37,7 +37,7 @@ class CollectedGradients:
 
 @dataclass(slots=True)
 class _Asked:
-    """Rows that were asked for ahead: those of `ids`, (n,) distinct."""
+    """Rows requested ahead: those of `ids`, (n,) distinct."""
 
     ids: Tensor
     future: RowFuture
@@ -56,12 +56,12 @@ class EmbeddingLookup:
 
     Args:
         table: where the rows live.
-        num_ids: ids are 0 to this; None lets them be any.
-        padding: an id that stands for nothing: its row is zeros here, and is never pulled or pushed.
+        num_ids: ids are 0 to this, exclusive; None allows any.
+        padding: id without a row: its values are zeros here, and it is never pulled or pushed.
 
     Attributes:
         num_refused: pushes that were not applied (not finite, or late under backup).
-        exact: read what contains every update of the clocks before, as `EmbeddingLookups.exactly` says.
+        exact: whether reads contain every update of the clocks before, see `EmbeddingLookups.exactly`.
     """
 
     table: RowTable
@@ -71,11 +71,11 @@ class EmbeddingLookup:
     exact: bool = False
     # Collected since the clock began: ids and gradient of each backward pass.
     _collected: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    _banked: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])  # of slices, weighed
+    _set_aside: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])  # of slices, weighted
     _asked: list[_Asked] = field(default_factory=list[_Asked])  # for this clock or a later one
 
     def __deepcopy__(self, memo: dict[int, object]) -> EmbeddingLookup:
-        """Return this one: a copy of a layer reads and trains the same rows, in the same push."""
+        """Return this object: a copy of a layer reads and trains the same rows, in the same push."""
         return self
 
     def __reduce__(self) -> str:
@@ -86,14 +86,14 @@ class EmbeddingLookup:
         )
 
     def find(self, ids: Tensor, *, learn: bool = True, by_frequency: bool = False) -> CollectedGradients:
-        """Return the rows of these ids, ready to be differentiated; blocks as `RowTable.pull` does.
+        """Return the rows of these ids, as leaves of autograd; blocks as `RowTable.pull` does.
 
-        What backward finds for them is collected; the graph keeps no rows alive that it does not need itself.
+        Their gradients are collected during backward; the graph keeps no rows alive that it does not need itself.
 
         Args:
             ids: integers, any shape.
-            learn: whether gradients are wanted at all.
-            by_frequency: divide the gradient of each row by how often it is among the ids.
+            learn: whether gradients are wanted.
+            by_frequency: divide the gradient of each row by the number of its occurrences among the ids.
         """
         if not isinstance(ids, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
             raise UsageError(
@@ -114,7 +114,7 @@ class EmbeddingLookup:
         return CollectedGradients(rows, places.view(ids.shape).to(ids.device), padding)
 
     def ask(self, ids: Tensor, ahead: int) -> None:
-        """Ask for the rows that `find` will need so many clocks from now. Does not block."""
+        """Request the rows that `find` will need `ahead` clocks from now. Does not block."""
         clock = self.table.node.clock
         self._asked = [asked for asked in self._asked if asked.future.clock >= clock]
         if len(self._asked) >= MAX_ASKED:
@@ -125,11 +125,11 @@ class EmbeddingLookup:
         self._asked.append(_Asked(distinct, self.table.pull_later(distinct, ahead=ahead)))
 
     def push(self, samples: float | None, expected: float) -> None:
-        """Send what was collected, as one push that stands for so many samples; None if nobody says of how many.
+        """Push the collected gradients, which stand for `samples` samples; None where their number is not known.
 
-        `expected` are those of all workers together in this clock, 0 where that is not known.
-        Where an update is a mean over the workers, one that has trained without finding any gradient counts as well,
-        unless it has trained on 0 samples.
+        `expected` is the number of samples of all workers together in this clock, 0 where that is not known. Where an
+        update is a mean over the workers, a worker that trained without any gradient here counts as well, unless it has
+        trained on 0 samples.
         """
         collected, self._collected = self._collected, []
         if not collected and (not samples or not self.table.opened.counts_everyone):
@@ -141,40 +141,40 @@ class EmbeddingLookup:
         pushed.add_done_callback(self._count_refusal)
 
     def zero_grad(self) -> None:
-        """Drop what was collected, and keep what was banked."""
+        """Drop the collected gradients, but not those set aside from earlier slices."""
         self._collected.clear()
 
     @property
     def num_collected(self) -> int:
-        """How many backward passes have left a gradient since the clock began."""
+        """Number of backward passes that have left a gradient since the clock began."""
         return len(self._collected)
 
     @property
     def has_gradients(self) -> bool:
-        """Say whether something was collected since the clock began."""
+        """Return whether gradients have been collected since the clock began."""
         return bool(self._collected)
 
     def multiply(self, factor: float) -> None:
-        """Multiply what was collected."""
+        """Multiply the collected gradients."""
         self._collected = [(ids, rows * factor) for ids, rows in self._collected]
 
-    def accumulator(self, weight: float) -> None:
-        """Put aside what was collected, times a weight; a clock has several such slices."""
-        self._banked += [(ids, rows * weight) for ids, rows in self._collected]
+    def set_aside(self, weight: float) -> None:
+        """Set the collected gradients of one slice of a clock aside, multiplied by its weight."""
+        self._set_aside += [(ids, rows * weight) for ids, rows in self._collected]
         self._collected.clear()
 
-    def pay(self, weight: float, total: float) -> None:
-        """Join what was put aside to what was collected, weighed too, over the total of all weights."""
-        self.accumulator(weight)
-        self._collected = [(ids, rows / total) for ids, rows in self._banked]
-        self._banked.clear()
+    def combine_slices(self, weight: float, total: float) -> None:
+        """Combine the gradients set aside with the collected ones into a mean, divided by the total of all weights."""
+        self.set_aside(weight)
+        self._collected = [(ids, rows / total) for ids, rows in self._set_aside]
+        self._set_aside.clear()
 
     def forget(self) -> None:
-        """Drop what was put aside."""
-        self._banked.clear()
+        """Drop the gradients set aside."""
+        self._set_aside.clear()
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids without repeats, (n,), and the place among them of each, (number of ids,)."""
+        """Return the distinct ids, (n,), and the index of each id among them, (number of ids,)."""
         distinct, places = self.table.node.rows.ops.unique(self.table.keys(ids).view(-1))
         if self.num_ids is not None and len(distinct):
             lowest, highest = (int(bound) for bound in distinct.aminmax())
@@ -187,7 +187,7 @@ class EmbeddingLookup:
         return distinct, places
 
     def _read(self, distinct: Tensor) -> Tensor:
-        """Return the rows of these ids, (n, width): of those asked for ahead, if they are for this very clock."""
+        """Return the rows of these ids, (n, width), from a request ahead if there is one for this clock."""
         if self.exact:
             bounded = self.table.consistency.bound is not None
             return self.table.pull(distinct, refresh=None if bounded else True, exact=bounded)
@@ -199,12 +199,12 @@ class EmbeddingLookup:
         return self.table.pull(distinct)
 
     def _places_in(self, ids: Tensor, wanted: Tensor) -> Tensor | None:
-        """Return where these ids, both distinct, lie among others; None if some do not."""
+        """Return the indices of distinct ids among others; None if some are missing."""
         together, places = self.table.node.rows.ops.unique(torch.cat((ids, wanted)))
         return places[len(ids) :] if len(together) == len(ids) else None
 
     def _collect(self, ids: Tensor, times: Tensor | None, rows: Tensor) -> None:
-        """Take the gradient that a backward pass has left in a leaf; divide it by `times`, a number for each row."""
+        """Collect the gradient that backward has left in a leaf, divided by `times`, a number for each row."""
         gradient, rows.grad = rows.grad, None
         if gradient is not None:
             gradient = gradient.detach().to("cpu")
@@ -214,13 +214,13 @@ class EmbeddingLookup:
                 meter.open_clocks.tell_of(name, self.table.node.clock, f"found {num} gradients for embedding '{name}'")
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+        if pushed.exception() is None:  # a failed worker raises in its next call
             self.num_refused += not pushed.result().applied
 
 
 @dataclass(slots=True)
 class EmbeddingLookups:
-    """Those of one worker, in the order in which they were made.
+    """The embedding lookups of one worker, in the order in which they were made.
 
     Attributes:
         expected: samples of all workers together in the clock that is about to end; 0 where that is not known.
@@ -230,12 +230,12 @@ class EmbeddingLookups:
     _all: list[EmbeddingLookup] = field(default_factory=list[EmbeddingLookup])
 
     def over(self, table: RowTable, num_ids: int | None, padding: int | None) -> EmbeddingLookup:
-        """Return one whose gradients are pushed whenever a clock ends, the same for layers of the same table.
+        """Return the lookup of a table, whose gradients are pushed when a clock ends; layers of one table share it.
 
         A second one would push again in the same clock, and count this worker twice in its mean.
 
         Raises:
-            UsageError: there is one of this table with other ids or another padding.
+            UsageError: the table has a lookup with other ids or another padding.
         """
         known = next((one for one in self._all if one.table is table), None)
         if known is not None:
@@ -251,60 +251,60 @@ class EmbeddingLookups:
         return lookup
 
     def push(self, samples: float | None) -> None:
-        """Push what each has collected, in the clock that is about to end; see `EmbeddingLookup.push`."""
+        """Push the gradients of each lookup, in the clock that is about to end; see `EmbeddingLookup.push`."""
         expected, self.expected = self.expected, 0.0
         for lookup in self._all:
             lookup.push(samples, expected)
 
     def zero_grad(self) -> None:
-        """Drop what each has collected."""
+        """Drop the collected gradients of each lookup."""
         for lookup in self._all:
             lookup.zero_grad()
 
     def unpushed(self) -> list[tuple[str, int]]:
-        """Return the tables for which gradients were found since the clock began, each with how many."""
+        """Return the tables with gradients since the clock began, and the number of their backward passes."""
         return [(lookup.table.name, lookup.num_collected) for lookup in self._all if lookup.has_gradients]
 
     @property
     def have_gradients(self) -> bool:
-        """Say whether one has collected something since the clock began."""
+        """Return whether a lookup has collected gradients since the clock began."""
         return any(lookup.has_gradients for lookup in self._all)
 
     def multiply(self, factor: float) -> None:
-        """Multiply what each has collected."""
+        """Multiply the collected gradients of each lookup."""
         for lookup in self._all:
             lookup.multiply(factor)
 
-    def accumulator(self, weight: float) -> None:
-        """Put aside what each has collected for a slice of a clock, times its weight."""
+    def set_aside(self, weight: float) -> None:
+        """Set the gradients of one slice of a clock aside, in each lookup, multiplied by its weight."""
         for lookup in self._all:
-            lookup.accumulator(weight)
+            lookup.set_aside(weight)
 
-    def pay(self, weight: float, total: float) -> None:
-        """Let each have collected the mean over all slices, of which the last has this weight."""
+    def combine_slices(self, weight: float, total: float) -> None:
+        """Combine the gradients of all slices into their mean, in each lookup; `weight` is that of the last slice."""
         for lookup in self._all:
-            lookup.pay(weight, total)
+            lookup.combine_slices(weight, total)
 
     def forget(self) -> None:
-        """Drop what each has put aside."""
+        """Drop the gradients set aside."""
         for lookup in self._all:
             lookup.forget()
 
     @contextmanager
     def exactly(self) -> Generator[None]:
-        """Let reads inside contain every update of all earlier clocks, or where nothing bounds them all there are."""
+        """Make reads in the block contain all updates of earlier clocks, or without a bound all that have arrived."""
         before = [lookup.exact for lookup in self._all]
         for lookup in self._all:
             lookup.exact = True
         try:
             yield
         finally:
-            for lookup, exact in zip(self._all, before, strict=False):  # those that were made inside come last
+            for lookup, exact in zip(self._all, before, strict=False):  # lookups made inside the block come last
                 lookup.exact = exact
 
 
 def _without(padding: int, distinct: Tensor, places: Tensor) -> tuple[Tensor, Tensor, int | None]:
-    """Return ids without the padding, places among them, and the place of the padding: behind all others."""
+    """Return ids without the padding, indices among them, and the index of the padding: behind all others."""
     kept = distinct != padding
     if kept.all():
         return distinct, places, None

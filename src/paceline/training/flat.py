@@ -1,4 +1,4 @@
-"""Parameters as one flat vector and back, in the order of the optimizer's groups."""
+"""Parameters packed into one flat vector and unpacked again, in the order of the optimizer's groups."""
 
 from __future__ import annotations
 

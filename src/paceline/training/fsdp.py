@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every worker computes with the whole model, and keeps and steps a slice of it."""
+"""Fully sharded data parallelism: every worker computes with the whole model, and stores and steps a slice of it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from paceline.update.torch_rule import granularity_of
 
 
 class ShardedOptimizer(SteppedTogether):
-    """Used like the optimizer it wraps, which steps this worker's slice of each parameter.
+    """Optimizer used like the one it wraps, which steps this worker's slice of each parameter.
 
     After `backward` gradients are already combined, in slices. Parameters, gradients and state are `DTensor`s, so that
-    norms over them are those of the whole. Forward, backward, `snapshot` and state take all workers, who call them
-    equally often.
+    norms over them are those of the whole. All workers must call forward, backward, `snapshot` and the state methods
+    the same number of times.
 
     Attributes:
-        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+        num_refused: steps that were not taken, by any worker, because the combined gradients were not finite.
     """
 
     no_slices = "fsdp, which combines gradients in every backward: take the parameter server, or leave slices out."
@@ -55,48 +55,49 @@ class ShardedOptimizer(SteppedTogether):
         """Step this worker's slice with the gradients that the last backward has combined.
 
         Args:
-            samples: how many samples they stand for. They are weighed while backward runs, by the samples that loaders
-                from `shard` have handed out since the last step; say other numbers before, with `weigh`.
+            samples: how many samples they stand for. Backward weights them by the samples that loaders from `shard`
+            have
+                returned since the last step; set other numbers before, with `weigh`.
 
         Raises:
-            UsageError: no backward since the last step, or one that weighed differently; or gradients that are not
-                finite under nonfinite="halt".
+            UsageError: no backward since the last step, or one with another weight; or gradients that are not finite
+                under nonfinite="halt".
             PeerError: a worker is gone.
         """
-        weight = self._passes.take(samples)
+        weight = self._passes.consume_passes(samples)
         self._apply()
         return weight
 
     def weigh(self, samples: float) -> None:
-        """Say before backward how many samples its gradients stand for, their weight in the mean.
+        """Set before backward how many samples its gradients stand for, their weight in the mean.
 
-        Only where that is not what loaders from `shard` have handed out: the number of tokens, for example.
+        Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
         self._passes.weight = weight_said(samples)
 
     def follow(self) -> None:
-        """Take the step of the others, for which this worker has no batch: it repeats its last, which weighs nothing.
+        """Take part in a step without a batch: repeat this worker's last batch, with weight 0.
 
         Raises:
             UsageError: this worker has had no batch at all.
         """
-        if not self._passes.has_gradients:  # else those of an earlier backward of the same step
+        if not self._passes.has_gradients:  # otherwise use those of an earlier backward of the same step
             self.zero_grad()
         self._passes.repeat_for_nothing()
-        self._passes.take(None)
+        self._passes.consume_passes(None)
         self._apply()
-        self.zero_grad()  # a script may do so behind its own steps only
+        self.zero_grad()  # scripts call it only after steps of their own
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Hold back nothing: every backward combines what it computes, and adds it to what is there."""
+        """Do nothing: every backward combines its gradients, and adds them to those present."""
         return nullcontext()
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold the whole model on every worker for the length of a `with` block, for evaluation or saving.
+        """Gather the whole model on every worker for the length of a `with` block, for evaluation or saving.
 
-        All workers enter it together, which blocks until they have; in it each may run the model as often as it likes.
-        Parameters are ordinary there. Gradients are off meanwhile.
+        All workers enter it together, which blocks until they have; in it each may run the model any number of times.
+        Parameters are ordinary tensors there. Gradients are off inside the block.
         """
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
@@ -118,7 +119,7 @@ class ShardedOptimizer(SteppedTogether):
         return {**sliced, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state, of which each worker takes its slices. Parameters stay as they are."""
+        """Load a whole state, of which each worker takes its slices. Parameters stay as they are."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         with checked_by_all(self._job):
             state = {
@@ -132,7 +133,7 @@ class ShardedOptimizer(SteppedTogether):
         with self._job.communicating():
             told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
             self._numbers.align_gradients(told)
-            self._passes.hand_on()
+            self._passes.copy_gradients()
             problem = self._passes.objection()
         with self._numbers.held(told):
             self._step_unless(problem)
@@ -141,7 +142,7 @@ class ShardedOptimizer(SteppedTogether):
 
 
 def _require_whole(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
-    """Refuse an optimizer that does not have just the parameters of a model."""
+    """Refuse an optimizer whose parameters are not exactly those of the model."""
     names = {parameter: own for own, parameter in model.named_parameters()}
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     missing = [own for parameter, own in names.items() if parameter.requires_grad and parameter not in given]
@@ -154,7 +155,7 @@ def _require_whole(optimizer: torch.optim.Optimizer, model: nn.Module, name: str
 
 
 def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: Mesh) -> nn.Module:
-    """Shard a model and let the optimizer have its new parameters; return the module whose forward counts."""
+    """Shard a model, and replace the parameters of the optimizer; return the module whose forward is hooked."""
     root = model.held if isinstance(model, Parallel) else model
     names = {parameter: own for own, parameter in root.named_parameters()}
     with mesh.explained(f"sharding the model of '{name}'"):
@@ -172,12 +173,12 @@ def _shard(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, mesh: 
 
 
 def _sliced(parameter: Tensor, value: Any) -> Any:  # noqa: ANN401 - whatever a state has
-    """Return of a state what belongs to this worker's slice of its parameter."""
+    """Return this worker's slice of a state tensor."""
     return sliced_like(parameter, value) if isinstance(value, Tensor) else value
 
 
 def fsdp() -> FullySharded:
-    """Name fully sharded data parallelism as a strategy of training, torch's FSDP2 beneath.
+    """Return fully sharded data parallelism for `paceline.distributed(strategy=...)`, on torch's FSDP2.
 
     `paceline.distributed(optimizer, strategy=paceline.fsdp(), model=model)` leaves each worker a slice of every
     parameter, gradient and state of the optimizer, and gathers a layer while it runs. Learning is that of one process
@@ -198,12 +199,12 @@ _NOT_ON_SLICES: Final = ("Rprop",)  # it writes to elements by a mask
 
 @dataclass(frozen=True, slots=True)
 class FullySharded:
-    """Each worker keeps a slice of the model; see `paceline.fsdp`."""
+    """Strategy in which each worker keeps a slice of the model; see `paceline.fsdp`."""
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> ShardedOptimizer:
-        """Shard a model that is not sharded yet, and make an optimizer that steps this worker's slice."""
+        """Shard a model unless it is sharded, and make an optimizer that steps this worker's slice."""
         if model is None:
             raise UsageError(
                 f"strategy fsdp of '{settings.name}' shards a module and follows its forward and backward: give "
@@ -226,7 +227,7 @@ class FullySharded:
                 f"strategy fsdp of '{settings.name}' does not go with pipeline, which runs backward once for each "
                 "micro-batch: take all-reduce or the parameter server between replicas of a pipeline."
             )
-        from paceline.training.fsdp import ShardedOptimizer  # what it needs of torch takes half a second
+        from paceline.training.fsdp import ShardedOptimizer  # its imports from torch take half a second
 
         mesh = job.mesh if isinstance(job, PartJob) else job.arrangement.mesh(job.exchange)
         return ShardedOptimizer(optimizer, model, settings, job, mesh)

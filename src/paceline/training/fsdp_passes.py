@@ -1,4 +1,4 @@
-"""Forward and backward of a sharded model: what each worker's gradients weigh, and what one without a batch does."""
+"""Forward and backward passes of a sharded model: the weight of each worker's gradients, and passes without a batch."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from paceline.update.summing import num_nonfinite
 
 
 class Passes:
-    """Follows a model that is sharded over the workers of a job.
+    """Hooks around the forward and backward of a model that is sharded over the workers of a job.
 
-    Torch takes the plain mean of all workers' gradients, layer by layer. So that it becomes the mean weighted by
-    samples, each worker scales what enters its backward, once all have said how much they weigh.
+    Torch takes the plain mean of all workers' gradients, layer by layer. To make it the mean weighted by samples, each
+    worker scales the input of its backward, after all have exchanged their weights.
 
-    In a step for which some workers have no batch, backward leaves the others the gradients of the whole model: what
-    their scripts do with them then takes no other worker. With the step, every worker gets its slice of the result.
+    In a step for which some workers have no batch, backward gives the others the gradients of the whole model, so that
+    their scripts can change these without the workers that wait. With the step, every worker gets its slice of the
+    result.
 
     Attributes:
-        weight: of the gradients of the next backward, where the script has said it.
+        weight: of the gradients of the next backward, where the script has set it.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, job: TrainingJob, mesh: Mesh) -> None:
@@ -43,12 +44,12 @@ class Passes:
         self._settings = settings
         self._job = job
         self._mesh = mesh
-        self._num_samples = job.num_samples  # as of the last backward
+        self._num_samples = job.num_samples  # at the last backward
         self._scale: float | None = None  # of the backward under way
-        self._done: float | None = None  # what backwards since the last step weighed
+        self._done: float | None = None  # weight of the backward passes since the last step
         self._weight_before = 1.0  # of the backward before
         self._with_batch = [True] * mesh.grid.replicas  # in the last backward, by replica
-        self._last: tuple[Any, Any] | None = None  # what the model was last called with
+        self._last: tuple[Any, Any] | None = None  # arguments of the last call of the model
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
             model.register_forward_pre_hook(  # before torch gathers the model, which all do together
@@ -67,11 +68,11 @@ class Passes:
         """Whether a backward has combined gradients since the last step."""
         return self._done is not None
 
-    def take(self, samples: float | None) -> float:
-        """Return what the gradients that are combined weigh: they are about to be used.
+    def consume_passes(self, samples: float | None) -> float:
+        """Return the weight of the combined gradients, and mark them as used.
 
         Raises:
-            UsageError: there are none, or they were weighed by another number of samples.
+            UsageError: there are none, or they were weighted by another number of samples.
         """
         done, self._done, self.weight = self._done, None, None
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
@@ -83,7 +84,7 @@ class Passes:
         return require_weighed(where, self._settings.scale, samples, done)
 
     def repeat_for_nothing(self) -> None:
-        """Run the last forward again, and a backward that weighs nothing, while the others run theirs."""
+        """Run the last forward again, and a backward with weight 0, while the other workers run theirs."""
         if self._last is None:
             raise UsageError(
                 f"worker {self._job.rank}: fsdp needs at least one batch on every worker, as all compute each layer "
@@ -99,11 +100,11 @@ class Passes:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
 
-    def hand_on(self) -> None:
-        """Set each worker's slices to what the first worker that has a batch has made of the gradients: clipped ones.
+    def copy_gradients(self) -> None:
+        """Set each worker's slices to the gradients of the first worker with a batch, as its script has left them.
 
         Only in a step for which some workers have none; all have gradients of the same parameters by then. Blocks until
-        all have come.
+        all workers call it.
         """
         if not self._is_short:
             return
@@ -117,11 +118,11 @@ class Passes:
                         gradient = _local(parameter.grad).contiguous()
                         self._require_whole(gradient, parameter)
                     dist.broadcast(gradient, src=source, group=group)
-                    parameter.grad = None  # torch wants slices of the same kind
+                    parameter.grad = None  # torch requires slices of the same kind
                     parameter.grad = sliced_like(parameter, gradient)
 
     def _require_whole(self, gradient: Tensor, parameter: Tensor) -> None:
-        """Refuse a gradient that a script has put in the place of the whole one, and that is a slice."""
+        """Refuse a slice that a script has assigned in place of a whole gradient."""
         if gradient.shape != parameter.shape:
             raise UsageError(
                 f"worker {self._job.rank}, step of '{self._settings.name}': some workers have no batch, so the others "
@@ -131,7 +132,7 @@ class Passes:
             )
 
     def objection(self) -> str:
-        """Return why the combined gradients may not be used; blocks until all workers have looked at their slices."""
+        """Return why the combined gradients may not be used; blocks until all workers have checked their slices."""
         if self._settings.nonfinite == "ignore":
             return ""
         slices = [_local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
@@ -153,7 +154,7 @@ class Passes:
                 buffer.copy_(total / count)
 
     def close(self, politely: bool) -> None:
-        """Stop following the model."""
+        """Remove the hooks from the model."""
         del politely
         while self._handles:
             self._handles.pop().remove()
@@ -174,7 +175,7 @@ class Passes:
                     tensor.register_hook(partial(_call, WeakMethod(self._weighed)))
 
     def _weighed(self, gradient: Tensor) -> Tensor:
-        """Return what enters backward, scaled; the first of several outputs agrees on it with all workers."""
+        """Return scaled inputs of backward; the first of several outputs agrees on the scale with all workers."""
         if self._scale is None:
             with self._job.communicating():
                 self._scale = self._agreed()
@@ -182,7 +183,7 @@ class Passes:
         return gradient if self._scale == 1.0 else gradient * self._scale
 
     def _agreed(self) -> float:
-        """Tell all workers what this backward weighs, and return what makes torch's plain mean the one that is due."""
+        """Exchange the weights of this backward; return the factor that turns torch's mean into the weighted one."""
         weight, self.weight = self.weight, None
         if weight is None:
             again = self._weight_before if self._done is not None else 1.0
@@ -209,7 +210,7 @@ class Passes:
             self._make_gradients_whole()
 
     def _make_gradients_whole(self) -> None:
-        """Give the workers that have a batch the gradients of the whole model; blocks until all have come."""
+        """Give the workers with a batch the gradients of the whole model; blocks until all workers call it."""
         parameters = list(self._model.parameters())
         own = [float(parameter.grad is not None) for parameter in parameters]
         holders = self._summed(own, self._mesh.group("data"))
@@ -223,7 +224,7 @@ class Passes:
                         parameter.grad = DTensor.from_local(gathered, mesh, [Replicate()], run_check=False)
 
     def _summed(self, numbers: list[float], group: dist.ProcessGroup | None) -> list[float]:
-        """Return the sums of numbers over a group; blocks until all have come."""
+        """Return the sums of numbers over a group; blocks until all of it call this."""
         sums = torch.tensor(numbers, dtype=torch.float64)
         with self._mesh.explained(f"backward of '{self._settings.name}'"):
             dist.all_reduce(sums, group=group)
@@ -231,7 +232,7 @@ class Passes:
 
 
 def _bits(number: float) -> int:
-    """Return the bits of a number as a whole one."""
+    """Return the bits of a float as an integer."""
     return int(torch.tensor(number, dtype=torch.float64).view(torch.int64))
 
 
@@ -240,7 +241,7 @@ def _has_gradient(value: object) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the memory that this worker has of a tensor."""
+    """Return this worker's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Gradients of the slices of a clock, added up until the last one, so that they leave as one."""
+"""Gradient accumulation over the slices of a clock, which are pushed as one after the last slice."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ class SliceSums(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """How many samples the slice under way has; 0 where there is none."""
+        """Number of samples in the current slice; 0 where there is none."""
         ...
 
     @property
     def weight(self) -> float:
-        """What the slice under way weighs: its samples, as those of the clock under way weigh."""
+        """Weight of the current slice: its samples, scaled to the number of samples in the current clock."""
         ...
 
     @property
     def num_expected(self) -> int:
-        """How many samples all workers together are to have in the clock under way; 0 where that is not known."""
+        """Expected number of samples of all workers in the current clock; 0 where it is not known."""
         ...
 
     def more(self) -> bool:
-        """Say whether this worker has another slice in the clock under way; blocks for one round trip to ask."""
+        """Return whether this worker gets another slice in the current clock; blocks for one round trip."""
         ...
 
 
 @dataclass(slots=True)
 class GradientAccumulator:
-    """Adds up the gradients of some parameters, and of embeddings, each slice weighed by its samples."""
+    """Sum of the gradients of parameters and embeddings over slices, each weighted by its samples."""
 
     slices: SliceSums
     lookups: EmbeddingLookups
-    # Sum of gradient * samples since the last payment, by parameter, and of samples.
+    # Sum of gradient * samples since the last mean, by parameter, and of samples.
     _sums: dict[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
     _num_samples: float = 0.0
 
-    def keep(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
-        """Keep the gradients of a slice if another one follows in this clock; say whether."""
+    def add_slice(self, parameters: Iterable[Tensor], samples: float | None) -> bool:
+        """Add the gradients of a slice if another one follows in this clock; return whether one does."""
         if not self.slices.more():
             return False
         weight = self.slices.weight if samples is None else samples
         for parameter in parameters:
             if parameter.grad is not None:
                 self._add(parameter, parameter.grad.detach(), weight)
-        self.lookups.accumulator(weight)
+        self.lookups.set_aside(weight)
         self._num_samples += weight
         return True
 
-    def pay(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
-        """Make the gradients the mean of all that was kept and the last slice; return how many samples that is of.
+    def finish_mean(self, parameters: Iterable[Tensor], samples: float | None) -> float | None:
+        """Set the gradients to the mean over all slices of the clock, the last one included; return its samples.
 
-        Where nothing was kept, or no slice is under way, gradients stay as they are.
+        Where the clock has one slice or there is no current slice, gradients stay as they are.
         """
         if not self.slices.num_samples:
             return samples
@@ -72,11 +72,11 @@ class GradientAccumulator:
         with torch.no_grad():
             for parameter in parameters:
                 _combine(parameter, weight, sums.get(parameter), total)
-        self.lookups.pay(weight, total)
+        self.lookups.combine_slices(weight, total)
         return total
 
     def forget(self) -> None:
-        """Drop what was kept: the loop over the slices was left within a clock."""
+        """Drop the sums, after the loop over the slices was left within a clock."""
         self._sums, self._num_samples = {}, 0.0
         self.lookups.forget()
 
@@ -89,7 +89,7 @@ class GradientAccumulator:
 
 
 def _combine(parameter: Tensor, weight: float, held: Tensor | None, total: float) -> None:
-    """Make the gradient (its own * weight + held) / total, where it lies if it has a place."""
+    """Set the gradient to (its own * weight + held) / total, in place if there is one."""
     if parameter.grad is None:
         parameter.grad = None if held is None else held.div_(total)
     elif held is None:

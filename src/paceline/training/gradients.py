@@ -1,4 +1,4 @@
-"""The gradients of a model inside the memory of the next push, so that backward writes the message."""
+"""Gradients of a model in the send buffer of the next push, so that backward writes straight into the message."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from paceline.errors import UsageError
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.flat import FlatParameters
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element: as bits, NaN equals itself
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element; compared as bits, NaN equals itself
 _STRETCH = 4096  # elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundGradients:
-    """A gradient, and how often torch has seen it change."""
+class GradientVersion:
+    """Gradient and its torch version, which counts changes in place."""
 
     gradient: Tensor | None
     version: int
 
     @staticmethod
-    def of(gradient: Tensor | None) -> FoundGradients:
-        """Return a gradient as it is now."""
-        return FoundGradients(gradient, -1 if gradient is None else gradient._version)
+    def of(gradient: Tensor | None) -> GradientVersion:
+        """Record a gradient and its current version."""
+        return GradientVersion(gradient, -1 if gradient is None else gradient._version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A gradient as it was when it began to be copied: held, so that nothing else can be in its place, and `done`."""
+    """Copy of a gradient from its device, complete at `done`; holds the gradient so that its address is not reused."""
 
     gradient: Tensor
     place: int
@@ -41,41 +41,42 @@ class _Copy:
     done: torch.cuda.Event
 
     def is_of(self, gradient: Tensor) -> bool:
-        """Say whether this is of a gradient as it is now, as far as torch has noticed."""
+        """Return whether this copies a gradient in its current version."""
         return gradient is self.gradient and (gradient.data_ptr(), gradient._version) == (self.place, self.version)
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Gradients:
-    """Collects the gradients of the tensors of a flat vector into the memory in which they travel.
+    """Collects the gradients of the tensors of a flat vector in a send buffer.
 
-    With `in_place`, a gradient that backward has just made is moved there at once, and `grad` becomes a view of it:
-    nothing is left to copy in `collect`. That is for memory that nobody reads while backward runs. A gradient that a
-    script has put into `grad` stays where it is, and one that a script keeps does not change with the next.
+    With `in_place`, a gradient that backward has just computed is moved there at once, and `grad` becomes a view of it,
+    so that `collect` has nothing to copy. Use it only for memory that no other process reads during backward. A
+    gradient that a script has assigned to `grad` is copied by `collect` instead, and one that a script keeps does not
+    change with the next backward.
 
-    The courier brings gradients from devices; `fetch` lets it begin while backward runs.
+    Gradients on devices are copied by `device_copies`; `fetch` starts a copy during backward.
     """
 
     flat: FlatParameters
     in_place: bool
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
-    # Whether some are on devices, so that `collect` waits until these have computed them.
-    are_away: bool = field(init=False)
-    # (elements of all,), and the view of it that belongs to each tensor, in its shape.
+    # Whether some gradients are on devices, so that `collect` waits for their computation.
+    are_on_device: bool = field(init=False)
+    # (num elements,), and the view of it for each tensor, in the tensor's shape.
     _buffer: Tensor | None = None
     _parts: list[Tensor] = field(default_factory=list[Tensor])
-    # Those that had no gradient when backward last came to them: what it leaves there belongs to nobody else.
+    # Tensors without a gradient when backward last reached them: the one it leaves there has no other owner.
     _without: set[int] = field(default_factory=set[int])
-    # The views that became `grad`, by the index of their tensor, for as long as somebody has them.
+    # Views that became `grad`, by the index of their tensor, while they are referenced.
     _given: dict[int, ref[Tensor]] = field(default_factory=dict[int, ref[Tensor]])
-    # Copies from devices that have been begun, by the index of their tensor.
+    # Copies from devices that are under way, by the index of their tensor.
     _coming: dict[int, _Copy] = field(default_factory=dict[int, _Copy])
     _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
-    _turn: int = 0  # which stretch of each gradient is looked at next
+    _turn: int = 0  # number of calls of `changed`, which selects the stretch of each gradient to compare
 
     def __post_init__(self) -> None:
-        """Have autograd call around each gradient, for as long as this lives."""
-        self.are_away = any(map(self.device_copies.serves, self.flat.named.values()))
+        """Register autograd hooks around each gradient, for the lifetime of this object."""
+        self.are_on_device = any(map(self.device_copies.serves, self.flat.named.values()))
         if not self.in_place:
             return
         look, move = WeakMethod(self._look), WeakMethod(self._move)
@@ -90,15 +91,15 @@ class Gradients:
             self._handles.pop().remove()
 
     def attach(self, buffer: Tensor) -> None:
-        """Collect into this memory from now on; its content is overwritten."""
+        """Collect into `buffer` from now on; its content is overwritten."""
         if self._buffer is None or buffer.data_ptr() != self._buffer.data_ptr():
             self._parts = self.flat.parts(buffer)
         self._buffer = buffer
 
     def collect(self) -> tuple[int, ...]:
-        """Have all gradients in the memory; return the indices of the tensors that have none (zeros there).
+        """Complete the buffer; return the indices of the tensors without a gradient, which are zeros there.
 
-        Blocks until devices have computed theirs, which all are on their way by then.
+        Blocks until devices have computed and copied theirs.
 
         Raises:
             UsageError: a gradient is sparse.
@@ -120,19 +121,19 @@ class Gradients:
             self._coming.popitem()[1].done.synchronize()
         return tuple(absent)
 
-    def found(self) -> tuple[FoundGradients, ...]:
-        """Return the gradients as they are now, for `changed`."""
-        return tuple(FoundGradients.of(tensor.grad) for tensor in self.flat.named.values())
+    def found(self) -> tuple[GradientVersion, ...]:
+        """Return the gradients in their current versions, for `changed`."""
+        return tuple(GradientVersion.of(tensor.grad) for tensor in self.flat.named.values())
 
-    def changed(self, found: tuple[FoundGradients, ...]) -> str:
-        """Name a tensor whose gradient is not what `collect` has found and copied; empty where all are.
+    def changed(self, found: tuple[GradientVersion, ...]) -> str:
+        """Return the name of a tensor whose gradient has changed since `found`; empty if none has.
 
-        What torch does not count as a change (through `.data`, say) is looked for in a stretch of each gradient,
-        another one every time.
+        Changes that torch does not count (through `.data`, for example) are looked for in one stretch of each gradient,
+        another one in every call.
         """
         self._turn += 1
         for (name, tensor), before, part in zip(self.flat.named.items(), found, self._parts, strict=True):
-            now = FoundGradients.of(tensor.grad)
+            now = GradientVersion.of(tensor.grad)
             if now.gradient is not before.gradient or now.version != before.version:
                 return name
             if now.gradient is not None and not _is_copied(now.gradient, part, self._turn):
@@ -140,10 +141,10 @@ class Gradients:
         return ""
 
     def fetch(self, index: int) -> None:
-        """Begin to copy a gradient from its device, if that does not block.
+        """Start to copy a gradient from its device, if that does not block.
 
-        `collect` copies it again if torch has noticed a change since: not one through `.data`, and not what
-        `GradScaler.unscale_` does. So this is for gradients that are to stay as backward leaves them.
+        `collect` copies it again if torch counts a change since, which it does not for changes through `.data` and by
+        `GradScaler.unscale_`. So call this only for gradients that stay as backward leaves them.
         """
         gradient = list(self.flat.named.values())[index].grad
         if gradient is None or gradient.layout != torch.strided or not self.device_copies.serves(gradient):
@@ -152,7 +153,7 @@ class Gradients:
             self._begin(index, gradient)
 
     def _begin(self, index: int, gradient: Tensor) -> None:
-        """Begin to copy a gradient from its device, unless that copy is coming already."""
+        """Start to copy a gradient from its device, unless that copy is under way."""
         coming = self._coming.get(index)
         if coming is None or not coming.is_of(gradient):
             place, version = gradient.data_ptr(), gradient._version
@@ -160,19 +161,19 @@ class Gradients:
             self._coming[index] = _Copy(gradient, place, version, done)
 
     def _look(self, index: int, tensor: Tensor) -> None:
-        """Note whether a tensor has a gradient that backward is about to add to."""
+        """Record whether a tensor has a gradient that backward is about to add to."""
         if tensor.grad is None:
             self._without.add(index)
         else:
             self._without.discard(index)
 
     def _move(self, index: int, tensor: Tensor) -> None:
-        """Move a gradient that backward has just made, unless it belongs to a graph or has an order of its own."""
+        """Move a gradient that backward has just made, unless it belongs to a graph or is not contiguous."""
         gradient = tensor.grad
         if gradient is None or index not in self._without or not self._parts or not self._fits(index, gradient):
             return
         self._write(index, gradient)
-        given = self._parts[index].data  # to autograd not a view, and without a past
+        given = self._parts[index].data  # for autograd not a view, and without history
         tensor.grad = given
         self._given[index] = ref(given)
 
@@ -182,15 +183,15 @@ class Gradients:
         return plain and gradient.dtype == part.dtype and gradient.device == part.device
 
     def _write(self, index: int, gradient: Tensor) -> None:
-        """Copy a gradient to its place."""
+        """Copy a gradient into its part of the buffer."""
         self._vacate(index)
         part, source = self._parts[index], gradient.detach()
         if source.device == part.device and source.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
-            source = source.clone()  # it may lie across its own place
+            source = source.clone()  # it may overlap its own part
         part.copy_(source)
 
     def _vacate(self, index: int) -> None:
-        """Prepare a place to be overwritten: what comes there has come, what a script keeps gets memory of its own."""
+        """Prepare a part to be overwritten: wait for a copy into it, and move out a gradient that the script keeps."""
         coming = self._coming.pop(index, None)
         if coming is not None:
             coming.done.synchronize()
@@ -200,7 +201,7 @@ class Gradients:
 
 
 def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
-    """Say whether a stretch of a gradient has the bits of its copy; one that has another layout is not looked at."""
+    """Return whether a stretch of a gradient equals its copy bit by bit; True without a look for other layouts."""
     if not gradient.is_contiguous() or gradient.dtype != part.dtype or gradient.device != part.device:
         return True
     start = turn * _STRETCH % max(part.numel(), 1)
@@ -211,13 +212,13 @@ def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
 
 
 def _nobody() -> None:
-    """Stand for a reference to what is gone."""
+    """Stand for a dead weak reference."""
 
 
 def _before(
     look: WeakMethod[Callable[[int, Tensor], None]], index: int, tensor: ref[Tensor]
 ) -> Callable[[Tensor], None]:
-    """Return what autograd calls before it adds to a gradient: it keeps nothing alive."""
+    """Return a hook that autograd calls before it adds to a gradient; it keeps no object alive."""
 
     @unserializable_hook
     def on_gradient(_: Tensor) -> None:
@@ -229,7 +230,7 @@ def _before(
 
 
 def _after(move: WeakMethod[Callable[[int, Tensor], None]], index: int) -> Callable[[Tensor], None]:
-    """Return what autograd calls once it has: it keeps nothing alive, and does nothing once its owner is gone."""
+    """Return a hook that autograd calls after it has added to a gradient; it keeps no object alive."""
 
     def on_gradient(tensor: Tensor) -> None:
         act = move()

@@ -1,4 +1,4 @@
-"""A policy per group of parameters: in one model the dense part under all-reduce and the embeddings under ssp."""
+"""Parameter groups with a policy each: in one model, dense layers under all-reduce and embeddings under ssp."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from paceline.training.strategy import Distributed, Strategy
 from paceline.update.table import Segment
 
 _NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
-_WHOLE: Final = frozenset({"state", "param_groups"})  # of a state_dict: what every optimizer has
-_MAX_SHOWN: Final = 160  # characters of what stands for it in messages
+_WHOLE: Final = frozenset({"state", "param_groups"})  # keys that the state_dict of every optimizer has
+_MAX_SHOWN: Final = 160  # characters of one value in messages
 _SHOWN: Final = 5  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Each parameter is distributed by the strategy of the first pattern that matches its name.
+    """Strategy that distributes each parameter by the first pattern that matches its name.
 
     Args:
-        policies: patterns as for names of files ("*", "?", "[ab]"), each with its strategy.
+        policies: patterns as for file names ("*", "?", "[ab]"), each with its strategy.
     """
 
     policies: tuple[tuple[str, Strategy], ...]
 
     def __post_init__(self) -> None:
-        """Refuse a mapping of nothing."""
+        """Refuse an empty mapping."""
         if not self.policies:
             raise UsageError('strategy={} maps no pattern to a policy: give {"*": "bsp"}, for example.')
         for pattern, strategy in self.policies:
@@ -57,7 +57,7 @@ class Groups:
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> GroupedOptimizer:
-        """Make one optimizer of several, each over the parameters of one policy."""
+        """Make one optimizer of several, one for the parameters of each strategy."""
         if isinstance(job, PartJob):
             raise UsageError(
                 f"strategy of '{settings.name}': patterns are for a model that each worker holds as a whole, and this "
@@ -69,7 +69,7 @@ class Groups:
         parts: list[GroupPart] = []
         for number, share in enumerate(shares, start=1):
             own, groups = _taken(optimizer, named, segments, share.indices)
-            # The last pattern, "*" mostly, is that of the bulk; buffers are averaged once, with its parameters.
+            # The last pattern, mostly "*", has most parameters; buffers are averaged once, together with these.
             average = settings.average_buffers and number == len(shares)
             how = replace(settings, name=f"{settings.name}.{share.patterns}", average_buffers=average)
             parts.append(
@@ -78,7 +78,7 @@ class Groups:
         return GroupedOptimizer(optimizer, parts, settings.name, job)
 
     def _shares(self, names: Sequence[str], owner: str) -> list[GroupShare]:
-        """Return which parameters each strategy gets; patterns of equal strategies share one.
+        """Assign the parameters to strategies; patterns with equal strategies share one.
 
         Raises:
             UsageError: a parameter matches no pattern, or a pattern matches no parameter.
@@ -121,13 +121,13 @@ class GroupShare:
 
 @dataclass(frozen=True, slots=True)
 class GroupPart:
-    """What became of the parameters of one strategy.
+    """The optimizer of one strategy's parameters.
 
     Args:
-        patterns: that they match.
-        optimizer: over these parameters alone.
+        patterns: those of the strategy.
+        optimizer: of these parameters only.
         indices: of its parameters in the whole optimizer, in order.
-        groups: for each of its groups the index of the one in the whole optimizer whose numbers it has.
+        groups: for each of its groups, the index of the group in the whole optimizer with the same hyperparameters.
     """
 
     patterns: str
@@ -136,7 +136,7 @@ class GroupPart:
     groups: tuple[int, ...]
 
     def own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what of a state of the whole optimizer is of this part, in its own form."""
+        """Return this group's slice of a whole optimizer's state dict, in its own form."""
         state, groups = state_dict["state"], state_dict["param_groups"]
         first, own_groups = 0, list[dict[str, Any]]()
         for number, group in zip(self.groups, self.optimizer.param_groups, strict=True):
@@ -149,21 +149,21 @@ class GroupPart:
 
 
 class GroupedOptimizer(Distributed):
-    """Used like the optimizer it was made from; each group of its parameters is distributed by a strategy of its own.
+    """Optimizer used like the one it was made from, with a strategy of its own for each set of parameters.
 
     A step is one clock: all parts send, the clock is finished, all parts receive. `param_groups` are those of the
-    wrapped optimizer; what schedulers change there is handed on with `zero_grad` and with `step`.
+    wrapped optimizer; changes by schedulers reach the parts with `zero_grad` and with `step`.
 
     Attributes:
-        num_refused: what was refused of all parts together.
+        num_refused: steps and pushes that were not applied, over all parts.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], name: str, job: TrainingJob
     ) -> None:
         super().__init__(optimizer, name, "by groups", job)
-        # Parts whose workers meet in backward come first: where one worker has no batch, the others wait for it there
-        # before they finish their clock, for which the values of the other parts wait.
+        # Parts whose workers wait for each other in backward come first: a worker without a batch has to take part
+        # there before it waits for values of other parts, because the clock of the others ends after their backward.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
         self.no_slices = next((part.optimizer.no_slices for part in self._parts if part.optimizer.no_slices), "")
         self.no_scaling = next((part.optimizer.no_scaling for part in self._parts if part.optimizer.no_scaling), "")
@@ -187,22 +187,22 @@ class GroupedOptimizer(Distributed):
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        """Clear the gradients of the parameters and those collected by embeddings."""
         super().zero_grad(set_to_none)
         self._hand_on_numbers()
 
     def weigh(self, samples: float) -> None:
-        """Say before backward how many samples the gradients of this step stand for.
+        """Set before backward how many samples the gradients of this step stand for.
 
-        For parts under all-reduce, which weigh them while backward runs; only where that is not what loaders from
-        `shard` have handed out.
+        Used by parts under all-reduce, which weight them while backward runs; needed only where that is not what
+        loaders from `shard` have returned.
         """
         for part in self._parts:
             if isinstance(part.optimizer, ReplicatedOptimizer):
                 part.optimizer.weigh(samples)
 
     def send(self, samples: float | None) -> float:
-        """Hand over the gradients of all parts, weighed the same.
+        """Send the gradients of all parts, with the same weight.
 
         Raises:
             UsageError: gradients that a part cannot use; see `send` of its strategy.
@@ -219,25 +219,25 @@ class GroupedOptimizer(Distributed):
         return weight
 
     def receive(self) -> None:
-        """Ask for the values of all parts."""
+        """Request the values of all parts."""
         for part in self._parts:
             part.optimizer.receive()
 
     def follow(self) -> None:
-        """Do this worker's part in a step for which it has no batch."""
+        """Take part in a step without a batch, in every part."""
         self._hand_on_numbers()
         for part in self._parts:
             part.optimizer.follow()
         self._note_turn()
 
     def arrive(self) -> None:
-        """Wait until all parameters have the values that the last step asked for."""
+        """Wait until all parameters have the values requested by the last step."""
         for part in self._parts:
             part.optimizer.arrive()
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Hold back the gradients of the passes inside, as more are to be added before the step."""
+        """Keep the gradients of the passes in the block local, because more are added before the step."""
         with ExitStack() as held:
             for part in self._parts:
                 held.enter_context(part.optimizer.accumulate())
@@ -245,7 +245,7 @@ class GroupedOptimizer(Distributed):
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold one consistent state of each part in the model for the length of a `with` block, without gradients."""
+        """Put one consistent state of each part into the model for the length of a `with` block, without gradients."""
         with ExitStack() as held:
             for part in self._parts:
                 held.enter_context(part.optimizer.snapshot())
@@ -256,7 +256,7 @@ class GroupedOptimizer(Distributed):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parts in the form of the wrapped optimizer's own `state_dict`; blocks.
 
-        What a part has beside the state of its optimizer is under "parts", by its patterns.
+        State of a part beyond that of its optimizer is under "parts", by its patterns.
         """
         state: dict[int, Any] = {}
         beside: dict[str, dict[str, Any]] = {}
@@ -269,12 +269,12 @@ class GroupedOptimizer(Distributed):
         return {**whole, "parts": beside} if beside else whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of all parts, and parameters and buffers to what they are on worker 0.
+        """Load the state of all parts, with the parameters and buffers of worker 0.
 
         Every worker must call it, with the same state; blocks until all have.
 
         Raises:
-            UsageError: the state is of another optimizer or model; nothing is changed then.
+            UsageError: the state belongs to another optimizer or model; nothing is changed then.
         """
         self._require_same_groups(state_dict)
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -285,17 +285,17 @@ class GroupedOptimizer(Distributed):
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
     def hold_still(self) -> None:
-        """Keep the parameters of every part as they are."""
+        """Freeze the parameters of every part."""
         for part in self._parts:
             part.optimizer.hold_still()
 
-    def let_go(self) -> None:
-        """Let every part let go."""
+    def detach(self) -> None:
+        """Detach every part."""
         for part in self._parts:
-            part.optimizer.let_go()
+            part.optimizer.detach()
 
     def _hand_on_numbers(self) -> None:
-        """Give the parts the numbers that are in the groups now."""
+        """Copy the current hyperparameters of the groups to the parts."""
         for part in self._parts:
             for number, own in zip(part.groups, part.optimizer.param_groups, strict=True):
                 own.update(_numbers(self.param_groups[number]))
@@ -320,13 +320,13 @@ class GroupedOptimizer(Distributed):
 def _taken(
     optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], segments: Sequence[Segment], indices: Sequence[int]
 ) -> tuple[torch.optim.Optimizer, tuple[int, ...]]:
-    """Return an optimizer of the same kind over some of the parameters, and which groups of the whole it has."""
+    """Return an optimizer of the same kind over some of the parameters, and the indices of their groups."""
     names, tensors = list(named), list(named.values())
     pairs: dict[int, list[tuple[str, Tensor]]] = {}
     for index in indices:
         pairs.setdefault(segments[index].group, []).append((names[index], tensors[index]))
     groups = [{**_numbers(optimizer.param_groups[number]), "params": own} for number, own in pairs.items()]
-    # Some classes (AdamW) have defaults that their constructor does not take: those are in the groups anyway.
+    # Some classes (AdamW) have defaults that their constructor refuses: those are in the groups anyway.
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(groups, **defaults), tuple(pairs)

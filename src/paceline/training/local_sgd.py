@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: workers step by themselves and exchange how far they have come, for links that are thin."""
+"""Local SGD and DiLoCo strategies: workers step locally and exchange their progress every few steps, for slow links."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.training.local_sgd_rounds import ExchangeRounds
 from paceline.training.optimizer import Settings, TrainingJob
 
 _OUTER_LR = 0.7
-_CAUTIOUS_LR = 0.07  # where momentum acts on stale pushes one by one
+_CAUTIOUS_LR = 0.07  # where momentum acts on each stale push
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSGD:
-    """Every worker steps its own model; servers merge them every so many steps. See `paceline.diloco`."""
+    """Strategy in which every worker steps its own model and servers merge them; see `paceline.diloco`."""
 
     rounds: ExchangeRounds
 
@@ -39,19 +39,19 @@ def local_sgd(
     quorum: int | None = None,
     grace_s: float = 0.0,
 ) -> LocalSGD:
-    """Return local SGD for `paceline.distributed(strategy=...)`: after so many steps all go on from their mean.
+    """Return local SGD for `paceline.distributed(strategy=...)`: every `steps` steps all continue from their mean.
 
-    The same as `paceline.diloco` with an outer optimizer that does no more than to take the mean.
+    The same as `paceline.diloco` with an outer optimizer that only takes the mean.
 
     Args:
-        steps: between two exchanges; the bytes that travel fall by this factor. 1 exchanges after every step.
-        outer_lr: how far to go towards the mean; asynchronous, how far each push moves the values.
-        fragments: as `paceline.diloco`, and so are all that follow.
-        overlap_steps: while these are taken, values are under way.
-        merge: how much the servers' values count where they arrive.
+        steps: between two exchanges; traffic falls by this factor. 1 exchanges after every step.
+        outer_lr: fraction of the way to the mean; asynchronous, how far each push moves the values.
+        fragments: as in `paceline.diloco`, like all that follow.
+        overlap_steps: number of steps taken while values are under way.
+        merge: weight of the servers' values when they arrive.
         asynchronous: never wait for another worker.
-        quorum: how many pushes make an update.
-        grace_s: how long more are waited for.
+        quorum: number of pushes that make an update.
+        grace_s: seconds to wait for more pushes after a quorum.
 
     Raises:
         UsageError: a number is out of its range.
@@ -84,30 +84,30 @@ def diloco(
     grace_s: float = 0.0,
     delayed: int | None = None,
 ) -> LocalSGD:
-    """Return DiLoCo for `paceline.distributed(strategy=...)`: workers step alone, servers step with what comes of it.
+    """Return DiLoCo for `paceline.distributed(strategy=...)`: workers step alone, servers step with their progress.
 
     The wrapped optimizer is the inner one: it steps on its worker, and its state stays there from round to round. Every
-    `steps` steps, what a worker has changed goes to the servers as a gradient (old values minus new), weighted by the
-    samples behind it; these take a step of SGD with Nesterov momentum, and the worker goes on from the new values.
-    Buffers of the model are averaged.
+    `steps` steps, a worker's progress goes to the servers as a gradient (old values minus new), weighted by the samples
+    behind it; these take a step of SGD with Nesterov momentum, and the worker continues from the new values. Buffers of
+    the model are averaged.
 
     Args:
-        steps: of each worker between two exchanges; the bytes that travel fall by this factor.
+        steps: of each worker between two exchanges; traffic falls by this factor.
         outer_lr: step size of the outer optimizer, 0.7 by default. Asynchronous, where momentum would act on every
             stale push, it is 0.07; 0.7 again with `delayed`, or without momentum.
         outer_momentum: of the outer optimizer.
-        fragments: exchange the parameters in so many parts, one after the other, evenly over a round: the same bytes,
-            in smaller bursts.
-        overlap_steps: take the servers' answer so many steps after the push, instead of waiting for it.
-        merge: where values arrive, go this far from the worker's own to them; 1 takes them as they are. What the
-            worker did while they were under way stays in part with less, and goes with its next push.
+        fragments: exchange the parameters in this many parts, spread evenly over a round: the same traffic, in
+            smaller bursts.
+        overlap_steps: merge the servers' answer this many steps after the push, instead of waiting for it.
+        merge: fraction of the way from the worker's own values to the servers'; 1 takes the servers'. With less, the
+            steps taken while they were under way stay in part, and go with the worker's next push.
         asynchronous: each push is a step of the outer optimizer when it arrives, and no worker waits for another.
-        quorum: asynchronous; so many pushes are merged into one step.
-        grace_s: so long after a quorum others may join its step; see `paceline.update.Merging`.
-        delayed: asynchronous; let momentum act once in so many pushes, see `paceline.update.DelayedNesterov`.
+        quorum: asynchronous; number of pushes merged into one step.
+        grace_s: seconds after a quorum in which more pushes may join its step; see `paceline.update.Merging`.
+        delayed: asynchronous; number of pushes for each use of momentum, see `paceline.update.DelayedNesterov`.
 
     Raises:
-        UsageError: a number is out of its range, or has no use beside the others.
+        UsageError: a number is out of its range, or has no effect together with the others.
 
     Example:
         >>> import torch, paceline

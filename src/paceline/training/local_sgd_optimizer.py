@@ -1,4 +1,4 @@
-"""An optimizer that steps on its worker alone, and every so many steps exchanges how far it has come."""
+"""Optimizer that steps locally on its worker, and every few steps exchanges its progress with the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fragment:
     """Tensors that are exchanged together, through a table of their own.
 
     Args:
-        turn: which turn of a round is theirs.
+        turn: index of the step within a round in which they are exchanged.
         flat: the tensors.
         table: the servers' values of them.
     """
@@ -41,12 +41,12 @@ class Fragment:
     turn: int
     flat: FlatParameters
     table: Table
-    num_samples: float = 0.0  # behind what this worker has done since its last push
+    num_samples: float = 0.0  # of this worker's steps since its last push
     weights: Weights = field(init=False)
-    # (elements of all,): the servers' values as this worker took them last. What it has done is the way from there.
+    # (elements of all,): the servers' values that this worker took last; its progress is the difference from them.
     _anchor: Tensor = field(init=False)
     _asked: PendingRead | None = None
-    _is_owing: bool = False  # whether what was asked for is without this worker's steps, which it has yet to push
+    _is_owing: bool = False  # whether the requested values lack this worker's steps, which it has yet to push
 
     def __post_init__(self) -> None:
         """Start from the servers' values."""
@@ -55,14 +55,14 @@ class Fragment:
         self.start()
 
     def start(self) -> None:
-        """Set the tensors to the servers' values, whatever was done; blocks until those are fresh."""
+        """Set the tensors to the servers' values, and drop local progress; blocks until the values are fresh."""
         self._asked = None
         self.table.read(self._note)
         self.flat.unpack(self._anchor)
         self.num_samples = 0.0
 
     def push(self) -> Future[PushOutcome]:
-        """Send how far this worker has come, as a gradient; return how that will end.
+        """Send this worker's progress as a gradient; return a future of the outcome.
 
         Raises:
             UsageError: it is not finite, under nonfinite="halt".
@@ -77,16 +77,16 @@ class Fragment:
         self.flat.pack_values(out)
         torch.sub(self._anchor, out, out=out)
 
-    def ask(self, *, is_owing: bool) -> None:
-        """Ask for the values of this round; `take` waits for them."""
+    def request_values(self, *, is_owing: bool) -> None:
+        """Request the values of this round; `merge_values` waits for them."""
         self._asked, self._is_owing = self.table.start_read(), is_owing
 
-    def take(self, merge: float) -> None:
-        """Wait for the values that were asked for, if any, and go on from them.
+    def merge_values(self, merge: float) -> None:
+        """Wait for the requested values, if any, and continue from them.
 
         Args:
-            merge: how far to go from the tensors as they are towards the values; 1 is all the way. A worker that owes
-                its steps goes as far as the values went, so that it still has them to push.
+            merge: fraction of the way from the current tensors to the values; 1 takes the values. A worker whose steps
+                are not pushed yet moves by the change of the values instead, so that its progress is kept.
         """
         asked, self._asked = self._asked, None
         if asked is None:
@@ -101,14 +101,14 @@ class Fragment:
             self._move(merge)
 
     def load(self, state: Mapping[int, dict[str, Tensor]]) -> None:
-        """Set the servers' values to the tensors as they are here, and the state of their rule to this one; blocks."""
+        """Set the servers' values to these tensors, and the state of their rule to `state`; blocks."""
         loaded: StateOf = dict(state)
         send_state(self.table, loaded, self.flat)
 
     def unsent(self) -> dict[str, Any] | None:
-        """Return what this worker has that the servers' values lack; None if that is nothing. Blocks for these values.
+        """Return this worker's progress that the servers' values lack; None if there is none. Blocks for these values.
 
-        "common" are the values, "own" what the tensors hold where they are the start, both (elements of all,).
+        "common" are the servers' values, "own" the tensors if they start from these, both (elements of all,).
         """
         newest, own = self.flat.empty(), self.flat.empty()
 
@@ -119,13 +119,13 @@ class Fragment:
         self.flat.pack_values(own)
         is_coming = self._asked is not None and not self._is_owing
         if not is_coming:
-            own += newest - self._anchor  # what others have done meanwhile
+            own += newest - self._anchor  # progress of other workers meanwhile
         if not is_coming and not self.num_samples and torch.equal(own, newest):
             return None
         return {"common": newest, "own": own, "num_samples": self.num_samples, "is_coming": is_coming}
 
     def require_fitting(self, unsent: Mapping[str, Any] | None) -> None:
-        """Raise UsageError unless this may have come from `unsent` of the same fragment of the same model."""
+        """Raise UsageError unless this may be a result of `unsent` of the same fragment of the same model."""
         shapes = [] if unsent is None else [tuple(unsent[name].shape) for name in ("common", "own")]
         if any(shape != (self.flat.numel,) for shape in shapes):
             raise UsageError(
@@ -134,20 +134,20 @@ class Fragment:
             )
 
     def go_back(self, unsent: Mapping[str, Any]) -> None:
-        """Set the tensors to the servers' values, if they hold what they held when these were unsent."""
+        """Set the tensors to the servers' values, if they equal those in an `unsent` state."""
         now = self.flat.empty()
         self.flat.pack_values(now)
         if torch.equal(now, unsent["own"]):
             self.flat.unpack(unsent["common"])
 
     def resume(self, unsent: Mapping[str, Any]) -> None:
-        """Go on from what was unsent, after `start`, if the servers have the values that belong to it."""
+        """Restore unsent progress, after `start`, if the servers have the values that belong to it."""
         if not torch.equal(self._anchor, unsent["common"]):
             return
         self.flat.unpack(unsent["own"])
         self.num_samples = unsent["num_samples"]
         if unsent["is_coming"]:
-            self.ask(is_owing=False)
+            self.request_values(is_owing=False)
 
     def _note(self, cache: TableCache) -> None:
         self._anchor.copy_(cache.readable().slice(0, self.flat.numel))
@@ -163,19 +163,19 @@ class Fragment:
             tensor.lerp_(part.to(tensor.device), merge)
 
 
-OUTER = "outer"  # what of a state_dict is of the servers
-ROUND = "round"  # what of it says how far this worker is in a round
+OUTER = "outer"  # key of the servers' part in a state_dict
+ROUND = "round"  # key of this worker's progress within a round
 
 
 class LocalOptimizer(Distributed):
-    """Used like the optimizer it wraps, which steps on this worker and keeps its state from round to round.
+    """Optimizer used like the one it wraps, which steps on this worker and keeps its state from round to round.
 
-    At the end of a round the way from the last common values to this worker's goes to the servers as a gradient, which
-    their outer optimizer takes; the worker goes on from what that makes. Every step is a clock, so losses compare with
-    those of other strategies clock by clock. Workers may join late and leave early.
+    At the end of a round, the difference between the last common values and this worker's is pushed as a gradient,
+    which the servers' outer optimizer applies; the worker continues from the result. Every step is a clock, so losses
+    compare with those of other strategies clock by clock. Workers may join late and leave early.
 
     Attributes:
-        num_refused: steps of this worker that were not taken, and pushes that were not applied, as they were not
+        num_refused: steps of this worker that were not taken, and pushes that were not applied, because they were not
             finite.
     """
 
@@ -194,22 +194,22 @@ class LocalOptimizer(Distributed):
         self.state = optimizer.state
         self._optimizer = optimizer
         self._settings, self._rounds = settings, rounds
-        self._num_samples = job.num_samples  # as of the last step
+        self._num_samples = job.num_samples  # at the last step
         self._fragments = self._open_fragments(named, model)
-        # As the others count: who joins late, with a clock that is theirs, exchanges when they do.
+        # By the clock, so that a worker that joins late exchanges in the same steps as the others.
         self._num_steps = self._fragments[0].table.node.clock
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def send(self, samples: float | None) -> float:
-        """Take a step here, and push the fragments whose turn it is.
+        """Step locally, and push the fragments whose turn it is.
 
         Args:
             samples: how many samples (or tokens) the gradients stand for. Their sum since a fragment's last exchange
                 is the weight of its push under scale="samples".
 
         Raises:
-            UsageError: gradients, or what came of them, are not finite under nonfinite="halt".
+            UsageError: gradients or values are not finite under nonfinite="halt".
         """
         weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
         self._num_samples = self._job.num_samples
@@ -224,34 +224,34 @@ class LocalOptimizer(Distributed):
         return weight
 
     def receive(self) -> None:
-        """Ask for the values of the fragments that were pushed, and take those that are due."""
+        """Request the values of the fragments that were pushed, and merge those that are due."""
         self._exchange(was_pushed=True)
 
     def follow(self) -> None:
         """Exchange with the others in a step for which this worker has no batch.
 
-        What it has done since the last exchange goes with the next one, and is not lost until then.
+        Its progress since the last exchange is part of the next one.
         """
         self._num_steps += 1
         self._exchange(was_pushed=False)
 
     def arrive(self) -> None:
-        """Take all values that are under way, also those that overlap with steps to come."""
+        """Merge all values under way, including those that overlap with further steps."""
         with self._job.communicating():
             for fragment in self._fragments:
-                fragment.take(self._rounds.merge)
+                fragment.merge_values(self._rounds.merge)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Do nothing: gradients stay here until the step."""
+        """Do nothing: gradients stay on this worker until the step."""
         return nullcontext()
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold the servers' values in the model for the length of a `with` block, for evaluation or saving.
+        """Put the servers' values into the model for the length of a `with` block, for evaluation or saving.
 
-        They contain every exchange of all clocks below this worker's own (asynchronous: all that was merged by now);
-        blocks until they are in. Embeddings read as much. Gradients are off meanwhile. Training continues from where
-        it was.
+        They contain every exchange of all clocks below this worker's own (asynchronous: all that have been merged);
+        blocks until they are in. Embeddings read the same state. Gradients are off inside the block. Training continues
+        afterwards from the values before it.
         """
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
@@ -265,9 +265,9 @@ class LocalOptimizer(Distributed):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer on this worker, and under "outer" that of the servers, by table.
 
-        Under "round" is how far this worker is in a round, and what of its steps the servers do not have yet, with the
-        servers' values. Blocks; take it at a barrier, where no pushes are under way. Pushes that wait for a quorum are
-        merged by it. The values that belong to it are those in a `snapshot`, or this worker's own.
+        "round" has this worker's position within a round, and its steps that the servers do not have yet, with the
+        servers' values. Blocks. Call it at a barrier, while no pushes are under way; it merges pushes that wait for a
+        quorum. The values that belong to it are those in a `snapshot`, or this worker's own.
         """
         outer = {fragment.table.name: fetch_state(fragment.table) for fragment in self._fragments}
         unsent = [fragment.unsent() for fragment in self._fragments]
@@ -278,16 +278,16 @@ class LocalOptimizer(Distributed):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state here and on the servers, and parameters and buffers everywhere to what they are on worker 0.
+        """Load the state here and on the servers, with the parameters and buffers of worker 0 on all workers.
 
         Every worker must call it, each with a state of its own or all with the same; "outer" counts on worker 0, and
-        where it is left out the outer optimizer starts anew. Where worker 0 has the values that belong to its state,
-        each worker then goes on from its own, in the same step of the round, for which it finishes clocks without a
-        step; else, and without "round", all go on from those of worker 0. Blocks until all have called.
+        without it the outer optimizer starts anew. Where worker 0 has the values that belong to its state, each worker
+        then continues from its own, in the same step of the round, for which it finishes clocks without a step; else,
+        and without "round", all continue from those of worker 0. Blocks until all have called.
 
         Raises:
-            UsageError: the state is of another optimizer or model; nothing is changed on the servers then.
-            Refused: the same on another worker, or worker 0 could not send it, or is gone.
+            UsageError: the state belongs to another optimizer or model; nothing is changed on the servers then.
+            Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
             outer = self._outer_of(state_dict)
@@ -309,13 +309,13 @@ class LocalOptimizer(Distributed):
                 fragment.resume(own)
 
     def _go_to_step(self, step: int) -> None:
-        """Finish clocks until it is the same step of a round: who joins late counts rounds by the clock."""
+        """Finish clocks until the same step of a round: workers that join late count rounds by the clock."""
         while (self._num_steps - step) % self._rounds.steps:
             self._job.clock(samples=None)
             self._num_steps += 1
 
     def _unsent_of(self, state_dict: dict[str, Any]) -> list[dict[str, Any] | None]:
-        """Return what each fragment had unsent, once it is known to fit."""
+        """Return the unsent progress of each fragment, after validation."""
         unsent: list[dict[str, Any] | None] = state_dict.get(ROUND, {}).get("unsent", [None] * len(self._fragments))
         if len(unsent) != len(self._fragments):
             raise UsageError(
@@ -327,7 +327,7 @@ class LocalOptimizer(Distributed):
         return unsent
 
     def _outer_of(self, state_dict: dict[str, Any]) -> dict[str, StateOf]:
-        """Return the servers' part of a state, once it is known to fit."""
+        """Return the servers' part of a state, after validation."""
         outer = cast("dict[str, StateOf]", state_dict.get(OUTER, {}))
         specs = {fragment.table.name: fragment.table.spec for fragment in self._fragments}
         foreign = sorted(outer.keys() - specs.keys())
@@ -344,7 +344,7 @@ class LocalOptimizer(Distributed):
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
     def _open_fragments(self, named: dict[str, Tensor], model: nn.Module | None) -> list[Fragment]:
-        """Make the tables: of parameters that lie apart by the number of fragments, and of buffers."""
+        """Open the tables: of parameters, every n-th in one of n fragments, and of buffers."""
         rounds, name, num_workers = self._rounds, self._settings.name, self._job.size
         fragments: list[Fragment] = []
         for turn in range(rounds.fragments):
@@ -370,13 +370,13 @@ class LocalOptimizer(Distributed):
         with self._job.communicating():
             for fragment in self._fragments:
                 if rounds.is_pushed(fragment.turn, step):
-                    fragment.ask(is_owing=not was_pushed)
+                    fragment.request_values(is_owing=not was_pushed)
             for fragment in self._fragments:
                 if rounds.is_taken(fragment.turn, step):
-                    fragment.take(rounds.merge)
+                    fragment.merge_values(rounds.merge)
 
     def _may_step(self) -> bool:
-        """Say whether the gradients can be stepped with, after what the settings have done to those that cannot."""
+        """Return whether the step can use the gradients, after `nonfinite` has been applied to them."""
         if self.overflowed:
             self.num_refused += 1
             return False
@@ -401,12 +401,12 @@ class LocalOptimizer(Distributed):
         return False
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+        if pushed.exception() is None:  # a failed worker raises in its next call
             self.num_refused += not pushed.result().applied
 
 
 def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: ExchangeRounds) -> None:
-    """Refuse more fragments than there are parameters, and what only pushed gradients can do."""
+    """Refuse more fragments than parameters, and settings that only pushed gradients support."""
     if len(named) < rounds.fragments:
         raise UsageError(
             f"'{settings.name}' has {len(named)} parameters, which do not make {rounds.fragments} fragments: take "

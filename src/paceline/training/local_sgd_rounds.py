@@ -1,4 +1,4 @@
-"""When workers that step by themselves exchange what they have done, and what servers make of it."""
+"""Rounds of local SGD: in which steps workers exchange updates, and how servers combine them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExchangeRounds:
     """Rounds of inner steps with an exchange each; see `paceline.diloco`.
 
     Raises:
-        UsageError: a number is out of its range, or has no use beside the others.
+        UsageError: a number is out of its range, or has no effect together with the others.
 
     Example:
         >>> rounds = ExchangeRounds(steps=10, outer_lr=0.7, outer_momentum=0.9, fragments=2, overlap_steps=3)
@@ -39,25 +39,25 @@ class ExchangeRounds:
     delayed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Validate the numbers and their combination."""
         for problem in self._problems():
             raise UsageError(problem)
 
     @property
     def consistency(self) -> Consistency:
-        """How the tables of the exchange are read."""
+        """Consistency of the tables of the exchange."""
         return asynchronous() if self.asynchronous else bsp()
 
     def is_pushed(self, turn: int, step: int) -> bool:
-        """Say whether the fragments of this turn are pushed in a step, counted from 1."""
+        """Return whether the fragments of this turn are pushed in a step, counted from 1."""
         return step % self.steps == self._phase(turn)
 
     def is_taken(self, turn: int, step: int) -> bool:
-        """Say whether the values that fragments of this turn have asked for are taken after a step."""
+        """Return whether the values requested for the fragments of this turn are merged after a step."""
         return self.is_pushed(turn, step - self.overlap_steps)
 
     def rule(self, num_workers: int) -> RuleSpec:
-        """Return what the servers do with a push, or with the mean of several."""
+        """Return the update rule of the servers for a push, or for the mean of several."""
         if self.delayed is not None:
             rule = DelayedNesterov(self.outer_lr, self.outer_momentum, every=self.delayed)
         else:
@@ -67,14 +67,14 @@ class ExchangeRounds:
         return Merging(rule, quorum=self.quorum, num_workers=num_workers, grace_s=self.grace_s)
 
     def buffers_rule(self, num_workers: int) -> RuleSpec:
-        """Return what the servers do with the moves of buffers: take the workers' mean.
+        """Return the update rule of the servers for buffers: the workers' mean.
 
-        Where each push counts on its own, each takes its share of a worker.
+        Asynchronous, each push moves the values by one worker's share.
         """
         return SGD(1 / num_workers if self.asynchronous else 1.0)
 
     def _phase(self, turn: int) -> int:
-        """Return in which step of a round a turn comes; all are apart, as evenly as can be, and the last ends it."""
+        """Return the step of a round for a turn; turns are evenly spaced, and the last one ends the round."""
         return (turn + 1) * self.steps // self.fragments % self.steps
 
     def _problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""An optimizer whose update runs on the servers: push, clock and pull behind `step()`."""
+"""Optimizer whose update runs on the servers: `step()` pushes gradients, finishes a clock and pulls values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement
-from paceline.training.bucket import BUCKET_BYTES, Bucket, runs_of
+from paceline.training.bucket import BUCKET_BYTES, Bucket, bucket_ranges
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.embedding_gradients import EmbeddingLookups
@@ -34,7 +34,7 @@ from paceline.worker.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How an optimizer is distributed; see `paceline.distributed`."""
+    """Settings of a distributed optimizer; see `paceline.distributed`."""
 
     consistency: Consistency
     scale: Scale
@@ -43,11 +43,11 @@ class Settings:
     name: str
     views: bool | None = None
     overlap: bool = False
-    average_buffers: bool = True  # those of the model; not where another part of the same model sees to that
+    average_buffers: bool = True  # of the model; False where another part of the same model averages them
 
     @property
     def no_slices(self) -> str:
-        """Why gradients of several slices of a clock cannot be added up; empty where they can."""
+        """Reason why gradients of several slices of a clock cannot be added up; empty where they can."""
         if self.overlap:
             return "overlap=True, which sends gradients while backward runs: leave one of the two out."
         if self.scale != "samples" and self.consistency.visible == "on_clock":
@@ -55,7 +55,7 @@ class Settings:
         return ""
 
     def __post_init__(self) -> None:
-        """Refuse cadences that never fetch."""
+        """Validate `fetch_every`."""
         if self.fetch_every is not None and self.fetch_every < 1:
             raise UsageError(f"fetch_every is {self.fetch_every}, expected 1 or more steps, or None.")
         if self.fetch_every is None and self.consistency.bound is None:
@@ -65,7 +65,7 @@ class Settings:
 
 
 class TrainingJob(Protocol):
-    """What the optimizer needs of the session it works in."""
+    """The session, as far as the optimizer uses it."""
 
     @property
     def rank(self) -> int:
@@ -79,22 +79,22 @@ class TrainingJob(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that this worker was handed so far, as far as somebody counts them."""
+        """Number of samples that loaders have given this worker so far, as far as they count them."""
         ...
 
     @property
     def lookups(self) -> EmbeddingLookups:
-        """The embeddings of this worker."""
+        """Embedding lookups of this worker."""
         ...
 
     @property
     def meter(self) -> StepMetrics:
-        """What a clock costs."""
+        """Metrics of this worker's steps."""
         ...
 
     @property
     def exchange(self) -> Collectives:
-        """The calls among the workers."""
+        """Collective calls among the workers."""
         ...
 
     @property
@@ -111,11 +111,11 @@ class TrainingJob(Protocol):
         read_my_writes: bool,
         live: bool,
     ) -> Table:
-        """Declare a table and wait for its first values, which one worker writes."""
+        """Declare a table and wait for its initial values, which one worker writes."""
         ...
 
     def communicating(self) -> AbstractContextManager[None]:
-        """Count the time inside as communication that the loop sees."""
+        """Count the time inside the block as communication on the critical path of the loop."""
         ...
 
     def keep(self, weights: Weights) -> None:
@@ -123,26 +123,26 @@ class TrainingJob(Protocol):
         ...
 
     def clock(self, *, samples: float | None) -> int:
-        """Finish the current clock, after the pushes of embeddings, which stand for so many samples."""
+        """Push embedding gradients, which stand for `samples` samples, and finish the current clock."""
         ...
 
     def heed(self) -> None:
-        """Leave and end this process if it was told to: a step is over."""
+        """End this process if it was told to leave; called when a step is over."""
         ...
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False) -> None:
-        """Wait for all workers to come to the same place; raise Refused on all of them if one has a problem."""
+        """Wait until all workers reach the same place; raise Refused on all of them if one has a problem."""
         ...
 
 
 class DistributedOptimizer(Distributed):
-    """Used like the optimizer it wraps; its state lives on the servers.
+    """Optimizer used like the one it wraps; its state lives on the servers.
 
-    `param_groups` are those of the wrapped optimizer, so schedulers that change the learning rate are followed: the
-    numbers travel with the next push. Gradient accumulation needs nothing special: a clock is a call of `step()`.
+    `param_groups` are those of the wrapped optimizer, so schedulers work unchanged: a new learning rate travels with
+    the next push. Gradient accumulation needs no extra call: a clock is a call of `step()`.
 
     Attributes:
-        num_refused: pushes that were not applied, of this worker (not finite, or late under backup).
+        num_refused: pushes of this worker that were not applied (not finite, or late under backup).
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class DistributedOptimizer(Distributed):
         if settings.overlap:
             self.no_scaling = "overlap=True, which sends gradients before it unscales them: leave one of the two out."
         self._num_steps = 0
-        self._num_samples = job.num_samples  # as of the last step
+        self._num_samples = job.num_samples  # at the last step
         named, segments = segments_of(optimizer, model)
         dtype = FlatParameters.over(named).dtype
         policy = str(settings.consistency)
@@ -173,7 +173,7 @@ class DistributedOptimizer(Distributed):
         """Push the gradients.
 
         Raises:
-            UsageError: a gradient that is sparse, or one that is not finite under nonfinite="halt".
+            UsageError: a gradient is sparse, or is not finite under nonfinite="halt".
         """
         with self._job.communicating():
             weight = samples if samples is not None else self._num_new_samples or 1
@@ -182,7 +182,7 @@ class DistributedOptimizer(Distributed):
             expected = self.expected if self._settings.consistency.lockstep else 0.0
             self.num_refused += self.overflowed
             buckets = [] if self.overflowed else self._buckets
-            for bucket in reversed(buckets):  # backward came to the last first, so devices have that first
+            for bucket in reversed(buckets):  # backward reached the last first, so devices finish it first
                 bucket.push(weight, hyper, expected).add_done_callback(self._count_refusal)
             if self._buffers is not None:
                 self._buffers.push()
@@ -191,7 +191,7 @@ class DistributedOptimizer(Distributed):
         return weight
 
     def receive(self) -> None:
-        """Fetch values, as far as the cadence and the consistency ask for."""
+        """Fetch values when `fetch_every` and the consistency require it."""
         self._num_steps += 1
         every = self._settings.fetch_every
         eager = self._settings.consistency.deliver == "on_clock"
@@ -199,40 +199,40 @@ class DistributedOptimizer(Distributed):
             self._fetch(refresh=not eager and every is not None and self._num_steps % every == 0)
 
     def follow(self) -> None:
-        """Fetch what the others have done, as far as `step` would: for a clock that was finished without a gradient.
+        """Fetch values as `step` would, for a clock that this worker finished without a gradient.
 
-        `shard` calls this where an epoch has one more batch for others than for this worker.
+        `shard` calls this at the end of an epoch that has one more batch for other workers than for this one.
         """
         self.receive()
 
     def arrive(self) -> None:
-        """Wait until the parameters have the values that the last step asked for: with `overlap` some may not yet."""
+        """Wait until the parameters have the values requested by the last step; with `overlap` some may be late."""
         for bucket in self._buckets:
-            bucket.look()
+            bucket.check_views()
             bucket.arrive()
 
     def hold_still(self) -> None:
-        """Keep parameters as they are while a clock ends in which backward has sent gradients, before their step."""
+        """Freeze the parameters while a clock ends between a backward that sent gradients and their step."""
         if any(bucket.is_sent for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.weights.hold()
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Hold back the gradients of the backward passes inside, as more are to be added before the step.
+        """Keep the gradients of the backward passes in the block local, because more are added before the step.
 
-        Needed with `overlap` only, where the last backward of a step sends its gradients while it runs.
+        Needed only with `overlap`, where the last backward of a step sends its gradients while it runs.
         """
         with self._overlap.accumulate() if self._overlap else nullcontext():
             yield
 
     @contextmanager
     def snapshot(self) -> Generator[None]:
-        """Hold one consistent state in the model for the length of a `with` block, for evaluation or saving.
+        """Put one consistent state into the model for the length of a `with` block, for evaluation or saving.
 
-        It contains every update of all clocks below this worker's own (under asynchronous: all that have arrived);
-        blocks until they are in. Embeddings read as much. Gradients are off meanwhile. Training continues from where
-        it was.
+        The state contains every update of all clocks below this worker's own (under asynchronous: all updates that have
+        arrived); blocks until they are in. Embeddings read the same state. Gradients are off inside the block. Training
+        continues afterwards from the values before it.
         """
         node = self._buckets[0].table.node
         clock = node.clock
@@ -245,7 +245,7 @@ class DistributedOptimizer(Distributed):
             if self._buffers is not None:
                 held.enter_context(self._buffers.weights.newest())
             yield
-        if node.clock != clock:  # a quorum went on without this worker: gradients of old values are late
+        if node.clock != clock:  # a quorum finished clocks without this worker: its gradients of old values are late
             self._fetch(refresh=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -253,10 +253,10 @@ class DistributedOptimizer(Distributed):
     def state_dict(self) -> dict[str, Any]:
         """Return the state on the servers in the form of the wrapped optimizer's own `state_dict`.
 
-        A plain `torch.optim` optimizer can load it, and the other way round. Blocks; take it at a barrier, where no
-        pushes are under way, so that all its parts are of one state.
+        A plain `torch.optim` optimizer can load it, and vice versa. Blocks. Call it at a barrier, while no pushes are
+        under way; otherwise its parts may be of different clocks.
         """
-        self.arrive()  # with `overlap` the last step may be under way
+        self.arrive()  # with `overlap` values of the last step may be under way
         state: StateOf = {}
         for bucket in self._buckets:
             found = fetch_state(bucket.table)
@@ -264,13 +264,13 @@ class DistributedOptimizer(Distributed):
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state on the servers, and the parameters and buffers there to what they are on worker 0.
+        """Load the state into the servers, with the parameters and buffers of worker 0.
 
         Every worker must call it, with the same state; blocks until all have.
 
         Raises:
-            UsageError: the state is of another optimizer or model; nothing is changed then.
-            Refused: the same on another worker, or worker 0 could not send it, or is gone.
+            UsageError: the state belongs to another optimizer or model; nothing is changed then.
+            Refused: another worker raised UsageError, or worker 0 failed to send the state or is gone.
         """
         with checked_by_all(self._job):
             check_state(self._spec, state_dict)
@@ -287,8 +287,8 @@ class DistributedOptimizer(Distributed):
         self._fetch(refresh=True)
         self.arrive()
 
-    def let_go(self) -> None:
-        """Let gradients and parameters be this process's own memory, and backward send nothing."""
+    def detach(self) -> None:
+        """Move gradients and parameters to memory of this process, and send nothing from backward."""
         self._overlap = None
         for bucket in self._buckets:
             bucket.gradients.detach()
@@ -302,10 +302,10 @@ class DistributedOptimizer(Distributed):
         return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=True, live=live)
 
     def _open_buckets(self, named: dict[str, Tensor]) -> list[Bucket]:
-        """Make the tables of the parameters: one, or with overlap several whose pushes need not wait for each other."""
+        """Open the tables of the parameters: one, or with `overlap` one for each bucket, so that pushes can overlap."""
         settings, names = self._settings, list(named)
         device_copies = DeviceCopies.serving(named.values())
-        runs = runs_of(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
+        runs = bucket_ranges(list(named.values()), BUCKET_BYTES) if settings.overlap else [range(len(names))]
         return [
             self._open_bucket(
                 f"{settings.name}.{number}" if settings.overlap else settings.name,
@@ -320,10 +320,10 @@ class DistributedOptimizer(Distributed):
         lockstep = self._settings.consistency.lockstep
         views = lockstep if self._settings.views is None else self._settings.views
         spec = replace(self._spec, name=name, segments=self._spec.segments[run.start : run.stop])
-        # While backward runs the servers read nothing from a worker whose `step` waits for every push to be applied.
+        # In-place writes are safe where `step` waits for every push to be applied: no server reads during backward.
         gradients = Gradients(flat, lockstep and not self._settings.overlap, device_copies)
-        # Devices cannot view the servers' memory, and copy best from memory that is locked, as that must not be.
-        table = self._open(spec, flat, live=views and not gradients.are_away)
+        # Devices cannot map the servers' memory, and copy fastest from pinned memory, which shared memory must not be.
+        table = self._open(spec, flat, live=views and not gradients.are_on_device)
         weights = Weights(flat, table, device_copies)
         self._job.keep(weights)
         bucket = Bucket(run.start, flat, table, weights, gradients)
@@ -331,7 +331,7 @@ class DistributedOptimizer(Distributed):
         return bucket
 
     def _send(self, bucket: Bucket) -> None:
-        """Send a bucket while backward runs on: what `step` would say of it must be known by now."""
+        """Send a bucket while backward runs; samples and hyperparameters of the step must be final."""
         with self._job.communicating():
             bucket.send(self._num_new_samples or 1, self._hyper())
 
@@ -345,14 +345,14 @@ class DistributedOptimizer(Distributed):
 
     def _fetch(self, *, refresh: bool) -> None:
         for bucket in self._buckets:
-            bucket.ask(refresh=refresh)
+            bucket.request_values(refresh=refresh)
         if self._buffers is not None:
             self._buffers.fetch(refresh=refresh)
         if self._overlap is None or not self._overlap.can_wait:
             self.arrive()
 
     def _hyper(self) -> tuple[Hyper, ...]:
-        """Return the numbers of each group; what schedulers and users keep there beside them stays here."""
+        """Return the hyperparameters of each group that the rule uses, without what schedulers keep beside them."""
         return pushed_hyper(self.param_groups, self._spec.rule)
 
     @property
@@ -361,12 +361,12 @@ class DistributedOptimizer(Distributed):
         return self._job.num_samples - self._num_samples
 
     def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # else the worker has failed, which the next call tells
+        if pushed.exception() is None:  # a failed worker raises in its next call
             self.num_refused += not pushed.result().applied
 
 
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that evaluates the model in its step."""
+    """Refuse an optimizer whose step evaluates the model."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "torch.optim.LBFGS evaluates the model several times a step, each time with gradients of this worker "
@@ -375,7 +375,7 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has taken steps, as its state would be lost without a word; and one with a closure."""
+    """Refuse an optimizer that has taken steps, whose state would be lost silently, or whose step needs a closure."""
     require_plain_step(optimizer)
     for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
         steps = cast("Tensor | float", state.get("step", 0))
@@ -388,10 +388,10 @@ def require_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ParameterServer:
-    """Gradients go to servers, which hold the parameters and apply the updates: under every consistency there is.
+    """Parameter-server strategy: servers hold the parameters and apply the updates, under any consistency.
 
     Args:
-        consistency: "ssp:3" for example; by default what `paceline.distributed` or the launcher was told, else bsp.
+        consistency: "ssp:3" for example; by default that of `paceline.distributed` or the launcher, else bsp.
     """
 
     consistency: str | None = None

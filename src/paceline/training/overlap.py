@@ -1,4 +1,4 @@
-"""Communication behind computation: gradients leave while backward runs on, values come while forward runs already."""
+"""Overlap of communication and computation: gradients are sent during backward, values arrive during forward."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from paceline.training.bucket import Bucket
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Overlap:
-    """Sends each bucket once backward has come to all of its parameters, and lets modules wait for their own values.
+    """Sends each bucket once backward has reached all of its parameters, and makes modules wait for their own values.
 
-    Zhang et al., "Poseidon" (2017), call the first wait-free backpropagation. The second needs the model: what runs as
-    a whole waits, when its forward begins, for the buckets of all parameters inside. A `Sequential` runs its children
-    one after the other, so each of them is a whole; what another module does with its children only its code knows.
+    Zhang et al., "Poseidon" (2017), call the first wait-free backpropagation. The second needs the model: a unit, which
+    is a module that runs as a whole, waits at the start of its forward for the buckets of all parameters inside. A
+    `Sequential` runs its children one after the other, so each child is a unit; other modules are units themselves, as
+    only their code knows how they use their children.
 
     Args:
-        send: sends a bucket that is complete.
+        send: sends a complete bucket.
     """
 
     buckets: Sequence[Bucket]
     model: nn.Module | None
     send: Callable[[Bucket], None]
     accumulating: bool = False
-    # By bucket: the parameters that this backward has come to.
+    # By bucket: the parameters that the current backward has reached.
     _come: list[set[int]] = field(init=False)
-    # The first parameters of the buckets that modules wait for.
+    # Index of the first parameter of each bucket that modules wait for.
     _awaited: set[int] = field(default_factory=set[int])
     _handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def __post_init__(self) -> None:
-        """Have autograd and the modules call, for as long as this lives."""
+        """Register hooks on gradients and modules, for the lifetime of this object."""
         self._come = [set() for _ in self.buckets]
         arrived = WeakMethod(self._on_gradient)
         for number, bucket in enumerate(self.buckets):
@@ -48,27 +49,27 @@ class Overlap:
             self._wait_in_forward(self.model)
 
     def close(self) -> None:
-        """Have autograd and the modules call no more."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
     def begin_step(self) -> None:
-        """Expect every gradient anew: a backward pass need not have come to all."""
+        """Reset the record of gradients: a backward may not have reached all parameters."""
         for come in self._come:
             come.clear()
 
     @property
     def can_wait(self) -> bool:
-        """Say whether all values may arrive while the next forward runs.
+        """Return whether values may arrive during the next forward.
 
-        Until then the parameters are to be those of one clock. Views of the servers' memory already change, and who
-        reads a parameter that no module waits for is not noticed.
+        Until then all parameters must be of one clock. Views of the servers' memory change too early for that, and
+        reads of a parameter that no module waits for go unnoticed.
         """
         return len(self._awaited) == len(self.buckets) and not any(bucket.weights.are_views for bucket in self.buckets)
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Send nothing from the backward passes inside: more will be added to their gradients."""
+        """Send nothing from the backward passes in the block, because more is added to their gradients."""
         self.accumulating = True
         try:
             yield
@@ -79,8 +80,8 @@ class Overlap:
         if self.accumulating:
             return
         come, bucket = self._come[number], self.buckets[number]
-        if bucket.gradients.are_away:
-            # A device has yet to compute what backward has queued. Whoever waited for it here would have it run dry;
+        if bucket.gradients.are_on_device:
+            # The device has yet to compute what backward has queued. To wait for it here would leave it without work,
             # so this copy is queued as well, and `step` sends the bucket, once backward has queued everything.
             bucket.fetch(index)
             return
@@ -90,7 +91,7 @@ class Overlap:
             self.send(bucket)
 
     def _wait_in_forward(self, model: nn.Module) -> None:
-        """Let each whole wait for the buckets of its parameters, and whoever saves the model for all."""
+        """Make each unit wait for the buckets of its parameters, and `state_dict` of the model for all."""
         arrive = WeakMethod(self._arrive)
         inside = set(map(id, model.parameters()))
         lazy = [b for b in self.buckets if inside.issuperset(map(id, b.flat.named.values()))]
@@ -109,7 +110,7 @@ class Overlap:
 
 
 def _wholes(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules that a model runs one after the other, as far as their types tell."""
+    """Return the modules that a model runs one after the other, as far as their types show."""
     if type(module) is nn.Sequential:
         for child in module:
             yield from _wholes(child)
@@ -118,7 +119,7 @@ def _wholes(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _calling(act: WeakMethod[Callable[[int, int], None]], number: int, index: int) -> Callable[[Tensor], None]:
-    """Return what autograd calls after a gradient: it keeps nothing alive."""
+    """Return a hook that autograd calls after a gradient; it keeps no object alive."""
 
     def on_gradient(_: Tensor) -> None:
         call = act()
@@ -129,7 +130,7 @@ def _calling(act: WeakMethod[Callable[[int, int], None]], number: int, index: in
 
 
 def _arriving(act: WeakMethod[Callable[[Sequence[int]], None]], firsts: Sequence[int]) -> Callable[..., None]:
-    """Return what modules call before their forward: it keeps nothing alive."""
+    """Return a hook that modules call before their forward; it keeps no object alive."""
 
     def arrive(*_: object) -> None:
         call = act()

@@ -1,4 +1,4 @@
-"""The job as those see it who hold the same part of a model, one in each replica."""
+"""View of a job for the workers that hold the same part of a model, one in each replica."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paceline.worker.table import Table
 
 
 class WholeJob(TrainingJob, Protocol):
-    """A job in which another worker than the first may give a table its values."""
+    """Job in which a given worker writes the initial values of a table."""
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
-        """Wait for all workers to come to the same place."""
+        """Wait until all workers reach the same place."""
         ...
 
     def open_table(
@@ -42,13 +42,13 @@ class WholeJob(TrainingJob, Protocol):
         live: bool,
         first: int = 0,
     ) -> Table:
-        """Declare a table and wait for its first values, which that worker writes."""
+        """Declare a table and wait for its initial values, which worker `first` writes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PartJob:
-    """A job whose workers are the replicas. Clocks, samples and servers are those of the whole job."""
+    """Job whose workers are the replicas of a part. Clocks, samples and servers are those of the whole job."""
 
     whole: WholeJob
     part: ModelPart
@@ -65,7 +65,7 @@ class PartJob:
 
     @property
     def mesh(self) -> Mesh:
-        """How those who hold the same part, and those who hold the others, are connected."""
+        """Process groups of the workers that hold the same part, and of those that hold the others."""
         assert self.part.mesh is not None, "several workers hold this model"
         return self.part.mesh
 
@@ -76,22 +76,22 @@ class PartJob:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that this replica was handed so far."""
+        """Number of samples that loaders have given this replica so far."""
         return self.whole.num_samples
 
     @property
     def lookups(self) -> EmbeddingLookups:
-        """The embeddings of this worker."""
+        """Embedding lookups of this worker."""
         return self.whole.lookups
 
     @property
     def meter(self) -> StepMetrics:
-        """What a clock costs."""
+        """Metrics of this worker's steps."""
         return self.whole.meter
 
     @property
     def exchange(self) -> Collectives:
-        """The calls among all workers."""
+        """Collective calls among all workers."""
         return self.whole.exchange
 
     def open_table(
@@ -103,12 +103,12 @@ class PartJob:
         read_my_writes: bool,
         live: bool,
     ) -> Table:
-        """Declare a table of this part, whose first values come from replica 0."""
+        """Declare a table of this part, with initial values from replica 0."""
         first = self.part.first
         return self.whole.open_table(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
 
     def communicating(self) -> AbstractContextManager[None]:
-        """Count the time inside as communication that the loop sees."""
+        """Count the time inside the block as communication on the critical path of the loop."""
         return self.whole.communicating()
 
     def keep(self, weights: Weights) -> None:
@@ -120,11 +120,11 @@ class PartJob:
         return self.whole.clock(samples=samples)
 
     def heed(self) -> None:
-        """Leave and end this process if it was told to."""
+        """End this process if it was told to leave."""
         self.whole.heed()
 
     def meet(self, place: str, problem: str = "", *, needs_first: bool = False) -> None:
-        """Wait for all workers, those of other parts too, to come to the same place."""
+        """Wait until all workers, also those of other parts, reach the same place."""
         self.whole.meet(place, problem, needs_first=needs_first, first=self.part.first)
 
 
@@ -136,11 +136,11 @@ def distribute_part(
     job: WholeJob,
     part: ModelPart | None,
 ) -> Distributed:
-    """Distribute the optimizer of a part of a model among those who hold the same; without a part among all workers.
+    """Distribute the optimizer of a part of a model among the workers that hold it; a whole model among all workers.
 
     Raises:
-        UsageError: gradients cannot be sent while backward runs, as that of each micro-batch adds to them; or an
-            optimizer that looks at whole tensors, for layers that are split.
+        UsageError: `overlap`, as each micro-batch adds to the gradients; or an optimizer that needs whole tensors, for
+            layers that are split.
     """
     if part is None:
         return strategy.distribute(optimizer, model, settings, job)
@@ -159,9 +159,9 @@ def distribute_part(
 
 
 def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
-    """Refuse an optimizer that looks at whole tensors for parameters of which each rank has a part."""
+    """Refuse an optimizer that needs whole tensors, for parameters of which each rank has a part."""
     from paceline.model_parallel.tensor import (
-        cut_parameters,  # it takes half a second, and is here already if layers are cut
+        cut_parameters,  # takes half a second, and is imported already if layers are split
     )
 
     cut = {id(parameter): own for own, parameter in cut_parameters(model).items()}

@@ -1,4 +1,4 @@
-"""Which strategy a script or a launcher means."""
+"""Choice of the training strategy from what a script or a launcher names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Policy: TypeAlias = Strategy | str
 
 
 def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
-    """Return the strategy that the script gives, else the one the launcher was told, else the parameter server.
+    """Return the strategy of the script, else that of the launcher, else the parameter server.
 
     Args:
-        given: a strategy, its name, or one or the other for each pattern of names of parameters.
-        launched: what the launcher was told.
+        given: a strategy or its name, or a mapping of patterns of parameter names to these.
+        launched: the choice of the launcher.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: the name is not a strategy.
 
     Example:
         >>> choose_strategy(None, Distribution.parse("all-reduce"))

@@ -1,4 +1,4 @@
-"""What a `torch.amp.GradScaler` says of the gradients of a step: their scale, and whether some are not finite."""
+"""Gradient scale and overflow flag that a `torch.amp.GradScaler` passes to a step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paceline.errors import UsageError
 from paceline.training.embedding_gradients import EmbeddingLookups
 
 OVERFLOW = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
-# A scaler tries some scales that are too high, above all when it begins; so many in a row are more than that.
+# A scaler tries some scales that are too high, above all at the start; more overflows in a row than this are unusual.
 USUAL_OVERFLOWS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a scaler has left at an optimizer that says `_step_supports_amp_scaling`, for the length of its step.
+    """What a scaler passes to an optimizer that sets `_step_supports_amp_scaling`, for the length of a step.
 
     Args:
-        scale: one number; None where the script has had the gradients unscaled before.
-        overflowed: a gradient of this worker is not finite.
+        scale: scale of the gradients; None where the script has unscaled them already.
+        overflowed: whether a gradient of this worker is not finite.
     """
 
     scale: Tensor | None
@@ -31,7 +31,7 @@ class Scaling:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> Scaling | None:
-        """Return what a scaler says of this step; None where it is called without one."""
+        """Return what a scaler has passed to this step; None where it is called without one."""
         found = cast("Tensor | None", getattr(optimizer, "found_inf", None))
         if found is None:
             return None
@@ -41,7 +41,7 @@ class Scaling:
         """Unscale the gradients, and those that embeddings have collected.
 
         Raises:
-            UsageError: the script has had gradients unscaled, which the scaler cannot do for embeddings.
+            UsageError: the script has unscaled gradients before, which the scaler cannot do for embeddings.
         """
         if self.scale is None:
             if lookups.have_gradients:

@@ -1,4 +1,4 @@
-"""The state of an optimizer, gathered from the servers and sent back, in torch's own form."""
+"""Optimizer state, gathered from the servers and loaded back, in the form of torch's own state dicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fetch_state(table: Table) -> StateOf:
 
 
 def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
-    """Set the values of a table to those of its tensors, and the state of its rule, on all servers; blocks."""
+    """Set the values of a table to `flat`, and the state of its rule, on all servers; blocks."""
     values = flat.empty()
     flat.pack_values(values)
     bodies: list[memoryview] = []
@@ -80,10 +80,10 @@ def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
 
 @contextmanager
 def checked_by_all(job: TrainingJob) -> Generator[None]:
-    """Go on from the `with` block only if it has ended well on all workers; blocks until all have come to its end.
+    """Continue after the `with` block only if it has succeeded on all workers; blocks until all reach its end.
 
     Raises:
-        Refused: it has not on another worker.
+        Refused: it has failed on another worker.
     """
     with _together(job, "check of a state", needs_first=False):
         yield
@@ -91,10 +91,10 @@ def checked_by_all(job: TrainingJob) -> Generator[None]:
 
 @contextmanager
 def loaded_by_first(job: TrainingJob) -> Generator[None]:
-    """Have the first worker load in the `with` block, and all go on from it only if that has ended well.
+    """Load on the first worker in the `with` block, and continue on all only if that has succeeded.
 
     Raises:
-        Refused: it has not on the first worker, or that is gone.
+        Refused: it has failed on the first worker, or that is gone.
     """
     with _together(job, "load of a state", needs_first=True):
         yield
@@ -105,7 +105,7 @@ def _together(job: TrainingJob, place: str, *, needs_first: bool) -> Generator[N
     try:
         yield
     except Exception as error:
-        with suppress(PacelineError):  # what the others hear; this worker has the error itself
+        with suppress(PacelineError):  # the error that the others see; this worker has the original
             job.meet(place, f"{type(error).__name__}: {error}")
         raise
     job.meet(place, needs_first=needs_first)

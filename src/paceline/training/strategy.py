@@ -1,4 +1,4 @@
-"""What a way of distributing training has to be: a strategy makes an optimizer with the face that every loop knows."""
+"""Interfaces of distributed training: a strategy, and the optimizer that it makes for a training loop."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class Distributed(torch.optim.Optimizer, ABC):
-    """An optimizer whose step is the step of a whole job. Used like the one it was made from.
+    """Optimizer whose step is a step of the whole job; used like the optimizer it was made from.
 
     Attributes:
-        num_refused: steps or pushes of this worker that were not applied, as they were not finite or came too late.
+        num_refused: steps or pushes of this worker that were not applied, because they were not finite or too late.
         title: what is distributed, and how, in a few words.
-        turn_s: when it was used last, where its workers have to take turns together.
-        turns: the numbers of clocks that were finished when it was used last but one, and last; that when it was made
-            stands for turns that it has not had.
-        overflowed: a `torch.amp.GradScaler` has found gradients of this worker in this clock that are not finite.
+        turn_s: time of its last step, where optimizers of all workers have to step in the same order.
+        turns: clocks of its last step but one and of its last step; before its first step, the clock at which it was
+            made.
+        overflowed: whether a `torch.amp.GradScaler` found gradients of this worker in this clock that are not finite.
     """
 
     num_refused: int = 0
     turn_s: float = 0.0
     turns: tuple[int, int] = (0, 0)
-    # Samples that this step of all workers together is to stand for; 0 where that is not known.
+    # Number of samples in this step over all workers; 0 where that is not known.
     expected: float = 0.0
-    no_slices: str = ""  # why it cannot add up the gradients of several slices of a clock; empty where it can
-    no_scaling: str = ""  # why a GradScaler cannot be used; empty where it can
+    no_slices: str = ""  # reason why gradients of several slices of a clock cannot be added up; empty where they can
+    no_scaling: str = ""  # reason why a GradScaler cannot be used; empty where it can
     overflowed: bool = False
-    # A GradScaler then calls `step` whatever it has found, so that no worker leaves out a clock of the others.
+    # Makes a GradScaler call `step` on every worker, also after an overflow, so that all finish the same clocks.
     _step_supports_amp_scaling = True
-    _num_overflows: int = 0  # since the last step that had none
-    _accumulator: GradientAccumulator | None = None  # once a loop has slices
-    _is_whole: bool = False  # it has all its groups
-    _successor: str = ""  # name of the optimizer that was made later for some of its parameters, and has them since
+    _num_overflows: int = 0  # since the last step without one
+    _accumulator: GradientAccumulator | None = None  # made when a loop has slices
+    _is_whole: bool = False  # whether all parameter groups have been added
+    _successor: str = ""  # name of the optimizer that was distributed later for some of its parameters
 
     def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: TrainingJob) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -62,7 +62,7 @@ class Distributed(torch.optim.Optimizer, ABC):
         return f"{self.title} ('{self._name[:60]}', {num_parameters} parameters, lr {rates})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups that come after this was made; used by the constructor before."""
+        """Refuse groups that are added after construction."""
         if self._is_whole:
             raise UsageError(
                 f"'{self._name}' has all its parameters from the start: give the wrapped optimizer every group, and "
@@ -71,18 +71,18 @@ class Distributed(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def hold_still(self) -> None:
-        """Keep the parameters as they are while a clock ends that is not that of `step`; called before it ends."""
+        """Freeze the parameters before a clock is finished by another call than `step`."""
 
     def hand_over(self, successor: str) -> None:
-        """Take no more steps, as an optimizer of this name was made for some of the same parameters; state stays."""
+        """Refuse further steps, because `successor` has taken over some of the parameters; the state stays."""
         self._successor = successor
-        self.let_go()
+        self.detach()
 
-    def let_go(self) -> None:
-        """Follow forward and backward of the model no more, for strategies that do."""
+    def detach(self) -> None:
+        """Remove hooks from forward and backward of the model, where the strategy has any."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, and with them those that embeddings have collected."""
+        """Clear the gradients of the parameters and those collected by embeddings."""
         super().zero_grad(set_to_none)
         self._job.lookups.zero_grad()
 
@@ -91,11 +91,11 @@ class Distributed(torch.optim.Optimizer, ABC):
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def begin_slices(self, slices: SliceSums) -> None:
-        """Let `step` finish a clock only with the last slice that this worker is given in it.
+    def accumulate_slices(self, slices: SliceSums) -> None:
+        """Make `step` finish a clock only with this worker's last slice of that clock.
 
         Raises:
-            UsageError: this strategy has no use for the gradients of several slices.
+            UsageError: this strategy cannot add up the gradients of several slices.
         """
         if self.no_slices:
             raise UsageError(f"paceline.shard(..., slices=...) does not go with {self.no_slices}")
@@ -103,30 +103,30 @@ class Distributed(torch.optim.Optimizer, ABC):
             self._accumulator = GradientAccumulator(slices, self._job.lookups)
         self._accumulator.slices = slices
 
-    def leave_slices(self) -> None:
-        """Drop the gradients of slices whose clock is not finished, as their loop was left."""
+    def drop_slices(self) -> None:
+        """Drop the gradients of an unfinished clock, after its loop was left early."""
         if self._accumulator is not None:
             self._accumulator.forget()
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], float] | None = None, *, samples: float | None = None
     ) -> float | None:
-        """Finish a step of the job, and this worker's clock; blocks as long as the strategy asks for.
+        """Finish a step of the job and this worker's clock; blocks as long as the strategy requires.
 
         Args:
-            closure: computes the loss and its gradients first, once.
+            closure: computes the loss and its gradients; called once, before the step.
             samples: how many samples the gradients stand for, their weight under scale="samples". By default as many
-                as loaders from `shard` and `feed` have handed out since the last step, or 1 where there are none.
+                as loaders from `shard` and `feed` have returned since the last step, or 1 where there are none.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            UsageError: gradients that cannot be used; see `send` of the strategy. Or another optimizer has been
-                distributed since for some of the same parameters.
+            UsageError: gradients that cannot be used (see `send` of the strategy), or another optimizer has since been
+                distributed for some of the same parameters.
             DeadlineExceeded: values did not become fresh enough in time.
-            PeerError: a server or a worker is gone, or this worker was given up.
-            SystemExit: this worker was told to leave, and has; see `paceline.preempted`.
+            PeerError: a server or a worker is gone, or this worker was evicted.
+            SystemExit: this worker was told to leave, and has left; see `paceline.preempted`.
         """
         if self._successor:
             raise UsageError(
@@ -144,12 +144,12 @@ class Distributed(torch.optim.Optimizer, ABC):
             0.0 if self._accumulator is None or samples is not None else self._accumulator.slices.num_expected
         )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._heed_scaler(parameters)
+        self._apply_scaler(parameters)
         if self._accumulator is not None:
             with self._job.communicating():
-                if self._accumulator.keep(parameters, samples):
+                if self._accumulator.add_slice(parameters, samples):
                     return loss
-            samples = self._accumulator.pay(parameters, samples)
+            samples = self._accumulator.finish_mean(parameters, samples)
         weight = self.send(samples)
         if self.overflowed:
             weight = 0.0
@@ -161,11 +161,11 @@ class Distributed(torch.optim.Optimizer, ABC):
         self._job.heed()
         return loss
 
-    def _heed_scaler(self, parameters: Iterable[Tensor]) -> None:
-        """Do what a GradScaler asks for: unscale the gradients, or leave them out of the clock.
+    def _apply_scaler(self, parameters: Iterable[Tensor]) -> None:
+        """Unscale the gradients, or leave them out of the clock, as a GradScaler requires.
 
         Raises:
-            UsageError: this strategy does not go with a scaler.
+            UsageError: this strategy does not support a GradScaler.
         """
         scaling = Scaling.of(self)
         if scaling is None:
@@ -179,7 +179,7 @@ class Distributed(torch.optim.Optimizer, ABC):
             scaling.undo(parameters, self._job.lookups, where)
 
     def _note_overflow(self) -> None:
-        """Count a step that a GradScaler left out; told only where it does so again and again."""
+        """Count a step that a GradScaler skipped, and report it on stderr where that happens repeatedly."""
         self._num_overflows, overflowed = (self._num_overflows + 1 if self.overflowed else 0), self.overflowed
         self.overflowed = False
         if not overflowed:
@@ -194,46 +194,47 @@ class Distributed(torch.optim.Optimizer, ABC):
             )
 
     def _note_refused(self, reason: str, *, is_told: bool = True) -> None:
-        """Count a step that was not taken, and tell of it unless another worker does."""
+        """Count a step that was not applied, and report it unless another worker does."""
         self.num_refused += 1
         clock = self._job.exchange.worker_set.node.clock
         self._job.meter.note_refused("step", self._name, clock, reason, is_told=is_told)
 
     @abstractmethod
     def send(self, samples: float | None) -> float:
-        """Hand over the gradients of this step, before its clock is finished; return how many samples they weigh."""
+        """Send the gradients of this step, before its clock is finished; return their weight in samples."""
         ...
 
     @abstractmethod
     def receive(self) -> None:
-        """Ask for the values of the next step, after the clock is finished."""
+        """Request the values of the next step, after the clock is finished."""
         ...
 
     @abstractmethod
     def follow(self) -> None:
-        """Do this worker's part in a step for which it has no batch; its clock is finished already."""
+        """Take part in a step without a batch, after the clock is finished."""
         ...
 
     @abstractmethod
     def arrive(self) -> None:
-        """Wait until the parameters have the values that the last step asked for."""
+        """Wait until the parameters have the values requested by the last step."""
         ...
 
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
-        """Hold back the gradients of the passes inside, as more are to be added before the step."""
+        """Keep the gradients of the passes in the block local, because more are added before the step."""
         ...
 
     @abstractmethod
     def snapshot(self) -> AbstractContextManager[None]:
-        """Hold one consistent state in the model, without gradients, for evaluation or saving."""
+        """Put one consistent state into the model, without gradients, for evaluation or saving."""
         ...
 
 
 def in_use(optimizers: Sequence[Distributed]) -> list[Distributed]:
-    """Return those that have had a turn since the last turn but one of the newest: what a loop uses with a batch.
+    """Return the optimizers that the current loop steps once a batch.
 
-    Those that were made after every turn count instead. A script may hold others, of loops that are over.
+    These are the ones whose last step is later than the last step but one of the most recent optimizer, or, if there
+    are any, those made since and not yet stepped. Optimizers of loops that are over are left out.
     """
     newest = max((one for one in optimizers if one.turns[0] < one.turns[1]), key=lambda one: one.turns[1], default=None)
     before, last = newest.turns if newest is not None else (0, 0)
@@ -242,14 +243,14 @@ def in_use(optimizers: Sequence[Distributed]) -> list[Distributed]:
 
 
 class Strategy(Protocol):
-    """How the work of several workers becomes one model."""
+    """Way to train one model on several workers."""
 
     def distribute(
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> Distributed:
-        """Make the optimizer of this strategy, with the same first values on all workers; blocks until all have come.
+        """Make the optimizer of this strategy, with the same initial values on all workers; blocks until all call it.
 
         Raises:
-            UsageError: an optimizer, a model or settings that this strategy cannot work with.
+            UsageError: the strategy does not support the optimizer, the model or the settings.
         """
         ...

@@ -1,4 +1,4 @@
-"""Optimizers that step on every worker at once, with gradients that all have combined."""
+"""Base of optimizers that step on every worker at once with the same combined gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was n
 
 
 class SteppedTogether(Distributed):
-    """Used like the optimizer it wraps, which every worker that holds the same steps in the same way.
+    """Optimizer used like the one it wraps; all workers with the same part of a model step it identically.
 
     Attributes:
-        num_refused: steps that were not taken, by any worker, as the combined gradients were not finite.
+        num_refused: steps that were not taken, by any worker, because the combined gradients were not finite.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
@@ -35,24 +35,24 @@ class SteppedTogether(Distributed):
         self._settings = settings
 
     def receive(self) -> None:
-        """Ask for nothing: every worker has stepped itself."""
+        """Do nothing: every worker has computed its new values itself."""
 
     def arrive(self) -> None:
-        """Return at once: parameters never wait."""
+        """Do nothing: parameters are complete after every step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer."""
         return self._optimizer.state_dict()
 
     def _set_state(self, state_dict: dict[str, Any]) -> None:
-        """Give the wrapped optimizer a state, and share what it makes of it."""
+        """Load a state into the wrapped optimizer, and share its resulting objects."""
         self._optimizer.load_state_dict(state_dict)
         self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
 
     def _step_unless(self, problem: str) -> None:
-        """Step, unless there is a problem: all workers have heard of the same, so all do the same.
+        """Step, unless there is a problem, which is the same on all workers, so that all do the same.
 
-        A GradScaler has found the same on all of them, in gradients that are combined.
+        So is the result of a GradScaler, which checks combined gradients.
         """
         self.turn_s = time.monotonic()
         rank = self._job.exchange.worker_set.rank
@@ -62,11 +62,11 @@ class SteppedTogether(Distributed):
             self._optimizer.step()
         elif self._settings.nonfinite == "halt":
             raise UsageError(f"worker {rank}, step of '{self._settings.name}': {problem}{self._where()}")
-        else:  # all workers find the same, so one of them tells it
+        else:  # the problem is the same on all workers, so one of them reports it
             self._note_refused(f"{problem}{self._where()}; no worker took it. {NONFINITE_ADVICE}", is_told=rank == 0)
 
     def _where(self) -> str:
-        """Name parameters whose combined gradients are not finite, as far as they are known here."""
+        """Return a phrase with the parameters known here whose combined gradients are not finite."""
         found = [(name, tensor.grad) for name, tensor in self._named().items() if tensor.grad is not None]
         bad = [name for name, gradient in found if num_nonfinite(gradient)]
         return f", in {some_parameters(bad, len(found))}" if bad else ""
@@ -77,17 +77,17 @@ class SteppedTogether(Distributed):
 
 
 def weight_said(samples: float) -> float:
-    """Return what a script says that gradients weigh; raises UsageError unless that is more than 0."""
+    """Return a weight that the script has set; raises UsageError unless it is more than 0."""
     if not samples > 0:
         raise UsageError(f"weigh got {samples} samples, expected more than 0.")
     return samples
 
 
 def require_weighed(where: str, scale: str, samples: float | None, done: float) -> float:
-    """Return what gradients weigh that backward has weighed by `done`.
+    """Return the weight of gradients, which backward has weighted by `done`.
 
     Raises:
-        UsageError: the step says another number of samples, which comes too late.
+        UsageError: the step names another number of samples, which is too late.
     """
     if samples is not None and scale == "samples" and samples != done:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The tensors of a model as they follow their table: copies of its values, or views of the servers' own memory."""
+"""Model tensors that follow their table: copies of its values, or views of the servers' shared memory."""
 
 from __future__ import annotations
 
@@ -15,62 +15,64 @@ from paceline.training.flat import FlatParameters
 from paceline.worker.cache import TableCache
 from paceline.worker.table import Table
 
-_ALIGNMENT_BYTES = 64  # where torch puts tensors of its own: elsewhere kernels are slower, and may round differently
+_ALIGNMENT_BYTES = 64  # of torch's own tensors; kernels on others are slower, and may round differently
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Weights:
-    """Tensors that are filled from a table, again and again.
+    """Tensors that are set to the values of a table, again and again.
 
-    Where the worker's copy of the table is live, a tensor becomes a view of it, if it lies in one piece there and well
-    aligned, and was alone in its memory before. Then a fetch copies nothing. What a script writes to a tensor is gone
-    with the next fetch, view or not. When nobody uses this any more the tensors keep what they hold, and so does what
-    a script has made to share memory with them.
+    Where the worker's cache of the table is live shared memory, a tensor becomes a view of it, if its values are
+    contiguous and aligned there and no other tensor shared the tensor's storage. Then a fetch copies nothing. Writes of
+    a script to a tensor are lost with the next fetch, view or not. When this object is dropped, the tensors and all
+    that shares memory with them keep their values.
     """
 
     flat: FlatParameters
     table: Table
     device_copies: DeviceCopies = field(default_factory=DeviceCopies)
-    # Those that were made views, by index, with the address of each: a script may have given it other memory since.
+    # Tensors that were made views, by index, with the address of each: a script may have replaced its memory since.
     _viewing: dict[int, int] = field(default_factory=dict[int, int])
     _places: tuple[int, ...] = ()
-    # How often each view has changed, as torch counts, after the last fetch.
+    # Torch's version of each view after the last fetch, which counts changes in place.
     _versions: dict[int, int] = field(default_factory=dict[int, int])
-    _viewed: TableCache | None = None  # the copy whose memory tensors show, or have shown
-    # Whether a script has written to views since the last fetch, where `look` has seen to that.
+    _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
+    # Whether a script has written to views since the last fetch; set by `check_views`.
     _written: bool | None = None
 
     def __del__(self) -> None:
-        """Let tensors that are used longer than this no longer change."""
+        """Stop changing tensors that live longer than this object."""
         self.detach()
 
     @property
     def are_views(self) -> bool:
-        """Say whether some of the tensors show the servers' own memory."""
+        """Return whether some of the tensors are views of the servers' memory."""
         return bool(self._viewing)
 
     def fetch(self, *, refresh: bool) -> None:
         """Set the tensors to the values of the table; blocks until these are fresh enough."""
-        self.table.read(self.take, refresh=refresh)
+        self.table.read(self.set_from, refresh=refresh)
 
-    def look(self) -> None:
-        """See already whether a script has written to views, while there is time: nobody does until the next fetch."""
+    def check_views(self) -> None:
+        """Check for writes of a script to views while there is time; the script does not run until the next fetch."""
         copies: list[TableCache] = []
         self.table.node.use_cache(self.table.name, copies.append)
-        self._written = self._was_written(copies[0])  # not under the lock: the servers' answers are heard meanwhile
+        self._written = self._was_written(
+            copies[0]
+        )  # without the lock, so that answers of servers are handled meanwhile
 
     def _was_written(self, cache: TableCache) -> bool:
-        """Say whether a script has written to views: torch knows of most changes, the kernel of the rest."""
+        """Return whether a script has written to views: torch counts most changes, the kernel shows the rest."""
         tensors = self.flat.tensors
         changed = any(tensors[index]._version != version for index, version in self._versions.items())
         return changed or cache.was_written(list(self._viewing.values()))
 
     @contextmanager
     def newest(self) -> Generator[None]:
-        """Let the tensors hold the newest values for the length of a `with` block, and then what they held.
+        """Set the tensors to the newest values for the length of a `with` block, and then back.
 
-        The values contain every update of all clocks below the worker's own, or where nothing bounds reads, all that
-        have arrived. Blocks until they are there.
+        The values contain every update of all clocks below the worker's own, or without a staleness bound all that have
+        arrived. Blocks until they are there.
         """
         tensors = self.flat.tensors
         newest: list[Tensor] = []
@@ -97,15 +99,15 @@ class Weights:
                 tensors[index].data.copy_(data)
 
     def hold(self) -> None:
-        """Let views be copies until the next fetch: what servers write does not show before."""
+        """Replace views by copies until the next fetch, so that writes of servers do not show before."""
         tensors = self.flat.tensors
         for index in self._views():
             tensors[index].data = tensors[index].data.clone()
 
     def detach(self) -> None:
-        """Let what views show be this process's own memory: nobody else changes the tensors from now on."""
+        """Replace views by private memory: no other process changes the tensors from now on."""
         viewed, self._viewed = self._viewed, None
-        if viewed is not None:  # without the lock of the node: this may be called wherever garbage is collected
+        if viewed is not None:  # without the node's lock, because the garbage collector may call this anywhere
             viewed.keep()
         self._viewing.clear()
         self._places = ()
@@ -115,8 +117,8 @@ class Weights:
         tensors = self.flat.tensors
         return [index for index, address in self._viewing.items() if tensors[index].data_ptr() == address]
 
-    def take(self, cache: TableCache) -> None:
-        """Set the tensors to the values in a copy of their table."""
+    def set_from(self, cache: TableCache) -> None:
+        """Set the tensors to the values in a cache of their table."""
         if self._written or (self._written is None and self._was_written(cache)):
             cache.reread()
         self._written = None
@@ -149,7 +151,7 @@ class Weights:
             tensor.copy_(values.view(tensor.shape))
 
     def _tell_autograd(self) -> None:
-        """Let autograd know that the views have changed."""
+        """Bump the versions of the views, so that autograd notices the change."""
         tensors = self.flat.tensors
         if self._viewing:
             increment_version([tensors[index] for index in self._viewing])
@@ -157,7 +159,7 @@ class Weights:
 
 
 def _can_view(tensor: Tensor, values: Tensor) -> bool:
-    """Say whether a tensor may be a view of these live values: nobody else must count on the memory that it has now."""
+    """Return whether a tensor may become a view of these live values: it must be alone in its current storage."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype == values.dtype
@@ -169,7 +171,7 @@ def _can_view(tensor: Tensor, values: Tensor) -> bool:
 
 
 def _alone(values: Tensor) -> Tensor:
-    """Return the same memory as a storage of its own: who saves a tensor does not save what lies around it."""
+    """Return the same memory as a storage of its own, so that saving the tensor saves nothing around it."""
     if not values.numel():
         return values.new_empty(0)
     return torch.frombuffer(values.view(torch.uint8).numpy(), dtype=values.dtype)

@@ -10,8 +10,8 @@ from paceline.data.service.buffer_pool import (
     MAX_SEND_BUFFERS,
     BatchBuffers,
     BatchPool,
+    LendingLimit,
     LentPiece,
-    Room,
 )
 from paceline.data.service.messages import NO_LENT_BUFFER
 from paceline.errors import ProtocolBug
@@ -27,56 +27,56 @@ def whole(piece: LentPiece) -> memoryview:
 
 def test_memory_is_lent_until_it_is_given_back() -> None:
     batch_buffers = BatchBuffers(ShmTransport("lending"))
-    first = batch_buffers.take(5000)
-    second = batch_buffers.take(5000)
+    first = batch_buffers.allocate(5000)
+    second = batch_buffers.allocate(5000)
     assert (first.memory.nbytes, whole(first) is whole(second)) == (5000, False)
-    assert batch_buffers.give_back(first.lent_buffer)
-    assert not batch_buffers.give_back(first.lent_buffer)
-    third = batch_buffers.take(4000)
+    assert batch_buffers.release(first.lent_buffer)
+    assert not batch_buffers.release(first.lent_buffer)
+    third = batch_buffers.allocate(4000)
     assert whole(third) is whole(first)
     assert third.lent_buffer not in (first.lent_buffer, second.lent_buffer)
     batch_buffers.drop(third)
-    assert whole(batch_buffers.take(8192)) is whole(first)
+    assert whole(batch_buffers.allocate(8192)) is whole(first)
     batch_buffers.clear()
 
 
 def test_who_keeps_very_much_is_sent_copies() -> None:
     batch_buffers = BatchBuffers(ShmTransport("lending"))
-    pieces = [batch_buffers.take(1) for _ in range(MAX_SEND_BUFFERS + 1)]
+    pieces = [batch_buffers.allocate(1) for _ in range(MAX_SEND_BUFFERS + 1)]
     assert [piece.lent_buffer == NO_LENT_BUFFER for piece in pieces] == [False] * MAX_SEND_BUFFERS + [True]
-    assert all(batch_buffers.give_back(piece.lent_buffer) for piece in pieces[:-1])
+    assert all(batch_buffers.release(piece.lent_buffer) for piece in pieces[:-1])
     assert len(batch_buffers._free_shared._free) == MAX_FREE
     batch_buffers.clear()
 
 
 def test_what_all_keep_together_has_its_bound() -> None:
-    room, transport = Room(send_buffers=3), ShmTransport("lending")
-    first, second = BatchBuffers(transport, room), BatchBuffers(transport, room)
-    assert [first.take(1).lent_buffer for _ in range(2)] == [0, 1]
-    assert [second.take(1).lent_buffer for _ in range(2)] == [0, NO_LENT_BUFFER]
-    assert first.give_back(1)
-    assert second.take(1).lent_buffer == 1
+    limit, transport = LendingLimit(send_buffers=3), ShmTransport("lending")
+    first, second = BatchBuffers(transport, limit), BatchBuffers(transport, limit)
+    assert [first.allocate(1).lent_buffer for _ in range(2)] == [0, 1]
+    assert [second.allocate(1).lent_buffer for _ in range(2)] == [0, NO_LENT_BUFFER]
+    assert first.release(1)
+    assert second.allocate(1).lent_buffer == 1
     first.clear()
-    assert first.take(1).lent_buffer == NO_LENT_BUFFER, "nobody would return it"
+    assert first.allocate(1).lent_buffer == NO_LENT_BUFFER, "nobody would return it"
     second._free_shared.make = lambda _: memoryview(bytearray(1 << 62))
     with pytest.raises(MemoryError):
-        second.take(1)
+        second.allocate(1)
     second._free_shared.make = transport.allocate
-    assert second.take(1).lent_buffer == 2, "there is still room for it"
+    assert second.allocate(1).lent_buffer == 2, "the limit has room for it"
     second.clear()
 
 
 def test_what_all_keep_together_has_a_bound_in_bytes() -> None:
-    room, transport = Room(size_bytes=3 * 4096), ShmTransport("lending")
-    first, second = BatchBuffers(transport, room), BatchBuffers(transport, room)
-    assert first.take(8192).lent_buffer == 0
-    assert [second.take(4000).lent_buffer for _ in range(2)] == [0, NO_LENT_BUFFER]
-    assert first.give_back(0)
-    assert second.take(8000).lent_buffer == 1
+    limit, transport = LendingLimit(size_bytes=3 * 4096), ShmTransport("lending")
+    first, second = BatchBuffers(transport, limit), BatchBuffers(transport, limit)
+    assert first.allocate(8192).lent_buffer == 0
+    assert [second.allocate(4000).lent_buffer for _ in range(2)] == [0, NO_LENT_BUFFER]
+    assert first.release(0)
+    assert second.allocate(8000).lent_buffer == 1
     second.clear()
-    assert room == Room(size_bytes=3 * 4096)
-    first.take(1)
-    assert room.size_bytes == 4096, "the piece that was free is larger than what is asked for"
+    assert limit == LendingLimit(size_bytes=3 * 4096)
+    first.allocate(1)
+    assert limit.size_bytes == 4096, "the piece that was free is larger than what is asked for"
     first.clear()
 
 
@@ -94,17 +94,17 @@ def test_the_memory_that_is_kept_for_later_has_a_bound_in_bytes(monkeypatch: pyt
 
 def test_where_the_carrier_copies_memory_is_free_once_it_has_left() -> None:
     batch_buffers = BatchBuffers(MemoryTransport())
-    first = batch_buffers.take(5000)
+    first = batch_buffers.allocate(5000)
     assert first.lent_buffer == NO_LENT_BUFFER
     batch_buffers.on_sent(first)
-    assert whole(batch_buffers.take(100)) is whole(first)
+    assert whole(batch_buffers.allocate(100)) is whole(first)
     batch_buffers.clear()
 
 
 @pytest.mark.parametrize("transport", [ShmTransport("lending"), MemoryTransport()])
 def test_a_late_look_at_a_batch_finds_nothing_of_it(transport: Transport) -> None:
     batch_buffers = BatchBuffers(transport, poisons=True)
-    piece = batch_buffers.take(5000)
+    piece = batch_buffers.allocate(5000)
     late = piece.memory[:]
     late[:] = bytes(5000)
     batch_buffers.drop(piece)
@@ -114,7 +114,7 @@ def test_a_late_look_at_a_batch_finds_nothing_of_it(transport: Transport) -> Non
 
 def test_a_batch_that_has_left_twice_is_a_mistake_of_ours() -> None:
     batch_buffers = BatchBuffers(MemoryTransport())
-    piece = batch_buffers.take(100)
+    piece = batch_buffers.allocate(100)
     batch_buffers.on_sent(piece)
     with pytest.raises(ProtocolBug, match="given back twice"):
         batch_buffers.on_sent(piece)

@@ -64,9 +64,9 @@ def test_who_asks_for_much_does_not_keep_others_waiting(tmp_path: Path) -> None:
             assert greedy.opens() == modest.opens()
             for number in range(1, 21):
                 greedy.reads(ask(number), number)
-            until(lambda: sum(map(len, node._turns._waiting.values())) == 19)
+            until(lambda: sum(map(len, node._queue._waiting.values())) == 19)
             modest.reads(ask(100))
-            until(lambda: sum(map(len, node._turns._waiting.values())) == 20)
+            until(lambda: sum(map(len, node._queue._waiting.values())) == 20)
             gate.set()
             modest.hear(BatchParcel)
             assert numbers.asked.index(ask(100)) <= 2
@@ -82,9 +82,9 @@ def test_what_a_loop_waits_for_goes_before_what_it_has_made_ahead(tmp_path: Path
             worker.opens()
             for number in range(1, 6):
                 worker.reads(ask(number), number)
-            until(lambda: sum(map(len, node._turns._waiting.values())) == 4)
+            until(lambda: sum(map(len, node._queue._waiting.values())) == 4)
             worker.reads(ask(9), 9, urgent=True)
-            until(lambda: sum(map(len, node._turns._waiting.values())) == 5)
+            until(lambda: sum(map(len, node._queue._waiting.values())) == 5)
             gate.set()
             assert [worker.hear(BatchParcel).number for _ in range(6)] == [1, 9, 2, 3, 4, 5]
 
@@ -97,7 +97,7 @@ def test_who_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> No
             stalled.reads(large, number)
         for number in range(20):
             assert is_right(reader.read(ask(number)), ask(number))
-        assert running.nodes[0]._maker.num_batches <= 20 + 8
+        assert running.nodes[0]._builder.num_batches <= 20 + 8
 
 
 def test_a_source_that_takes_long_to_open_keeps_nobody_else_waiting(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_a_connection_that_ends_is_forgotten(tmp_path: Path) -> None:
             worker.opens()
             for number in range(1, 6):
                 worker.reads(ask(number), number)
-            until(lambda: bool(node._turns._waiting))
+            until(lambda: bool(node._queue._waiting))
         until(lambda: not node._callers)
-        assert not node._turns._waiting
-        assert not next(iter(node._library._volumes.values())).readers
+        assert not node._queue._waiting
+        assert not next(iter(node._source_cache._sources.values())).readers
         gate.set()
 
 
@@ -240,7 +240,7 @@ def test_what_was_said_before_an_end_means_nothing_after_it(tmp_path: Path) -> N
         (connection,) = node._acceptor.connections()
         rogue.say(b"")
         assert rogue.is_cut_off()
-        node._take_in(Incoming(connection, Frame(encode(OPEN), EMPTY)))
+        node._handle(Incoming(connection, Frame(encode(OPEN), EMPTY)))
         assert not node._callers
 
 
@@ -299,43 +299,43 @@ def library(told: list[CachedSource]) -> SourceCache:
     return SourceCache(open_numbers, None, told.append)
 
 
-def settle_all(dense_tables_of: SourceCache, told: list[CachedSource]) -> None:
-    for thread in dense_tables_of._threads:
+def settle_all(cache: SourceCache, told: list[CachedSource]) -> None:
+    for thread in cache._threads:
         thread.join(DEADLINE_S)
     while told:
-        dense_tables_of.settle(told.pop())
+        cache.settle(told.pop())
 
 
 def test_what_nobody_reads_is_closed_where_there_is_no_room() -> None:
     told: list[CachedSource] = []
-    dense_tables_of = library(told)
-    volumes = [dense_tables_of.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
-    settle_all(dense_tables_of, told)
-    first = volumes[5].records
+    cache = library(told)
+    opened = [cache.open(encode_recipe(recipe_of(n)), n // 8, lambda _: None) for n in range(MAX_OPEN)]
+    settle_all(cache, told)
+    first = opened[5].records
     assert isinstance(first, Numbers)
     with pytest.raises(UsageError, match="the workers read 64 sources"):
-        dense_tables_of.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
-    dense_tables_of.leave(volumes[5], 0)
-    dense_tables_of.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
-    settle_all(dense_tables_of, told)
+        cache.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
+    cache.leave(opened[5], 0)
+    cache.open(encode_recipe(recipe_of(MAX_OPEN)), 99, lambda _: None)
+    settle_all(cache, told)
     assert first.is_closed
-    assert len(dense_tables_of._volumes) == MAX_OPEN
-    dense_tables_of.close(Deadline.after(DEADLINE_S))
+    assert len(cache._sources) == MAX_OPEN
+    cache.close(Deadline.after(DEADLINE_S))
 
 
 def test_one_worker_cannot_take_all_the_room() -> None:
     told: list[CachedSource] = []
-    dense_tables_of = library(told)
+    cache = library(told)
     for number in range(MAX_OPEN_BY_WORKER):
-        volume = dense_tables_of.open(encode_recipe(recipe_of(number)), 7, lambda _: None)
-        dense_tables_of.leave(volume, 7)  # over a connection that has ended, which does not end the opening
+        source = cache.open(encode_recipe(recipe_of(number)), 7, lambda _: None)
+        cache.leave(source, 7)  # over a connection that has ended, which does not end the opening
     with pytest.raises(UsageError, match="worker 7 reads more than 16 sources"):
-        dense_tables_of.open(encode_recipe(recipe_of(99)), 7, lambda _: None)
-    dense_tables_of.open(encode_recipe(recipe_of(99)), 8, lambda _: None)
-    settle_all(dense_tables_of, told)
-    dense_tables_of.open(encode_recipe(recipe_of(100)), 7, lambda _: None)
-    settle_all(dense_tables_of, told)
-    dense_tables_of.close(Deadline.after(DEADLINE_S))
+        cache.open(encode_recipe(recipe_of(99)), 7, lambda _: None)
+    cache.open(encode_recipe(recipe_of(99)), 8, lambda _: None)
+    settle_all(cache, told)
+    cache.open(encode_recipe(recipe_of(100)), 7, lambda _: None)
+    settle_all(cache, told)
+    cache.close(Deadline.after(DEADLINE_S))
 
 
 def test_who_reads_too_many_sources_is_told_so(tmp_path: Path) -> None:

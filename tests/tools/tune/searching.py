@@ -20,7 +20,7 @@ def pretended_task(search: Mapping[str, object], folder: Path, args: tuple[str, 
 
 
 def begin(search: Mapping[str, object], folder: Path, args: tuple[str, ...] = ()) -> Folder:
-    return Folder.begin(folder / "out", pretended_task(search, folder, args))
+    return Folder.create(folder / "out", pretended_task(search, folder, args))
 
 
 def pretend(folder: Folder, *, jobs: int = 1, trial_timeout_s: float | None = None, progress: bool = False) -> Tuned:

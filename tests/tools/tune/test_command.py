@@ -27,7 +27,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
     told = tmp_path / "two.json"
     told.write_text(json.dumps({**TWO, "run": {"transport": "memory"}}))
     task = describe_task(told, SCRIPT, (), {"workers": 2})
-    with Folder.begin(tmp_path / "out", task) as folder:
+    with Folder.create(tmp_path / "out", task) as folder:
         study = Study.open(task.search, folder.journal)
         first = study.ask()
         assert first is not None

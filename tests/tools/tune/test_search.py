@@ -120,7 +120,7 @@ def test_a_search_that_was_ended_goes_on_and_leaves_nobody_behind(number: int, t
 def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
     folder = begin(ENDINGS, tmp_path)
     with pytest.raises(UsageError, match="holds a search already: go on with it by --resume"):
-        Folder.begin(folder.path, pretended_task(ENDINGS, tmp_path))
+        Folder.create(folder.path, pretended_task(ENDINGS, tmp_path))
     assert Folder.reopen(folder.path).task == folder.task
     with folder, pytest.raises(UsageError, match="another process is at this search"), Folder.reopen(folder.path):
         pass

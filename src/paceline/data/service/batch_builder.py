@@ -1,4 +1,4 @@
-"""The thread of a data server that makes batches, one after the other."""
+"""Thread of a data server that makes batches, one after the other."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MAX_HEADER_BYTES: Final = Limits().max_header_bytes
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Makes the batches whose turn it is, straight into the memory in which they travel.
+    """Makes the batches that are next in the queue, straight into their send buffers.
 
-    What goes wrong with a batch is the answer to who asked for it, and nobody else's matter.
+    An error in a batch is the answer to its request, and affects no other.
     """
 
     turns: FairQueue
@@ -39,17 +39,17 @@ class BatchBuilder:
     busy_s: float = 0.0
 
     def run(self) -> None:
-        """Make batches until the turns are closed."""
+        """Make batches until the queue is closed."""
         while self._serve_next():
             pass
 
     def record(self, server: int) -> Fed:
-        """Return what was made so far."""
+        """Return the totals so far."""
         counts = self.num_batches, self.num_samples, self.num_skipped, self.num_bytes
         return Fed(self.now(), server, *counts, self.busy_s)
 
     def _serve_next(self) -> bool:
-        turn = self.turns.take()
+        turn = self.turns.get()
         if turn is None:
             return False
         began_t = self.now()
@@ -61,7 +61,7 @@ class BatchBuilder:
         batch_buffers = turn.caller.batch_buffers
         pieces: list[LentPiece] = []
         try:
-            with turn.volume.lock:
+            with turn.source.lock:
                 parcel = self._make(turn, pieces)
             header = encode(parcel)
             if len(header) > _MAX_HEADER_BYTES:
@@ -74,13 +74,13 @@ class BatchBuilder:
         return ServiceAnswer(header, pieces[0].memory, partial(batch_buffers.on_sent, pieces[0]))
 
     def _make(self, turn: WorkerTurn, pieces: list[LentPiece]) -> BatchParcel:
-        """Make a batch in a piece of memory, which is put into `pieces`."""
-        records = turn.volume.records
+        """Make a batch in a buffer, which is appended to `pieces`."""
+        records = turn.source.records
         if records is None:
             raise DataError("the source was closed here in the meantime")
-        prepared = records.prepare(turn.ask(), self.max_batch_bytes)
+        prepared = records.prepare(turn.batch_request(), self.max_batch_bytes)
         require_served(turn.indices.size, prepared.size_bytes, self.max_batch_bytes)
-        pieces.append(turn.caller.batch_buffers.take(prepared.size_bytes))
+        pieces.append(turn.caller.batch_buffers.allocate(prepared.size_bytes))
         prepared.fill(pieces[0].memory)
         reasons = records.faults().reasons if prepared.layout.num_skipped else ()
         return BatchParcel(turn.number, pieces[0].lent_buffer, prepared.layout, reasons)

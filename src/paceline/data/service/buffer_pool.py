@@ -1,4 +1,4 @@
-"""Memory in which batches travel to one worker: used again and again, but never while the worker may look at it."""
+"""Buffers in which batches travel to one worker: reused, but never while the worker may still read them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.transport.peer_memory import PeerMemory
 
 
 def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:
-    """Return a view of this memory, which is not empty; once all that was made of the view is gone, the call is made.
+    """Return a view of memory (not empty), and call `on_returned` when the last reference to any part of it is gone.
 
-    That happens in whatever thread lets go of the last tensor, also in the midst of anything: it must not lock.
+    The call comes from whatever thread drops that reference, at any point of its code: it must not lock.
 
     >>> returned = []
     >>> view = borrowed(memoryview(bytearray(b"abcd")), lambda: returned.append(1))
@@ -38,54 +38,54 @@ def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:
 
 
 def forget_writes(memory: memoryview) -> None:
-    """See what the data server has written, also where a loop has written into an earlier batch in this memory.
+    """Make what the data server has written visible, also where a loop has written to an earlier batch in this memory.
 
-    What is written to mapped memory stays here, and hides what the data server writes there later.
+    Such writes stay private to this process, and hide what the data server writes there later.
     """
     if isinstance(memory.obj, PeerMemory) and memory.obj.was_written_anywhere():
         memory.obj.reread()
 
 
-# What may be kept of our memory; beyond that copies are sent. A loan takes two descriptors here, and one at the worker.
+# Limits of shared memory; beyond them batches are copied. A lent buffer takes two descriptors here, one at the worker.
 MAX_SEND_BUFFERS: Final = 64  # over one connection
 MAX_SEND_BUFFERS_OF_ALL: Final = 256
 MAX_LENT_BYTES: Final = 2 << 30
 MAX_LENT_BYTES_OF_ALL: Final = 8 << 30
-MAX_FREE: Final = 8  # pieces that wait for the next batches
+MAX_FREE: Final = 8  # free buffers kept for the next batches
 MAX_FREE_BYTES: Final = 2 << 30  # of these together
 _PAGE_BYTES: Final = 4096
 
 
 @dataclass(slots=True)
 class BatchPool:
-    """Pieces of memory, given back for the next time; what is lent of them is a `BufferPool`'s to know."""
+    """Free buffers, kept for reuse; `BatchBuffers` tracks those in use."""
 
     make: Callable[[int], memoryview]
     _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return memory of at least this size: the smallest free piece that has it, or a new one in place of one."""
+        """Return a buffer of at least this size: the smallest free one that fits, or a new one in place of one."""
         fitting = self._fitting(size_bytes)
         if fitting is not None:
             return self._free.pop(fitting)
         if self._free:
-            self._free.pop(0)  # batches have become larger: so no more pieces are there than were ever needed at once
+            self._free.pop(0)  # batches have become larger: never keep more buffers than were in use at once
         return self.make(_rounded(size_bytes))
 
     def bytes_for(self, size_bytes: int) -> int:
-        """Return how large the piece is that `take` would return."""
+        """Return the size of the buffer that `take` would return."""
         fitting = self._fitting(size_bytes)
         return _rounded(size_bytes) if fitting is None else self._free[fitting].nbytes
 
     def give(self, memory: memoryview) -> None:
-        """Take memory back that is not looked at any more; the largest pieces are kept, as many as there may be."""
+        """Free a buffer for reuse; the largest ones are kept, up to the limits."""
         free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
         while sum(map(_size, free)) > MAX_FREE_BYTES:
             free.pop(0)
         self._free = free
 
     def clear(self) -> None:
-        """Let go of all that is free."""
+        """Drop all free buffers."""
         self._free = []
 
     def _fitting(self, size_bytes: int) -> int | None:
@@ -94,7 +94,7 @@ class BatchPool:
 
 @dataclass(frozen=True, slots=True)
 class LentPiece:
-    """Memory for one batch: lent to the worker under a number, or ours (`NO_LENT_BUFFER`), which the carrier copies.
+    """Buffer of one batch: lent to the worker under a number, or copied by the transport (`NO_LENT_BUFFER`).
 
     An empty batch has no buffer.
     """
@@ -104,43 +104,42 @@ class LentPiece:
 
     @property
     def memory(self) -> memoryview:
-        """As much memory as the batch needs."""
+        """The part of the buffer that the batch needs."""
         return EMPTY if self.buffer is None else self.buffer.memory
 
 
 @dataclass(slots=True)
-class Room:
-    """What may be lent over all connections together. Safe to use from several threads."""
+class LendingLimit:
+    """Limit of lent memory over all connections together. Safe to use from several threads."""
 
     send_buffers: int = MAX_SEND_BUFFERS_OF_ALL
     size_bytes: int = MAX_LENT_BYTES_OF_ALL
     _lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
-    def enter(self, size_bytes: int) -> bool:
-        """Take room for a loan of this size, if there is so much."""
+    def try_reserve(self, size_bytes: int) -> bool:
+        """Reserve this size and return True, if it is available."""
         with self._lock:
             if not self.send_buffers or size_bytes > self.size_bytes:
                 return False
             self.send_buffers, self.size_bytes = self.send_buffers - 1, self.size_bytes - size_bytes
             return True
 
-    def leave(self, size_bytes: int) -> None:
-        """Give back the room that a loan had."""
+    def release(self, size_bytes: int) -> None:
+        """Release a reserved size."""
         with self._lock:
             self.send_buffers, self.size_bytes = self.send_buffers + 1, self.size_bytes + size_bytes
 
 
 @dataclass(slots=True)
 class BatchBuffers:
-    """The memory of one connection. Safe to use from several threads.
+    """Batch buffers of one connection. Safe to use from several threads.
 
-    Where the carrier maps memory the worker looks at ours until it returns the loan; at most `MAX_SEND_BUFFERS`
-    are out.
-    Everywhere else the carrier copies, and the memory is free once the batch has left.
+    Where the transport maps memory, the worker reads the data server's own until it returns the buffer; at most
+    `MAX_SEND_BUFFERS` are lent at once. Other transports copy, and the buffer is free once the batch is sent.
     """
 
     transport: Transport
-    room: Room = field(default_factory=Room)
+    limit: LendingLimit = field(default_factory=LendingLimit)
     poisons: bool = False
     _free_shared: BatchPool = field(init=False)
     _shared: BufferPool = field(init=False)
@@ -152,13 +151,13 @@ class BatchBuffers:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        """Make the pools: of memory that the worker can map, and of our own."""
+        """Make the pools: one of memory that the worker can map, and one of private memory."""
         self._free_shared = BatchPool(self.transport.allocate)
         self._shared = BufferPool(self._free_shared, poisons=self.poisons)
         self._own = BufferPool(BatchPool(fresh_buffer), poisons=self.poisons)
 
-    def take(self, size_bytes: int) -> LentPiece:
-        """Return memory for a batch of this size.
+    def allocate(self, size_bytes: int) -> LentPiece:
+        """Return a buffer for a batch of this size.
 
         Raises:
             OSError, MemoryError: there is none.
@@ -167,12 +166,12 @@ class BatchBuffers:
             return LentPiece(NO_LENT_BUFFER, None)
         with self._lock:
             whole_bytes = self._free_shared.bytes_for(size_bytes)
-            if not (self._may_lend(whole_bytes) and self.room.enter(whole_bytes)):
+            if not (self._may_lend(whole_bytes) and self.limit.try_reserve(whole_bytes)):
                 return LentPiece(NO_LENT_BUFFER, self._own.lend(size_bytes))
             try:
                 buffer = self._shared.lend(size_bytes)
             except (OSError, MemoryError):
-                self.room.leave(whole_bytes)
+                self.limit.release(whole_bytes)
                 raise
             lent_buffer, self._num_send_buffers = self._num_send_buffers, self._num_send_buffers + 1
             self._lent[lent_buffer] = buffer
@@ -180,33 +179,33 @@ class BatchBuffers:
             return LentPiece(lent_buffer, buffer)
 
     def drop(self, piece: LentPiece) -> None:
-        """Take back memory of which the worker will not hear."""
-        self.give_back(piece.lent_buffer)
+        """Free a buffer that was never announced to the worker."""
+        self.release(piece.lent_buffer)
         self.on_sent(piece)
 
     def on_sent(self, piece: LentPiece) -> None:
-        """Note that the carrier has taken a batch: where it made a copy, the memory is free."""
+        """Free the buffer of a batch that the transport has copied; a lent one stays."""
         if piece.lent_buffer == NO_LENT_BUFFER and piece.buffer is not None:
             piece.buffer.release()
 
-    def give_back(self, lent_buffer: int) -> bool:
-        """Note that the worker does not look at a loan any more; False when nothing is lent under this number."""
+    def release(self, lent_buffer: int) -> bool:
+        """Free a lent buffer; return False when none is lent under this number."""
         with self._lock:
             buffer = self._lent.pop(lent_buffer, None)
             if buffer is None:
                 return False
             self._lent_bytes -= buffer.whole.nbytes
-            self.room.leave(buffer.whole.nbytes)
+            self.limit.release(buffer.whole.nbytes)
             buffer.release()
             return True
 
     def clear(self) -> None:
-        """Let go of all memory: the connection has ended."""
+        """Free all buffers, after the connection has ended."""
         with self._lock:
             self._shared.clear()
             self._own.clear()
             for buffer in self._lent.values():
-                self.room.leave(buffer.whole.nbytes)
+                self.limit.release(buffer.whole.nbytes)
             self._lent.clear()
             self._is_over = True
 

@@ -1,4 +1,4 @@
-"""A worker's connection to a data server, and all that the server keeps for it."""
+"""A worker's connection to a data server, and the state that the server keeps for it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from paceline.wire.permissions import check_caller
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """One connection. Everything in it ends with the connection."""
+    """State of one worker's connection; it ends with the connection."""
 
     hello: Hello
     outbox: ServiceSendQueue
     batch_buffers: BatchBuffers
-    sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by the number of their `Open`
+    sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by number
     num_asked: int = 0
 
     def count_request(self) -> None:
-        """Note a request; raises PeerError when too many are not answered yet."""
-        self.num_asked += 1  # each has one answer
+        """Count a request; raises PeerError when too many are unanswered."""
+        self.num_asked += 1  # each gets exactly one answer
         if self.num_asked - self.outbox.num_sent > MAX_UNANSWERED:
             raise PeerError(f"a worker asks more than {MAX_UNANSWERED} things at once")
 
     def close(self) -> None:
-        """End the connection and its thread, and let go of its memory."""
+        """End the connection and its thread, and free its buffers."""
         self.outbox.close()
         self.batch_buffers.clear()
 
 
-def meet(
+def accept_caller(
     connection: Connection,
     generation: int,
     num_workers: int | None,
     on_room: Callable[[], None],
     batch_buffers: BatchBuffers,
 ) -> Caller:
-    """Return who calls, ready to be answered; raises PeerError unless it is a worker of this job."""
+    """Return the state of a new connection; raises PeerError unless it is from a worker of this job."""
     hello = check_caller(decode(connection.identity), connection)
     if hello.role != "worker":
         raise PeerError(f"a {hello.role} has nothing to ask of a data server")

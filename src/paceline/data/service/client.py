@@ -1,4 +1,4 @@
-"""Batches from the data servers: asked of whoever is there, read ahead, and the same whoever makes them."""
+"""Batches from the data servers: requested ahead, from any connected server, each of which makes the same."""
 
 from __future__ import annotations
 
@@ -39,52 +39,52 @@ from paceline.transport.base import Frame, Transport
 from paceline.wire.messages import Hello
 from paceline.worker.waits import ADVICE, About, Waits
 
-_OPEN: Final = 0  # the number of the one request that opens the recipe; reads have others
+_OPEN: Final = 0  # number of the only request that opens the recipe; reads have others
 MAX_PREFETCH: Final = MAX_UNANSWERED // 2
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderOptions:
-    """How patient a reader is (`timeout_s`), and how many batches it has made before they are read (`prefetch`)."""
+    """Options of a reader: timeout of a read in seconds (`timeout_s`), number of batches read ahead (`prefetch`)."""
 
     timeout_s: float = WAIT_TIMEOUT_S
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        """Check what can be checked."""
+        """Validate the options."""
         if not 0 <= self.prefetch <= MAX_PREFETCH:
             raise UsageError(f"prefetch is {self.prefetch}, expected 0 to {MAX_PREFETCH} batches")
 
 
 @dataclass(slots=True)
 class _Source:
-    """What the reader has of one data server."""
+    """The reader's state of one data server."""
 
     line: ServiceConnection
     address: str = "an address that is not known yet"
     is_open: bool = False
     problem: str = "it has not said yet that the source is open"
-    # Loans that nobody looks at any more, of this connection: finalizers put them there, in any thread.
+    # Lent buffers of this connection that are no longer referenced: finalizers append them, in any thread.
     returned: deque[int] = field(default_factory=deque[int])
 
 
 class RemoteReader:
     """Reads the batches of a recipe from data servers; a `Reader`.
 
-    Every batch is asked of one that is there, the least busy one. When a data server is lost, others are asked for what
-    it had yet to send, and it is tried again at the address that it has then. Connections are made when something is
+    Every batch is requested from the least busy data server that is connected. When a data server is lost, its
+    unanswered requests go to others, and it is tried again at its current address. Connections are made when a batch is
     first read or expected.
 
     Args:
         recipe: what is read; each data server opens it for itself.
-        addresses: returns where the data servers are, by their ranks; their number never changes.
+        addresses: returns the addresses of the data servers, by rank; their number never changes.
         transport: that of the data servers.
-        hello: who this worker is.
+        hello: identity of this worker.
         options: see `ReaderOptions`.
-        waits: those of the worker, which says how long they may take then.
+        waits: records the waits of this worker, and limits their length while it leaves.
 
     Raises:
-        UsageError: the recipe is larger than data servers take.
+        UsageError: the recipe is larger than data servers accept.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class RemoteReader:
         self._hello = hello
         self._recipe = _encoded(recipe)
         self._changed = threading.Condition()
-        # Everything below is under that lock.
+        # Everything below is guarded by that lock.
         self._orders = BatchOrders(self._options.prefetch)
         self._sources: list[_Source] = []
-        self._first: tuple[int, SourceOpened] | None = None  # who was the first to open the recipe, and what it found
+        self._first: tuple[int, SourceOpened] | None = None  # the first answer to `OpenSource`, and its data server
         self._failure: PacelineError | None = None
-        self._num_asked = hello.rank  # so that workers begin with different data servers
+        self._num_asked = hello.rank  # so that workers start with different data servers
         self._num_skipped = 0
         self._reasons: tuple[str, ...] = ()
         self._closed = False
@@ -118,7 +118,7 @@ class RemoteReader:
         """Number of samples of the source; blocks until a data server has opened it.
 
         Raises:
-            UsageError, DataError: it cannot be opened, or is not the same on all data servers.
+            UsageError, DataError: the source cannot be opened, or differs between data servers.
             DeadlineExceeded: no data server has answered in time.
             PeerError: no data server can be reached.
         """
@@ -129,9 +129,9 @@ class RemoteReader:
             return self._first[1].num_samples
 
     def expect(self, asks: Sequence[BatchRequest]) -> None:
-        """Have the first of these made, in this order, instead of what was expected before; does not block.
+        """Request the first of these batches ahead, in this order, in place of those expected before; does not block.
 
-        What is read next belongs to them. At most `prefetch` are made ahead beside the one that is read next.
+        The next read should be one of them. At most `prefetch` are requested besides the one being read.
         """
         with self._changed:
             self._begin()
@@ -141,12 +141,12 @@ class RemoteReader:
     def read(self, ask: BatchRequest) -> Batch:
         """Return this batch; blocks until it is there.
 
-        Where data servers share memory with this process the tensors lie in that of the data server, until the last
-        one of the batch is dropped; they may be written to.
+        Where data servers share memory with this process, the tensors are views of that memory until the last one of
+        the batch is dropped; they may be written to.
 
         Raises:
             RecordError: a record could not be decoded, and the recipe skips none.
-            UsageError, DataError: the source cannot be opened or read, or is not the same on all data servers.
+            UsageError, DataError: the source cannot be opened or read, or differs between data servers.
             DeadlineExceeded: the batch has not come in time.
             PeerError: no data server can be reached.
         """
@@ -160,8 +160,8 @@ class RemoteReader:
             try:
                 self._wait(lambda: order.outcome is not None, what)
             finally:
-                order.urgent = False  # if nobody waits for it any more, it gives way to what is expected
-            self._orders.take(order)
+                order.urgent = False  # after a failed wait, expected batches come first
+            self._orders.remove(order)
             self._place_orders()
         if isinstance(order.outcome, PacelineError):
             raise order.outcome
@@ -169,7 +169,7 @@ class RemoteReader:
         return order.outcome
 
     def faults(self) -> Faults:
-        """Return what was skipped in batches that have arrived here, and why the first records of the source were."""
+        """Return the number of records skipped in the batches received, and the reasons for the first ones."""
         with self._changed:
             return Faults(self._num_skipped, self._reasons)
 
@@ -186,7 +186,7 @@ class RemoteReader:
     # -- under the lock ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Make the lines, the first time."""
+        """Make the connections, the first time."""
         self._check()
         if self._sources:
             return
@@ -243,7 +243,7 @@ class RemoteReader:
         )
 
     def _place_orders(self) -> None:
-        """Ask data servers that are there for what nobody is asked for yet."""
+        """Send the requests that no data server has been asked for, to those that are connected."""
         for order in self._orders.unplaced():
             ready = [source.line.server for source in self._sources if source.is_open]
             if not ready:
@@ -323,14 +323,14 @@ class RemoteReader:
                 return
             source = self._sources[server]
             source.is_open, source.problem = False, problem
-            source.returned = deque()  # its loans are over, too
-            self._orders.lose(server)
+            source.returned = deque()  # the data server frees lent buffers with the connection
+            self._orders.unassign(server)
             self._place_orders()
             self._changed.notify_all()
 
 
 def _encoded(recipe: BatchRecipe) -> bytes:
-    """Return a recipe as it travels; raises UsageError for one that no data server would take."""
+    """Encode a recipe; raises UsageError for one that data servers would refuse."""
     try:
         encoded = encode_recipe(recipe)
     except UnicodeEncodeError as error:

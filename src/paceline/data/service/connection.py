@@ -1,4 +1,4 @@
-"""A worker's line to one data server: connected by a thread of its own, and again whenever it breaks."""
+"""A worker's connection to one data server, opened by a thread of its own and reopened whenever it breaks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _JOIN_TIMEOUT_S: Final = 10.0
 
 @dataclass(slots=True)
 class ServiceConnection:
-    """Hands over what comes from a data server, on a thread of its own.
+    """Receives frames from a data server on a thread of its own, and reconnects.
 
     Args:
         server: its rank among the data servers, which its certificate has to name where there is one.
-        address: asked where it is before each attempt: one that was started again is elsewhere.
-        greeting: header and body of what is said first over each connection.
+        address: returns its address, before each attempt: a restarted server has another.
+        greeting: header and body of the first frame on each connection.
         on_frame: called with each frame; a PeerError that it raises ends the connection.
-        on_lost: called with the reason when a connection has ended or could not be made; then it is tried again.
+        on_lost: called with the reason when a connection has ended or could not be made, before the next attempt.
     """
 
     server: int
@@ -39,7 +39,7 @@ class ServiceConnection:
     on_frame: Callable[[Frame], None]
     on_lost: Callable[[str], None]
     _post: SendQueue | None = None
-    _has_heard: bool = False  # over the connection of now, or the one before it
+    _has_heard: bool = False  # whether the current or the previous connection has received a frame
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
 
@@ -49,7 +49,7 @@ class ServiceConnection:
         self._thread.start()
 
     def send(self, header: bytes, body: memoryview = EMPTY) -> None:
-        """Send one frame, without waiting for the other end; if the connection breaks it is lost."""
+        """Send one frame, without waiting for the other end; a broken connection loses it."""
         if self._post is not None:
             self._post.send(header, body)
 
@@ -69,10 +69,10 @@ class ServiceConnection:
             self._closing.wait(pause_s)
 
     def _be_connected(self) -> str:
-        """Connect, and hand over frames until the connection is over; return why it is, or could not be made."""
+        """Connect, and pass on frames until the connection ends; return the reason."""
         try:
             post = self._connect()
-        except (PeerError, UsageError, OSError) as error:  # the last: too many open files, for example
+        except (PeerError, UsageError, OSError) as error:  # OSError: too many open files, for example
             return str(error)
         try:
             return self._read_on(post.connection)
@@ -90,7 +90,7 @@ class ServiceConnection:
             )
         self.hello = replace(self.hello, connection=self.hello.connection + 1)
         post = self._post = SendQueue(connection, on_broken=connection.close)
-        if self._closing.is_set():  # which may not have seen it
+        if self._closing.is_set():  # `close` may have come before the connection was stored
             post.close()
         post.send(*self.greeting)
         return post

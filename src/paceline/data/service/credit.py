@@ -1,4 +1,4 @@
-"""Which batches are under way to a loop or have arrived: never more than it has credit for."""
+"""Batches requested for a loop or ready for it, limited by the credit of the loop."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.errors import PacelineError, PeerError
 
 @dataclass(slots=True, eq=False)
 class BatchOrder:
-    """A batch that has been asked for, or is about to be.
+    """A batch that has been requested, or is about to be.
 
     Args:
-        server: the data server that was asked; None when none was, or that one is lost.
+        server: the data server it was requested from; None where there is none, or it is lost.
         urgent: the loop waits for it.
-        outcome: what has come of it.
+        outcome: the batch or the error.
     """
 
     ask: BatchRequest
@@ -29,26 +29,26 @@ class BatchOrder:
 
 @dataclass(slots=True)
 class BatchOrders:
-    """The orders of one loop, which reads one batch at a time.
+    """Batch requests of one loop, which reads one batch at a time.
 
-    There are at most `prefetch + 1`, the one that is read included, and one more where that was not expected. What is
-    not expected any more gives way where the credit is needed, once it has arrived.
+    There are at most `prefetch + 1`, including the one that is read, and one more where that one was not expected.
+    Batches that have arrived and are no longer expected are dropped when the credit is needed.
     """
 
     prefetch: int
     _of: dict[BatchRequest, BatchOrder] = field(
         default_factory=dict[BatchRequest, BatchOrder]
-    )  # in the order in which they came about
+    )  # in the order of their creation
     _expected: list[BatchRequest] = field(default_factory=list[BatchRequest])
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def expect(self, asks: Sequence[BatchRequest]) -> None:
-        """Order what will be read next, as far as there is credit, instead of what was expected before."""
+        """Order the batches that will be read next, as far as there is credit, in place of those expected before."""
         self._expected = list(asks)
         self._use_credit(self.prefetch + 1)
 
     def want(self, ask: BatchRequest) -> BatchOrder:
-        """Return the order of a batch that the loop waits for now."""
+        """Return the order of the batch that the loop waits for now."""
         order = self._of.get(ask)
         if order is None:
             order = self._of[ask] = BatchOrder(ask, next(self._numbers))
@@ -58,16 +58,16 @@ class BatchOrders:
         self._use_credit(self.prefetch + 1)
         return order
 
-    def take(self, order: BatchOrder) -> None:
-        """Note that the loop has what came of this order."""
+    def remove(self, order: BatchOrder) -> None:
+        """Remove an order whose outcome the loop has taken."""
         self._of.pop(order.ask, None)
         self._use_credit(self.prefetch)
 
     def settle(self, server: int, number: int, outcome: Batch | PacelineError) -> None:
-        """Note what a data server has answered.
+        """Record the answer of a data server.
 
         Raises:
-            PeerError: it was not asked that.
+            PeerError: there is no such request to it.
         """
         order = next((order for order in self.under_way(server) if order.number == number), None)
         if order is None:
@@ -75,22 +75,22 @@ class BatchOrders:
         order.outcome = outcome
         self._use_credit(self.prefetch)
 
-    def lose(self, server: int) -> None:
-        """Have others asked for what this data server was asked for."""
+    def unassign(self, server: int) -> None:
+        """Mark the unanswered requests of a lost data server as not requested."""
         for order in self.under_way(server):
             order.server = None
 
     def under_way(self, server: int) -> list[BatchOrder]:
-        """Return what this data server has yet to answer."""
+        """Return the number of unanswered requests of this data server."""
         return [order for order in self._of.values() if order.server == server and order.outcome is None]
 
     def unplaced(self) -> list[BatchOrder]:
-        """Return what nobody is asked for: what the loop waits for first, then what it needs soonest."""
+        """Return the orders that are not requested yet: urgent ones first, then those that are needed soonest."""
         waiting = [order for order in self._of.values() if order.server is None and order.outcome is None]
         return sorted(waiting, key=lambda order: not order.urgent)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all orders."""
         self._of.clear()
         self._expected.clear()
 
@@ -103,7 +103,7 @@ class BatchOrders:
             self._of[ask] = BatchOrder(ask, next(self._numbers))
 
     def _drop_one(self) -> bool:
-        """Drop a batch that has arrived and is not expected any more; False when there is none."""
+        """Drop a batch that has arrived and is not expected any more; return False when there is none."""
         expected = set(self._expected)
         for ask, order in self._of.items():
             if order.outcome is not None and not order.urgent and ask not in expected:

@@ -1,4 +1,4 @@
-"""Whose batch is made next: each worker's turn comes round, however many the others ask for."""
+"""Fair queue of batch requests: workers are served in turn, however many requests each has."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from paceline.data.service.source_cache import CachedSource
 from paceline.data.sources.batches import BatchRequest
 from paceline.errors import PeerError
 
-MAX_WAITING: Final = 1 << 24  # samples that one worker waits for
+MAX_WAITING: Final = 1 << 24  # samples in the waiting requests of one worker
 
 Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerTurn:
-    """A batch that a worker has asked for under this number."""
+    """A worker's request for a batch."""
 
     caller: Caller
     number: int
-    volume: CachedSource
+    source: CachedSource
     epoch: int
     indices: Indices
 
-    def ask(self) -> BatchRequest:
-        """Return what is wanted; it takes more memory than the indices, so this is asked when it is made."""
+    def batch_request(self) -> BatchRequest:
+        """Return the batch request; made on demand, as it takes more memory than the indices."""
         return BatchRequest(self.epoch, tuple(self.indices.tolist()))
 
 
 @dataclass(slots=True)
 class FairQueue:
-    """Batches that were asked for, by worker. Safe to use from several threads."""
+    """Batch requests by worker, served in turn. Safe to use from several threads."""
 
-    # By rank, who has waited longest first. Invariant: no queue is empty.
+    # By rank, the longest-waiting worker first. Invariant: no queue is empty.
     _waiting: dict[int, deque[WorkerTurn]] = field(default_factory=dict[int, deque[WorkerTurn]])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _closed: bool = False
 
     def put(self, turn: WorkerTurn, *, urgent: bool) -> None:
-        """Add a batch; an urgent one goes before the others of its worker.
+        """Add a request; an urgent one goes before the others of its worker.
 
         Raises:
-            PeerError: this worker waits for more than can be remembered.
+            PeerError: the worker has more requests waiting than the queue holds.
         """
         with self._changed:
             queue = self._waiting.setdefault(turn.caller.hello.rank, deque())
@@ -56,8 +56,8 @@ class FairQueue:
             queue.appendleft(turn) if urgent else queue.append(turn)
             self._changed.notify_all()
 
-    def take(self) -> WorkerTurn | None:
-        """Wait for a batch that its worker has room for; None once closed."""
+    def get(self) -> WorkerTurn | None:
+        """Wait for the next request whose worker has room in its send queue; None once closed."""
         with self._changed:
             while not self._closed:
                 turn = self._next()
@@ -66,13 +66,13 @@ class FairQueue:
                 self._changed.wait()
             return None
 
-    def look(self) -> None:
-        """Have `take` look again whether there is room."""
+    def wake(self) -> None:
+        """Wake `get`, because a send queue may have room."""
         with self._changed:
             self._changed.notify_all()
 
     def forget(self, caller: Caller) -> None:
-        """Drop what was asked over a connection that has ended."""
+        """Drop the requests of a connection that has ended."""
         with self._changed:
             rank = caller.hello.rank
             left = deque(turn for turn in self._waiting.pop(rank, ()) if turn.caller is not caller)
@@ -80,7 +80,7 @@ class FairQueue:
                 self._waiting[rank] = left
 
     def close(self) -> None:
-        """Drop everything and wake who waits."""
+        """Drop all requests and wake `get`."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -93,6 +93,6 @@ class FairQueue:
                 queue.remove(turn)
                 del self._waiting[rank]
                 if queue:
-                    self._waiting[rank] = queue  # at the end: now it is the turn of the others
+                    self._waiting[rank] = queue  # at the end, behind the other workers
                 return turn
         return None

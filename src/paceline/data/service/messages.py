@@ -1,4 +1,4 @@
-"""What workers and data servers say to each other."""
+"""Messages between workers and data servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_LENT_BUFFER: Final = -1
 
 Blame: TypeAlias = Literal["record", "data", "usage", "peer"]
 
-# What an error is called on its way, the particular ones first: some are kinds of others.
+# Names of errors in messages, subclasses before their bases.
 _BLAMES: Final[tuple[tuple[type[PacelineError], Blame], ...]] = (
     (RecordError, "record"),
     (DataError, "data"),
@@ -27,9 +27,9 @@ _BLAMES: Final[tuple[tuple[type[PacelineError], Blame], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
-    """A worker to a data server: open the recipe in the body, as `encode_recipe` gives it; reads refer to the number.
+    """Worker to data server: open the recipe in the body, encoded by `encode_recipe`; reads refer to `number`.
 
-    It is a body since a source may name very many files.
+    The recipe is in the body because a source may name very many files.
     """
 
     number: int
@@ -37,7 +37,7 @@ class OpenSource:
 
 @dataclass(frozen=True, slots=True)
 class SourceOpened:
-    """The answer: so many samples; the fingerprint tells different data apart."""
+    """Answer to `OpenSource`: the number of samples, and a fingerprint that tells different data apart."""
 
     number: int
     num_samples: int
@@ -46,15 +46,15 @@ class SourceOpened:
 
 @dataclass(frozen=True, slots=True)
 class ReadBatches:
-    """A worker asks for a batch; the indices of its `num` samples are the body, as int64.
+    """Worker to data server: make a batch of the `num` sample indices in the body, as int64.
 
     Args:
-        number: of this request, which its answer has, too.
+        number: of this request; its answer has the same.
         source: the number of the `OpenSource` that it refers to.
-        epoch: as in an `Ask`.
+        epoch: as in a `BatchRequest`.
         num: of samples.
-        urgent: the loop waits for it: it goes before what this worker asked for earlier.
-        returned: the loans that the worker needs no longer.
+        urgent: the loop waits for it, so it goes before earlier requests of this worker.
+        returned: lent buffers that the worker no longer reads.
     """
 
     number: int
@@ -67,13 +67,13 @@ class ReadBatches:
 
 @dataclass(frozen=True, slots=True)
 class BatchParcel:
-    """A batch, which is the body.
+    """Answer with a batch, which is the body.
 
     Args:
         number: of the request.
-        loan: the body is memory of the data server, which stays as it is until this is returned; or `NO_LENT_BUFFER`.
-        layout: how the batch lies in it.
-        reasons: why the first records of this source were left out, if this batch lacks some.
+        lent_buffer: number of the data server's buffer in the body, unchanged until returned; or `NO_LENT_BUFFER`.
+        layout: of the batch in the body.
+        reasons: why the first records of this source were skipped, if this batch lacks some.
     """
 
     number: int
@@ -84,7 +84,7 @@ class BatchParcel:
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
-    """The answer to a request that cannot be done, and by whose mistake."""
+    """Answer to a request that failed, and whose mistake that was."""
 
     number: int
     blame: Blame
@@ -92,14 +92,14 @@ class BatchFailed:
 
     @staticmethod
     def of(number: int, error: BaseException, text: str) -> BatchFailed:
-        """Return how this error is told."""
+        """Return the message for this error."""
         for kind, blame in _BLAMES:
             if isinstance(error, kind):
                 return BatchFailed(number, blame, text)
         return BatchFailed(number, "peer", text)
 
     def error(self, who: str) -> PacelineError:
-        """Return the error as this process would have met it, with the name of who did meet it."""
+        """Return the error as an exception that names the data server where it happened."""
         kind = next((kind for kind, name in _BLAMES if name == self.blame), PeerError)
         return kind(f"{who}: {self.text}")
 

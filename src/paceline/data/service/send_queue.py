@@ -1,4 +1,4 @@
-"""Answers to one worker, sent by a thread of their own, so that nobody waits for a worker that takes in nothing."""
+"""Send queue of one worker, emptied by a thread of its own, so that a slow worker delays no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
 
 _TIMEOUT_S: Final = 60.0
-_LEAST_BYTES_PER_S: Final = 1e6  # a worker that takes in batches more slowly than this is given up
-_MOST_WAITING: Final = 2  # one that is being sent, and one that is ready when it has left
+_LEAST_BYTES_PER_S: Final = 1e6  # a worker that receives batches more slowly than this is disconnected
+_MOST_WAITING: Final = 2  # one that is being sent, and the next one
 _JOIN_TIMEOUT_S: Final = 5.0
 
 
@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServiceAnswer:
-    """A frame; `on_sent` is called by the sending thread once the carrier has taken it."""
+    """A frame; `on_sent` is called by the sending thread once the transport has taken it."""
 
     header: bytes
     body: memoryview = EMPTY
@@ -35,23 +35,23 @@ class ServiceSendQueue:
     """Sends answers over one connection, in order. Any thread may call it.
 
     Args:
-        on_room: called by the sending thread whenever an answer has left.
+        on_room: called by the sending thread whenever an answer has been sent.
     """
 
     connection: Connection
     on_room: Callable[[], None]
     num_sent: int = 0  # written by the sending thread alone
-    # Invariant: what is being sent stays the first until it has left.
+    # Invariant: the answer being sent stays the first until it is sent.
     _waiting: deque[ServiceAnswer] = field(default_factory=deque[ServiceAnswer])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _closed: bool = False
     _thread: threading.Thread = field(init=False)
 
     def open(self) -> None:
-        """Start to send.
+        """Start the sending thread.
 
         Raises:
-            PeerError: the system gives no more threads; who is turned away now may come again.
+            PeerError: the system refuses another thread; the worker may connect again later.
         """
         name = f"paceline-send-{self.connection.peer}"
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -62,18 +62,18 @@ class ServiceSendQueue:
 
     @property
     def has_room(self) -> bool:
-        """Say whether a batch should be made for this worker now."""
+        """Return whether there is room for another batch of this worker."""
         return len(self._waiting) < _MOST_WAITING
 
     def put(self, answer: ServiceAnswer) -> None:
-        """Have this sent after all that came before; once closed it is dropped. Does not block."""
+        """Append an answer; dropped once closed. Does not block."""
         with self._changed:
             if not self._closed:
                 self._waiting.append(answer)
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the connection and the thread; what has not left is lost."""
+        """End the connection and the thread; unsent answers are lost."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -96,14 +96,14 @@ class ServiceSendQueue:
                     self._waiting.popleft()
             self.num_sent += 1
             answer.on_sent()
-            del answer  # while it waits for the next one, this one's memory is others' to use
+            del answer  # do not hold its memory while waiting for the next one
             self.on_room()
 
     def _send(self, answer: ServiceAnswer) -> bool:
-        """Send; False when the connection is over, or this one has to end."""
+        """Send one answer; return False when the connection has ended or has to end."""
         timeout_s = _TIMEOUT_S + answer.body.nbytes / _LEAST_BYTES_PER_S
         try:
             self.connection.send(answer.header, answer.body, timeout_s=timeout_s)
-        except (PeerError, UsageError):  # it is gone, takes in nothing, or made us say more than a frame may have
+        except (PeerError, UsageError):  # gone, too slow, or the answer exceeds the limits of a frame
             return False
         return True

@@ -1,4 +1,4 @@
-"""A data server: one thread takes in what workers ask for, one makes batches, and one for each worker sends them."""
+"""Data server: one thread receives requests, one makes batches, and one for each worker sends them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from paceline.data.service.batch_builder import BatchBuilder
-from paceline.data.service.buffer_pool import BatchBuffers, Room
-from paceline.data.service.callers import Caller, meet
+from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit
+from paceline.data.service.callers import Caller, accept_caller
 from paceline.data.service.fair_queue import FairQueue, Indices, WorkerTurn
 from paceline.data.service.messages import (
     INDEX_BYTES,
@@ -39,39 +39,39 @@ from paceline.wire.malformed import story
 
 _MAX_CONNECTIONS: Final = 64  # of one worker
 _SMALL_BYTES: Final = 64 << 10
-_CLOSING_TIMEOUT_S: Final = 2.0  # for code of the user's that is being run; whoever says `stop` waits for no more
+_CLOSING_TIMEOUT_S: Final = 2.0  # for user code that is running; `stop` waits no longer
 
 
 @dataclass(frozen=True, slots=True)
-class _Settled:
-    """Put into the inbox when it is known whether a recipe can be opened."""
+class _SourceSettled:
+    """Event: a recipe has been opened, or could not be."""
 
-    volume: CachedSource
+    source: CachedSource
 
 
 @dataclass(frozen=True, slots=True)
-class _MakerEnded:
-    """Put into the inbox when no batches are made any more."""
+class _BuilderEnded:
+    """Event: the thread that makes batches has ended."""
 
 
 @dataclass(slots=True)
 class FeedNode:
     """One data server of a job. `run` blocks until `stop` is called from another thread.
 
-    It decides nothing: a batch is a function of the recipe and of what was asked, and who gets which samples is decided
-    elsewhere. So it may be killed at any time, and any other gives the same batches.
+    It is stateless: a batch is a function of the recipe and of the request, and the assignment of samples to workers is
+    made elsewhere. So it may be killed at any time, and any other data server makes the same batches.
 
     Args:
         rank: among the data servers.
         listener: where workers connect to.
         transport: that of the listener.
-        generation: of the job, as its workers say it.
+        generation: of the job, as in the hello of its workers.
         allowed_paths: limits which datasets and transforms may be imported by path; None allows all.
-        trace: where the sum of its work is recorded in the end, and who was turned away.
+        trace: records refused workers, and the totals of the work at the end.
         open_records: opens a recipe.
         max_batch_bytes: a larger batch is refused.
-        checks_memory: overwrite memory of batches that becomes free, so that a late look at it shows.
-        num_workers: of the job: others are turned away; None where that is not known.
+        checks_memory: overwrite buffers that become free, so that late reads of them show.
+        num_workers: of the job: others are refused; None where that is not known.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -88,73 +88,73 @@ class FeedNode:
     checks_memory: bool = False
     num_workers: int | None = None
     _acceptor: Acceptor = field(init=False)
-    _library: SourceCache = field(init=False)
-    _turns: FairQueue = field(default_factory=FairQueue)
-    _maker: BatchBuilder = field(init=False)
+    _source_cache: SourceCache = field(init=False)
+    _queue: FairQueue = field(default_factory=FairQueue)
+    _builder: BatchBuilder = field(init=False)
     _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
-    _room: Room = field(default_factory=Room)  # for what is lent to all of them
+    _limit: LendingLimit = field(default_factory=LendingLimit)  # for the lent buffers of all of them
 
     def __post_init__(self) -> None:
-        """Join the parts."""
+        """Make the acceptor, the source cache and the batch builder."""
         self._acceptor = Acceptor(self.listener, _place)
-        self._library = SourceCache(
-            self.open_records, self.allowed_paths, lambda volume: self._acceptor.put(_Settled(volume))
+        self._source_cache = SourceCache(
+            self.open_records, self.allowed_paths, lambda source: self._acceptor.put(_SourceSettled(source))
         )
-        self._maker = BatchBuilder(self._turns, self.max_batch_bytes)
+        self._builder = BatchBuilder(self._queue, self.max_batch_bytes)
 
     def run(self) -> None:
         """Serve until `stop`; all connections, threads, files and shared memory are gone afterwards."""
-        maker = threading.Thread(target=self._make, name="paceline-make", daemon=True)
+        thread = threading.Thread(target=self._make, name="paceline-make", daemon=True)
         self._acceptor.open()
-        maker.start()
+        thread.start()
         try:
             while True:
                 item = self._acceptor.get(None)
                 if isinstance(item, Stop):
                     return
                 if isinstance(item, Incoming):
-                    self._take_in(item)
-                elif isinstance(item, _Settled):
-                    self._library.settle(item.volume)
+                    self._handle(item)
+                elif isinstance(item, _SourceSettled):
+                    self._source_cache.settle(item.source)
                 elif isinstance(item, Expel):
                     self._expel(item)
-                elif isinstance(item, _MakerEnded):
+                elif isinstance(item, _BuilderEnded):
                     raise ProtocolBug(
                         f"data server {self.rank}: the thread that makes batches has failed; its traceback is above"
                     )
         finally:
-            self._close(maker)
+            self._close(thread)
 
     def stop(self) -> None:
-        """End `run`, from any thread."""
+        """Make `run` return; may be called from any thread."""
         self._acceptor.put(Stop())
 
     def expel(self, names: frozenset[str]) -> None:
-        """End the connections of those whose certificate has such a holder or serial number, from any thread."""
+        """End the connections whose certificate has one of these subjects or serial numbers, from any thread."""
         self._acceptor.put(Expel(names))
 
     def _make(self) -> None:
         try:
-            self._maker.run()
+            self._builder.run()
         finally:
-            self._acceptor.put(_MakerEnded())
+            self._acceptor.put(_BuilderEnded())
 
-    def _close(self, maker: threading.Thread) -> None:
-        self._turns.close()
+    def _close(self, thread: threading.Thread) -> None:
+        self._queue.close()
         for caller in self._callers.values():
             caller.close()
         self._callers.clear()
         self._acceptor.close()
         deadline = Deadline.after(_CLOSING_TIMEOUT_S)
-        maker.join(deadline.remaining_s())
-        self._library.close(deadline)
-        self.trace.record(self._maker.record(self.rank))
+        thread.join(deadline.remaining_s())
+        self._source_cache.close(deadline)
+        self.trace.record(self._builder.record(self.rank))
         self.trace.close()
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 
-    def _take_in(self, item: Incoming) -> None:
-        """Take in a frame; a worker that does not keep to the rules loses its connection, and nothing else changes."""
+    def _handle(self, item: Incoming) -> None:
+        """Handle a frame; a worker that violates the protocol loses its connection, without effect on others."""
         connection = item.connection
         try:
             if item.frame is None:
@@ -168,15 +168,15 @@ class FeedNode:
             self._forget(connection)
 
     def _meet(self, connection: Connection) -> Caller | None:
-        """Return who has begun to speak; None where it was ended here, and this was said before."""
+        """Register the worker of a new connection; None for a frame that came before the connection was ended here."""
         if all(known is not connection for known in self._acceptor.connections()):
             return None
-        caller = meet(
+        caller = accept_caller(
             connection,
             self.generation,
             self.num_workers,
-            self._turns.look,
-            BatchBuffers(self.transport, self._room, self.checks_memory),
+            self._queue.wake,
+            BatchBuffers(self.transport, self._limit, self.checks_memory),
         )
         self._callers[id(connection)] = caller
         rank = caller.hello.rank
@@ -201,50 +201,50 @@ class FeedNode:
             raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
         answer = partial(_answer_open, caller, message.number)
         try:
-            caller.sources[message.number] = self._library.open(bytes(body), caller.hello.rank, answer)
+            caller.sources[message.number] = self._source_cache.open(bytes(body), caller.hello.rank, answer)
         except UsageError as error:
             caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
 
     def _on_read(self, caller: Caller, message: ReadBatches, body: memoryview) -> None:
         for lent_buffer in message.returned:
-            if not caller.batch_buffers.give_back(lent_buffer):
+            if not caller.batch_buffers.release(lent_buffer):
                 raise PeerError(f"a worker returns loan {lent_buffer}, which it does not have")
-        volume = caller.sources.get(message.source)
-        if volume is None or not volume.settled or volume.problem is not None:
+        source = caller.sources.get(message.source)
+        if source is None or not source.settled or source.problem is not None:
             raise PeerError(f"a worker reads source {message.source}, which it has not been told to be open")
         indices = _indices(message, body)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < volume.num_samples:
-            text = f"a batch has an index that is none of the {volume.num_samples} samples of the source"
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < source.num_samples:
+            text = f"a batch has an index that is none of the {source.num_samples} samples of the source"
             caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
             return
-        self._turns.put(WorkerTurn(caller, message.number, volume, message.epoch, indices), urgent=message.urgent)
+        self._queue.put(WorkerTurn(caller, message.number, source, message.epoch, indices), urgent=message.urgent)
 
     def _forget(self, connection: Connection) -> None:
-        """Let go of everything that a connection stands for."""
+        """Free everything that belongs to a connection."""
         caller = self._callers.pop(id(connection), None)
         self._acceptor.drop(connection)
         if caller is None:
             return
-        self._turns.forget(caller)
+        self._queue.forget(caller)
         caller.close()
-        for volume in caller.sources.values():
-            self._library.leave(volume, caller.hello.rank)
+        for source in caller.sources.values():
+            self._source_cache.leave(source, caller.hello.rank)
 
     def _expel(self, order: Expel) -> None:
         for connection in self._acceptor.expel(order.names):
             self._forget(connection)
 
 
-def _answer_open(caller: Caller, number: int, volume: CachedSource) -> None:
-    if volume.problem is None:
-        answer = encode(SourceOpened(number, volume.num_samples, volume.fingerprint))
+def _answer_open(caller: Caller, number: int, source: CachedSource) -> None:
+    if source.problem is None:
+        answer = encode(SourceOpened(number, source.num_samples, source.fingerprint))
     else:
-        answer = encode(BatchFailed.of(number, volume.problem, story(volume.problem)))
+        answer = encode(BatchFailed.of(number, source.problem, story(source.problem)))
     caller.outbox.put(ServiceAnswer(answer))
 
 
 def _place(header: bytes, size_bytes: int) -> None:
-    """Leave bodies to the carrier; raises PeerError, before memory is taken, for one that cannot be right."""
+    """Leave bodies to the transport; raises PeerError for an invalid size, before memory is allocated."""
     if size_bytes > _SMALL_BYTES:
         message = decode(header)
         is_batch = (
@@ -255,7 +255,7 @@ def _place(header: bytes, size_bytes: int) -> None:
 
 
 def _indices(message: ReadBatches, body: memoryview) -> Indices:
-    """Return the samples that are asked for, in memory that nobody else can change."""
+    """Return the requested samples, in private memory that the worker cannot change."""
     if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
         raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
     return np.frombuffer(bytes(body), dtype=np.int64)

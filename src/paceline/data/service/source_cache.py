@@ -1,4 +1,4 @@
-"""The sources that a data server has open: each once, however many workers read it."""
+"""Open sources of a data server: each opened once and shared by all workers that read it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.wire.malformed import MISHAPS
 
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
-# What datasets and transforms of the user's may raise.
+# Errors that user-defined datasets and transforms may raise.
 CODE_MISHAPS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
 _DIGEST_BYTES: Final = 32
 _CLOSING_TIMEOUT_S: Final = 5.0
@@ -28,26 +28,26 @@ OpenRecords: TypeAlias = Callable[[BatchRecipe, AbstractSet[str] | None], Record
 
 @dataclass(slots=True, eq=False)
 class CachedSource:
-    """A recipe that is open, being opened, or cannot be opened.
+    """A recipe that is open, being opened, or could not be opened.
 
-    Who uses the records holds `lock`: what they are made for is one thread at a time.
+    Hold `lock` to use the records: they support one thread at a time.
     """
 
-    key: bytes  # a digest of the recipe, which may be long
-    begun_by: int  # the worker that was the first to ask for it
+    key: bytes  # digest of the recipe, which may be long
+    begun_by: int  # rank of the worker that was the first to open it
     records: Records | None = None
     num_samples: int = 0
     fingerprint: str = ""
     problem: BaseException | None = None
-    settled: bool = False  # it has been seen whether it can be opened
+    settled: bool = False  # whether opening has ended, successfully or not
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # One rank for each time that a connection opened it.
+    # One rank for each connection that has it open.
     readers: list[int] = field(default_factory=list[int])
     # Invariant: empty once settled.
     waiting: list[Callable[[CachedSource], None]] = field(default_factory=list["Callable[[CachedSource], None]"])
 
     def close(self, deadline: Deadline) -> None:
-        """Let go of the files, once nobody is at them; what hangs there for long is left alone."""
+        """Close the files once no thread reads them; a read that hangs is abandoned."""
         if self.lock.acquire(timeout=deadline.remaining_s()):
             try:
                 records, self.records = self.records, None
@@ -59,106 +59,106 @@ class CachedSource:
 
 @dataclass(slots=True)
 class SourceCache:
-    """Opens recipes, in threads of their own: counting samples may take long, and others are served meanwhile.
+    """Opens recipes in threads of their own, as counting samples may take long.
 
-    One thread calls its methods.
+    Its methods are called by one thread.
 
     Args:
         open_records: opens a recipe.
         allowed_paths: the import paths that may be loaded; None allows all.
-        tell: called with a volume, in the thread that has opened it or could not; then `settle` is due.
+        tell: called with a source when opening has ended, in the thread that opened it; call `settle` then.
     """
 
     open_records: OpenRecords
     allowed_paths: AbstractSet[str] | None
     tell: Callable[[CachedSource], None]
-    _volumes: dict[bytes, CachedSource] = field(
+    _sources: dict[bytes, CachedSource] = field(
         default_factory=dict[bytes, CachedSource]
-    )  # what was asked for last is the last
+    )  # the most recently requested last
     _threads: list[threading.Thread] = field(default_factory=list[threading.Thread])
 
     def open(self, recipe: bytes, rank: int, answer: Callable[[CachedSource], None]) -> CachedSource:
-        """Have a worker read a recipe; `answer` is called once it is known whether it can be opened.
+        """Open a recipe for a worker; `answer` is called when it is open or has failed.
 
         Raises:
-            PeerError: it is no recipe, or the system gives no thread.
-            UsageError: this worker, or all of them, have too many open.
+            PeerError: the recipe is not valid, or the system refuses another thread.
+            UsageError: this worker, or all of them together, have too many sources open.
         """
         key = blake2b(recipe, digest_size=_DIGEST_BYTES).digest()
-        volume = self._volumes.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
-        self._volumes[key] = volume
-        volume.readers.append(rank)
-        if volume.settled:
-            answer(volume)
+        source = self._sources.pop(key, None) or self._begin(key, decode_recipe(recipe), rank)
+        self._sources[key] = source
+        source.readers.append(rank)
+        if source.settled:
+            answer(source)
         else:
-            volume.waiting.append(answer)
-        return volume
+            source.waiting.append(answer)
+        return source
 
-    def settle(self, volume: CachedSource) -> None:
-        """Tell those who wait for this volume; one that cannot be opened is forgotten, as it may be mended."""
-        volume.settled = True
-        waiting, volume.waiting = volume.waiting, []
-        if volume.problem is not None:
-            self._volumes.pop(volume.key, None)
+    def settle(self, source: CachedSource) -> None:
+        """Answer the workers that wait for this source; one that failed is forgotten, so that it can be retried."""
+        source.settled = True
+        waiting, source.waiting = source.waiting, []
+        if source.problem is not None:
+            self._sources.pop(source.key, None)
         for answer in waiting:
-            answer(volume)
+            answer(source)
 
-    def leave(self, volume: CachedSource, rank: int) -> None:
-        """Note that a connection of a worker that opened this has ended; it stays open as long as there is room."""
-        volume.readers.remove(rank)
+    def leave(self, source: CachedSource, rank: int) -> None:
+        """Remove a worker's connection from a source; the source stays open while there is room."""
+        source.readers.remove(rank)
 
     def close(self, deadline: Deadline) -> None:
-        """Close everything; what is still being opened or read then is left alone."""
+        """Close all sources; those still being opened or read are abandoned."""
         for thread in self._threads:
             thread.join(deadline.remaining_s())
-        for volume in self._volumes.values():
-            volume.close(deadline)
-        self._volumes.clear()
+        for source in self._sources.values():
+            source.close(deadline)
+        self._sources.clear()
 
     def _begin(self, key: bytes, recipe: BatchRecipe, rank: int) -> CachedSource:
-        if sum(map(partial(_is_of, rank), self._volumes.values())) >= MAX_OPEN_BY_WORKER:
+        if sum(map(partial(_is_of, rank), self._sources.values())) >= MAX_OPEN_BY_WORKER:
             raise UsageError(
                 f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
                 "read"
             )
         retired = self._make_room()
-        volume = CachedSource(key, rank)
+        source = CachedSource(key, rank)
         thread = threading.Thread(
-            target=self._open, args=(volume, recipe, retired), name="paceline-open-source", daemon=True
+            target=self._open, args=(source, recipe, retired), name="paceline-open-source", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:
             raise PeerError("there is no thread to open a source by") from None
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
-        return volume
+        return source
 
     def _make_room(self) -> list[CachedSource]:
-        """Return the volume that has to be closed for one more, if there is one to be closed."""
-        if len(self._volumes) < MAX_OPEN:
+        """Return an unused source to close for a new one, if there is one."""
+        if len(self._sources) < MAX_OPEN:
             return []
-        unused = next((volume for volume in self._volumes.values() if volume.settled and not volume.readers), None)
+        unused = next((source for source in self._sources.values() if source.settled and not source.readers), None)
         if unused is None:
             raise UsageError(
                 f"the workers read {MAX_OPEN} sources, and a data server serves no more at once: close the loaders "
                 "that have been read"
             )
-        return [self._volumes.pop(unused.key)]
+        return [self._sources.pop(unused.key)]
 
-    def _open(self, volume: CachedSource, recipe: BatchRecipe, retired: list[CachedSource]) -> None:
-        volume.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
+    def _open(self, source: CachedSource, recipe: BatchRecipe, retired: list[CachedSource]) -> None:
+        source.problem = PacelineError("the thread that was to open it failed; the traceback is on its stderr")
         try:
             for other in retired:
                 other.close(Deadline.after(_CLOSING_TIMEOUT_S))
             records = self.open_records(recipe, self.allowed_paths)
-            volume.num_samples, volume.fingerprint = records.num_samples, records.fingerprint()
-            volume.records, volume.problem = records, None
+            source.num_samples, source.fingerprint = records.num_samples, records.fingerprint()
+            source.records, source.problem = records, None
         except CODE_MISHAPS as error:
-            volume.problem = error
+            source.problem = error
         finally:
-            self.tell(volume)
+            self.tell(source)
 
 
-def _is_of(rank: int, volume: CachedSource) -> bool:
-    """Say whether a worker reads this, or has it opened; that may never end, so nobody may begin it without end."""
-    return rank in volume.readers or (not volume.settled and volume.begun_by == rank)
+def _is_of(rank: int, source: CachedSource) -> bool:
+    """Return whether a worker reads this source, or is the one that has it opened."""
+    return rank in source.readers or (not source.settled and source.begun_by == rank)

@@ -1,1 +1,1 @@
-"""Where samples come from, and how batches are made of them."""
+"""Sources of samples, and the batches made from them."""

@@ -1,4 +1,4 @@
-"""Which batch is wanted, and what comes of it."""
+"""A batch request and its result."""
 
 from __future__ import annotations
 

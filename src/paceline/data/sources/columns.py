@@ -1,4 +1,4 @@
-"""Samples that lie in columns: arrays of numpy and tensors, mapped into memory, gathered straight into a batch."""
+"""Samples in columns: numpy arrays and tensors, memory-mapped and gathered straight into a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of an open source: records are decoded, transformed and put side by side."""
+"""Batches of an open source: records are decoded, transformed and collated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of training examples: which ones are meant, and reading pieces of them."""
+"""Input files of a source: finding them by path or pattern, and reading pieces of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files as samples."""
+"""Samples from the rows of Parquet files."""
 
 from __future__ import annotations
 

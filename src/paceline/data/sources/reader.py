@@ -1,4 +1,4 @@
-"""Who gives a loader its batches, wherever they are made."""
+"""Interface through which a loader gets its batches, locally or from data servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How batches come about, as plain data: it travels to the data servers, which make the same batches of it."""
+"""Batch recipe: a source and how to batch it, as plain data that any data server turns into the same batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe becomes where it is opened: batches by the indices of their samples."""
+"""An opened recipe, which makes batches from the indices of their samples."""
 
 from __future__ import annotations
 

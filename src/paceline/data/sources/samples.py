@@ -1,4 +1,4 @@
-"""An open source: samples by their index."""
+"""Interface of an open source: samples by index."""
 
 from __future__ import annotations
 

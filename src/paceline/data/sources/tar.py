@@ -154,7 +154,7 @@ class _Index:
                 yield folder + slash + stem, extension.lower(), content or self._followed(name)
 
     def _is_file(self, member: TarInfo) -> bool:
-        """Say whether something belongs to the samples; raises DataError where it should, and cannot be read."""
+        """Return whether a member belongs to the samples; raises DataError where it should, and cannot be read."""
         if member.isdir() or member.type == _VOLUME_LABEL:
             return False
         if not (member.isreg() or member.islnk() or member.issym()):

@@ -1,4 +1,4 @@
-"""Lines of text files as samples."""
+"""Samples from the lines of text files."""
 
 from __future__ import annotations
 

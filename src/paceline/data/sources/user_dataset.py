@@ -1,4 +1,4 @@
-"""Datasets and transforms of your own, by import path."""
+"""User-defined datasets and transforms, named by import path."""
 
 from __future__ import annotations
 

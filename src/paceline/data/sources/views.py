@@ -1,4 +1,4 @@
-"""Tensors over memory of arrays, also where that may only be read."""
+"""Tensors over the memory of arrays, including read-only ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline compare`: run a script under several strategies and lay them side by side."""
+"""`paceline compare`: run a script under several strategies and show them side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison as one picture: loss against time and against samples, bytes and memory."""
+"""Figure of a comparison: loss against time and against samples, bytes and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: a strategy by its text, and how many workers share the work."""
+"""One entry of a comparison: a strategy and a number of workers."""
 
 from __future__ import annotations
 

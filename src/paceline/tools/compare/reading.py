@@ -1,4 +1,4 @@
-"""What a run of a comparison comes to, from its traces."""
+"""Results of one run of a comparison, read from its traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script under one strategy after the other, each in a folder of its own."""
+"""Runs of one script under several strategies, one after the other, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
 from paceline.tools.compare.entry import ComparedEntry
 
-# Over the first the kernel counts what travels, over the second nobody.
+# The kernel counts the traffic of the first only.
 Carrier = Literal["tcp", "shm"]
 
 # Who made a run fail, as its last line says, and what that one wrote; lines that are indented only say where it was.
@@ -68,7 +68,7 @@ class RunEnded:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether somebody stopped it, and with it the comparison."""
+        """Whether it was interrupted, and with it the comparison."""
         return self.code in _FROM_SIGNALS and "stopped by" in self.last_words
 
 

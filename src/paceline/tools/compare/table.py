@@ -1,4 +1,4 @@
-"""The comparison in numbers: as a table, and as JSON."""
+"""Numbers of a comparison, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a worker of the demo computes: simulated by sleeping, so that two cores carry the work of four machines."""
+"""Simulated compute time of the demo's workers: they sleep, so that two cores show the pace of four machines."""
 
 from __future__ import annotations
 

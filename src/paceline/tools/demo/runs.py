@@ -1,4 +1,4 @@
-"""The runs that the demo compares: what each is called, how it is started, and what is to be said about it."""
+"""Runs that the demo compares: their titles, commands and captions."""
 
 from __future__ import annotations
 

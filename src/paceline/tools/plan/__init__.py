@@ -1,1 +1,1 @@
-"""What fits on which devices, and how long a step takes, before anything runs."""
+"""Planner: what fits on which devices, and how long a step takes, before anything runs."""

@@ -1,4 +1,4 @@
-"""How a batch is shared: among replicas, and within a replica among micro-batches."""
+"""Division of a batch among replicas, and within a replica among micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy needs and how long it takes: memory of each role, bytes and seconds of a step."""
+"""Estimate of a strategy: memory of each role, and bytes and seconds of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module from a function in a file, made on the meta device: shapes without memory."""
+"""Module loaded from a function in a file, on the meta device: shapes without memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SUFFIX: Final = ".py"
 
 
 def is_place(text: str) -> bool:
-    """Say whether this is meant as "file.py:function" and not as the name of a model."""
+    """Return whether this is meant as "file.py:function" and not as the name of a model."""
     return ":" in text or text.endswith(_SUFFIX)
 
 

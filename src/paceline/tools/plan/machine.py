@@ -1,4 +1,4 @@
-"""Where a model is to be trained: devices, the links between them, and how many of each."""
+"""Hardware to plan for: devices, their number, and the links between them."""
 
 from __future__ import annotations
 

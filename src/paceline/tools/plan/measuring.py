@@ -1,4 +1,4 @@
-"""Attention as fused kernels compute it: without a matrix of scores that the backward pass would need."""
+"""Cost of attention as fused kernels compute it: without storing the matrix of scores for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory each role needs, by what lies in it.
+"""Memory that each role needs, by kind of content.
 
 Every formula is bytes of one device. Nothing but what has to be there is counted: the interpreter, the libraries, and
 what an allocator cannot use come on top.

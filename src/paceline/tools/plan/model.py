@@ -1,4 +1,4 @@
-"""What is planned for: a model as a row of layers, each by what it costs for one sample."""
+"""Model to plan for: a sequence of layers, each with its cost for one sample."""
 
 from __future__ import annotations
 

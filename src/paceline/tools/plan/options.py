@@ -1,4 +1,4 @@
-"""What the command line says of a model, of machines and of strategies."""
+"""Command-line options of a plan: models, machines and strategies."""
 
 from __future__ import annotations
 

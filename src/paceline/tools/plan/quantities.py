@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: "24GB", "1.5B", "10us"."""
+"""Numbers with units, parsed and printed: "24GB", "1.5B", "10us"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `paceline.parallelize` will say of a module: where it can be cut into stages, over how many ranks split."""
+"""Rules of `paceline.parallelize` for a module: where it can be cut into stages, and over how many ranks split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies to look at, and which one to take, with the reason in words."""
+"""Search over strategies: which to consider, and the recommended one with its reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage gets: neighbours, so that the dearest stage is as cheap as it can be."""
+"""Assignment of consecutive layers to pipeline stages, so that the most expensive stage is as cheap as possible."""
 
 from __future__ import annotations
 

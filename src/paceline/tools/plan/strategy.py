@@ -1,4 +1,4 @@
-"""How training is distributed: a mesh of data, pipeline and tensor parallelism, and what joins the replicas."""
+"""Training strategy to plan for: a mesh of data, pipeline and tensor parallelism, and the link between replicas."""
 
 from __future__ import annotations
 

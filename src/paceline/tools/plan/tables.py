@@ -1,4 +1,4 @@
-"""What is shown of a plan: tables to read, and the same numbers as JSON."""
+"""Output of a plan: tables to read, and the same numbers as JSON."""
 
 from __future__ import annotations
 

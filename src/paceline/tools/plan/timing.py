@@ -1,4 +1,4 @@
-"""How long communication takes, by the formulas of the papers. Bytes a second are those one way; both ways are free."""
+"""Communication times by published formulas. Bandwidth is bytes a second in one direction, free in both at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that everybody knows, by their published size and shape."""
+"""Well-known transformer models, by their published size and shape."""
 
 from __future__ import annotations
 

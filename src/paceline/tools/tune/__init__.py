@@ -1,1 +1,1 @@
-"""Search over hyperparameters: many runs of a script, and which of them goes on."""
+"""Hyperparameter search: many runs of a script, the worst of which are stopped early."""

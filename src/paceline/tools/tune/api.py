@@ -1,4 +1,4 @@
-"""`paceline.tune`: a search from a program, and what `paceline tune` does."""
+"""`paceline.tune`: the search behind `paceline tune`, as a Python function."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def tune(
         if folder.task != task:
             raise UsageError(f"{path} holds another search, script or arguments: name another folder")
         return pursue(folder, terms, progress=progress)
-    return pursue(Folder.begin(path, task), terms, progress=progress)
+    return pursue(Folder.create(path, task), terms, progress=progress)
 
 
 def check_needed() -> None:

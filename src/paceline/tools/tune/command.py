@@ -73,7 +73,7 @@ def tune(
         raise UsageError("expected a file that says what is searched, and a script; or --resume with a folder")
     else:
         task = describe_task(search, script, args, run)
-        folder = Folder.begin(out or Path("runs", f"tune-{search.stem}"), task)
+        folder = Folder.create(out or Path("runs", f"tune-{search.stem}"), task)
     tuned = pursue(folder, terms, progress=progress)
     _tell(tuned, folder)
     return 1 if tuned.best is None else 0

@@ -1,4 +1,4 @@
-"""A search as it goes: a table on a terminal, elsewhere a line for each trial that has ended."""
+"""Live display of a search: a table on a terminal, elsewhere a line for each trial that has ended."""
 
 from __future__ import annotations
 

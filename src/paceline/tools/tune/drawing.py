@@ -1,4 +1,4 @@
-"""A search as one picture: what each trial came to, how each went, and which parameters made the difference."""
+"""Figure of a search: the result and the course of each trial, and the importance of each parameter."""
 
 from __future__ import annotations
 

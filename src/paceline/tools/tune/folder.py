@@ -1,4 +1,4 @@
-"""The folder of a search: what is searched, the journal, a folder for each trial, and what came of it."""
+"""Folder of a search: its task, the journal, a folder for each trial, and the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Folder:
         self.task = task
 
     @classmethod
-    def begin(cls, path: Path, task: SearchTask) -> Self:
+    def create(cls, path: Path, task: SearchTask) -> Self:
         """Make a folder for a new search.
 
         Raises:

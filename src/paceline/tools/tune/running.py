@@ -1,4 +1,4 @@
-"""One trial as a process: a `paceline run` of its own, what its traces tell while it runs, and how it has ended."""
+"""One trial as a process: a `paceline run` of its own, its progress from its traces, and its outcome."""
 
 from __future__ import annotations
 

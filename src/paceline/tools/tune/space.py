@@ -1,4 +1,4 @@
-"""What is searched: parameters and what each may be, the method, and what counts as better. Checked before all else."""
+"""Search space: parameters and their ranges, the search method and the objective, validated before a search starts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _NEW_TRIAL: Final = 4  # the operation of a line that begins a trial; the number
 
 @final
 class _Alone(JournalFileOpenLock):
-    """No lock: whoever writes has the folder for itself, by a lock that does not outlive a killed process."""
+    """No lock: the folder has one that does not outlive a killed process."""
 
     def acquire(self) -> bool:
         return True
