@@ -57,7 +57,7 @@ def _picture(holdings: Holdings) -> dict[str, Any]:
         "waiting": len(dense_tables._waiting),
         "members": core.members,
         "clocks": dict(core._clocks._of),
-        "versions": {name: (table.version, table.closing.clock) for name, table in core.tables.items()},
+        "versions": {name: (table.version, table.commit.clock) for name, table in core.tables.items()},
         "rows": {name: len(served.store) for name, served in holdings.row_tables.tables.items()},
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.error_report import complain
+from paceline.launch.error_report import report_error
 
 
 def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_the_call(
@@ -22,5 +22,5 @@ def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_th
     script.write_text("import wraps_a_call\n\nwraps_a_call.call()\n")
     with pytest.raises(UsageError) as caught:
         runpy.run_path(str(script))
-    complain(caught.value, str(script))
+    report_error(caught.value, str(script))
     assert f"at {script}:3; run with --traceback for more" in capsys.readouterr().err

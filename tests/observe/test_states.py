@@ -132,7 +132,7 @@ def test_a_run_whose_workers_have_ended_says_so_of_none(stage: Stage) -> None:
 
 
 def test_many_states_are_counted() -> None:
-    rows = [WorkerRow(worker, 1, None, 0.0, None, 0.0, 0.0, "dead since 14:03:22") for worker in range(12)]
+    rows = [WorkerRow(worker, 1, None, 0.0, None, 0.0, 0.0, state="dead since 14:03:22") for worker in range(12)]
     line = plain_line(rows, 1.0)
     assert line.endswith("worker 7 dead since 14:03:22 and 4 more")
     assert "lead -  |" in line

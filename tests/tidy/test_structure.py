@@ -15,7 +15,7 @@ MAX_FIRST_LINE = 90  # of a top folder: what fits into its box in the picture
 SHARED_NAMES = {"Faults": 2}  # simulate.scenario and data.sources.batches
 # Modules named as text by a folder that stands below them, which an import contract cannot see: may only become fewer.
 NAMED_FROM_BELOW = {
-    "src/paceline/launch/forkserver/child.py: paceline.api.script",  # imported before processes are forked from it
+    "src/paceline/launch/plan.py: paceline.api.script",  # imported before processes are forked from it
     "src/paceline/launch/plan.py: paceline.api.threads",  # a command: python -m paceline.api.threads
 }
 

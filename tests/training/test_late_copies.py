@@ -61,7 +61,7 @@ class Reader:
 
 
 @dataclass
-class LateCourier:
+class LateDeviceCopies:
     """Treats tensors of the host as if they were on a device."""
 
     serves: Callable[[Tensor], bool]
@@ -102,22 +102,22 @@ def matrices(tensor: Tensor) -> bool:
 
 
 @dataclass
-class Couriers:
+class AllDeviceCopies:
     """Those of all workers of a test."""
 
     serves: Callable[[Tensor], bool] = everything
     hides: bool = True
-    made: list[LateCourier] = field(default_factory=list)
+    made: list[LateDeviceCopies] = field(default_factory=list)
 
-    def serving(self, tensors: object) -> LateCourier:
-        self.made.append(LateCourier(self.serves, self.hides))
+    def serving(self, tensors: object) -> LateDeviceCopies:
+        self.made.append(LateDeviceCopies(self.serves, self.hides))
         return self.made[-1]
 
 
 @pytest.fixture
-def couriers(monkeypatch: pytest.MonkeyPatch) -> Couriers:
-    made = Couriers()
-    monkeypatch.setattr("paceline.training.optimizer.Courier", made)
+def couriers(monkeypatch: pytest.MonkeyPatch) -> AllDeviceCopies:
+    made = AllDeviceCopies()
+    monkeypatch.setattr("paceline.training.optimizer.DeviceCopies", made)
     return made
 
 
@@ -170,7 +170,7 @@ def run(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
 @pytest.mark.parametrize("serves", [everything, matrices])
 @pytest.mark.parametrize("loop", [plain, clipped, twice, replaced, absent_now_and_then])
 def test_gradients_are_there_before_they_are_sent(
-    tmp_path: Path, couriers: Couriers, overlap: bool, serves: Callable[[Tensor], bool], loop: Loop
+    tmp_path: Path, couriers: AllDeviceCopies, overlap: bool, serves: Callable[[Tensor], bool], loop: Loop
 ) -> None:
     couriers.serves = serves
 
@@ -190,7 +190,7 @@ def test_gradients_are_there_before_they_are_sent(
 @pytest.mark.parametrize("carrier", ["memory", "shm", "tcp"])
 @pytest.mark.parametrize("consistency", ["bsp", "essp:0", "bound=0,visible=on_clock,deliver=on_clock,backups=0"])
 def test_values_stay_while_devices_read_them(
-    tmp_path: Path, couriers: Couriers, carrier: str, consistency: str
+    tmp_path: Path, couriers: AllDeviceCopies, carrier: str, consistency: str
 ) -> None:
     def work(worker: Session) -> Tensor:
         model = mlp()
@@ -208,7 +208,7 @@ def test_values_stay_while_devices_read_them(
         assert sum(reader.done for reader in device_copies.readers) >= 4 * 6, "whoever brought new values has waited"
 
 
-def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, couriers: Couriers) -> None:
+def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path, couriers: AllDeviceCopies) -> None:
     def work(worker: Session) -> list[int]:
         model = mlp()
         optimizer = paceline.distributed(sgd(model), overlap=True, model=model)
@@ -224,7 +224,7 @@ def test_copies_begin_while_backward_runs_and_are_not_made_twice(tmp_path: Path,
     assert run_job(tmp_path, work) == [[0, 4, 4]]
 
 
-def test_copies_that_block_are_not_begun_while_backward_runs(tmp_path: Path, couriers: Couriers) -> None:
+def test_copies_that_block_are_not_begun_while_backward_runs(tmp_path: Path, couriers: AllDeviceCopies) -> None:
     couriers.hides = False
 
     def work(worker: Session) -> list[int]:
@@ -239,7 +239,7 @@ def test_copies_that_block_are_not_begun_while_backward_runs(tmp_path: Path, cou
 
 
 def test_without_overlap_nothing_is_copied_before_the_script_says_that_gradients_are_final(
-    tmp_path: Path, couriers: Couriers
+    tmp_path: Path, couriers: AllDeviceCopies
 ) -> None:
     """Torch does not notice every change: `GradScaler.unscale_` is one that it does not count."""
 
@@ -259,7 +259,7 @@ def test_without_overlap_nothing_is_copied_before_the_script_says_that_gradients
 
 def test_a_gradient_that_leaves_its_device_does_not_meet_its_older_copy() -> None:
     weight = nn.Parameter(torch.zeros(4))
-    away: Any = LateCourier(lambda tensor: tensor is weight or bool(tensor[0] == 1))
+    away: Any = LateDeviceCopies(lambda tensor: tensor is weight or bool(tensor[0] == 1))
     gradients = Gradients(FlatParameters.over({"w": weight}), in_place=False, device_copies=away)
     buffer = torch.empty(4)
     gradients.attach(buffer)
@@ -272,7 +272,7 @@ def test_a_gradient_that_leaves_its_device_does_not_meet_its_older_copy() -> Non
 
 def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
     weight = nn.Parameter(torch.zeros(4))
-    away: Any = LateCourier(everything)
+    away: Any = LateDeviceCopies(everything)
     gradients = Gradients(FlatParameters.over({"w": weight}), in_place=False, device_copies=away)
     gradients.attach(torch.empty(4))
     weight.grad = torch.ones(4)
@@ -282,7 +282,7 @@ def test_another_gradient_in_the_same_place_is_copied_as_well() -> None:
     assert away.num_begun == 2
 
 
-def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: Couriers) -> None:
+def test_nothing_is_copied_into_memory_that_was_sent(tmp_path: Path, couriers: AllDeviceCopies) -> None:
     """As when a parameter is used by another module than its own, so that nobody has waited for its values."""
 
     def work(worker: Session) -> list[int]:

@@ -140,7 +140,7 @@ def test_workers_learn_what_a_plain_loop_learns(tmp_path: Path, strategy: LocalS
     check_against_plain(tmp_path, strategy, adam, num_steps=10)
 
 
-def take_and_forget(fragment: Fragment, merge: float, take: Any = Fragment.take) -> None:
+def take_and_forget(fragment: Fragment, merge: float, take: Any = Fragment.merge_values) -> None:
     before = fragment._anchor.clone()
     take(fragment, merge)
     fragment._anchor.copy_(before)
@@ -148,7 +148,7 @@ def take_and_forget(fragment: Fragment, merge: float, take: Any = Fragment.take)
 
 MUTANTS: dict[str, tuple[type, str, Any]] = {
     "new minus old": (Fragment, "write_way", lambda f, out: (f.flat.pack_values(out), out.sub_(f._anchor))),
-    "a push repeats the one before": (Fragment, "take", take_and_forget),
+    "a push repeats the one before": (Fragment, "merge_values", take_and_forget),
     "samples do not weigh": (
         Fragment,
         "push",

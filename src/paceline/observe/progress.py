@@ -244,19 +244,18 @@ def plain_line(rows: Sequence[WorkerRow], elapsed_s: float) -> str:
     loss = _mean([row.loss for row in rows if row.loss is not None and not row.state.startswith(DEAD)])
     samples_per_s = sum(row.samples_per_s for row in rows)
     tells_samples = samples_per_s > 0 or any(row.loss is not None for row in rows)
+    refused = [row.num_refused for row in rows]
     parts = [
         f"{elapsed_s:.0f} s",
         "clock " + _listed([f"{row.clock}" for row in rows], [row.clock for row in rows]),
         "lead " + _listed(["-" if row.lead is None else f"+{row.lead}" for row in rows], [row.lead for row in rows]),
         *([] if loss is None else [f"loss {loss:.4f}"]),  # what the script does not tell is left out
+        *(["refused " + _listed([f"{num}" for num in refused], refused)] if any(refused) else []),
         *([f"{samples_per_s:,.0f} samples/s"] if tells_samples else []),
         "communication " + _shares([row.comm_share for row in rows]),
         "waiting " + _shares([row.wait_share for row in rows]),
         *_states(rows),
     ]
-    if any(row.num_refused for row in rows):
-        refused = [row.num_refused for row in rows]
-        parts.insert(3, "refused " + _listed([f"{num}" for num in refused], refused))
     return "  |  ".join(parts)
 
 
@@ -297,7 +296,7 @@ def _table(rows: Sequence[WorkerRow], elapsed_s: float) -> Table:
             f"{row.clock}",
             "-" if row.lead is None else f"+{row.lead}" if row.lead else "slowest",
             "-" if row.loss is None else f"{row.loss:.4f}",
-            f"{row.samples_per_s:,.0f}" if row.samples_per_s else "-",
+            f"{row.samples_per_s:,.0f}",
             f"{row.comm_share:.0%}",
             f"{row.wait_share:.0%}",
             row.state or _bar(row.wait_share),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import PushId
+from paceline.core.partition import holders
 from paceline.core.settings import ServerSettings
 from paceline.errors import ProtocolBug, UsageError
 from paceline.server.hyperparameters import objection
@@ -105,7 +106,7 @@ class DenseTables:
             except (RuntimeError, OSError) as error:  # torch and mmap raise these when memory is short
                 raise UsageError(f"server {self.server} cannot hold table '{spec.name}': {error}") from error
             self.shards[spec.name], self.memories[spec.name], self.specs[spec.name] = shard, memory, spec
-            if self.server == next(part.server for part in parts if part.length):  # one server warns
+            if self.server == holders(parts)[0]:  # one server warns
                 self.same.watch(spec.name, consistency)
         return consistency
 
