@@ -24,7 +24,7 @@ Call = Callable[[Session, Table], object]
         lambda _, w: w.pull(refresh=False),
         lambda _, w: w.pull(exact=True),
         lambda _, w: w.view(),
-        lambda _, w: w.take(w.ask(), lambda cache: None),
+        lambda _, w: w.finish_read(w.start_read(), lambda cache: None),
         lambda ps, _: ps.clock(),
     ],
     ids=["push", "pull", "cached", "exact", "view", "later", "clock"],

@@ -94,7 +94,7 @@ def attack_served(folder: Path, num_messages: int, seed: int) -> None:
         def let_in(rank: int) -> Sender:
             entrance = enter_namespace(location, access, rank, None)
             admitted = entrance.admitted
-            lines[rank, admitted.incarnation] = entrance.line
+            lines[rank, admitted.incarnation] = entrance.transport
             return Sender(admitted.generation, rank, admitted.incarnation)
 
         def connect(who: Hello) -> Connection:

@@ -1,4 +1,4 @@
-"""Partition of a sequence of costs into consecutive pieces whose largest sum is smallest."""
+"""Where a model is cut into stages: as the script says, or so that the largest cost of a stage is smallest."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.model_parallel.balance import balanced_ends
 from paceline.model_parallel.layers import ModelLayer, starts_of
 from paceline.model_parallel.mesh import Mesh
 
@@ -161,25 +162,3 @@ def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: AN
 def _listed(layers: Sequence[ModelLayer]) -> str:
     names = [layer.name for layer in layers]
     return ", ".join(names if len(names) < 8 else [*names[:4], "...", *names[-2:]])
-
-
-def balanced_ends(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Return behind which layers to cut, the last one included."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # worst[end]: the dearest stage when the layers before `end` are cut in the best way; choices say where.
-    worst = [sum_ if end else float("inf") for end, sum_ in enumerate(sums)]
-    choices: list[list[int]] = []
-    for stage in range(1, num_stages):
-        cuts = [0] * len(sums)
-        found = [float("inf")] * len(sums)
-        for end in range(stage + 1, len(sums)):
-            cuts[end] = min(range(stage, end), key=lambda cut: max(worst[cut], sums[end] - sums[cut]))
-            found[end] = max(worst[cuts[end]], sums[end] - sums[cuts[end]])
-        worst = found
-        choices.append(cuts)
-    ends = [len(costs)]
-    for cuts in reversed(choices):
-        ends.insert(0, cuts[ends[0]])
-    return ends

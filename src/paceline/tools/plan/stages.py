@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from paceline.model_parallel.cutting import balanced_ends
+from paceline.model_parallel.balance import balanced_ends
 from paceline.tools.plan.model import PlannedLayer
 
 
