@@ -195,6 +195,7 @@ def test_a_large_pull_and_a_file_travel_in_parts(tmp_path: Path, monkeypatch: py
         assert torch.equal(users.pull(ids), rows)
         assert torch.equal(users.pull(ids.view(10, 20)), rows.view(10, 20, 2))
         assert torch.equal(users.pull_later(ids[:33]).result(), rows[:33])
+        assert torch.equal(users.pull(range(400)), torch.zeros(400, 2).index_copy(0, ids, rows))  # in turns
         with pytest.raises(UsageError, match="400 rows are asked for at once, expected at most 320"):
             users.pull_later(range(400))
         with pytest.raises(UsageError, match="a push has 201 rows, expected at most 200"):

@@ -7,7 +7,8 @@ from tests.mutants.catalogue import READERS, SERVER, Mutant
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
 ROW_TABLES, SUBSCRIPTIONS, OPENED = "server/row_tables.py", "server/row_tables.py", "worker/rows/opened.py"
-KEYS = "update/filters/key_cache.py"
+KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
+ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"
 
 # Found without torch, by the cores with rows in plain Python around them.
 CORE_MUTANTS: tuple[Mutant, ...] = (
@@ -64,6 +65,68 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     ),
 )
 
+# No sound server lets these show: only the cores themselves can be asked.
+NOT_IN_REHEARSALS = frozenset({"the server's bound is not checked", "a lost delivery is not told of"})
+
+# Found in rehearsals: the order in which answers and deliveries come, and what readers are told of their own pushes.
+ORDER_MUTANTS: tuple[Mutant, ...] = (
+    *(mutant for mutant in CORE_MUTANTS if mutant.name not in NOT_IN_REHEARSALS),
+    Mutant("an answer of an older clock is sent", READERS, "if pull.needs <= clock]", "if pull.needs <= clock + 1]"),
+    Mutant(
+        "a delivery does not say which own pushes are in it",
+        TABLES,
+        "return Delivered(self.name, clock, self.version, dedup.settled_in(self.name), includes, since)",
+        "return Delivered(self.name, clock, self.version, dedup.settled_in(self.name), (), since)",
+    ),
+    Mutant(
+        "no server is said to have rows on their way",
+        ROW_READS,
+        "return {s for r in self._open.values() if r.table == table for s in (*r.fetching, *r.delivering)}",
+        "return set()",
+    ),
+    Mutant(
+        "a push of rows is applied once for each copy", DEDUP, "return self._answers.get(push.id.seq)", "return None"
+    ),
+    # What stands for the nodes of workers and servers in a rehearsal: these show what its checkers see.
+    Mutant(
+        "rehearsed: own pushes are not added to rows that come",
+        ACTOR,
+        "kept[place] = SeenPart(length, clock, own, self._added(history, effect.server, place))",
+        "kept[place] = SeenPart(length, clock, own)",
+    ),
+    Mutant(
+        "rehearsed: own pushes do not show in rows that are kept",
+        ACTOR,
+        "added=kept[row].added | {push_id.seq})",
+        "added=kept[row].added)",
+    ),
+    Mutant(
+        "rehearsed: own pushes are added to rows that have them",
+        ACTOR,
+        "if history.keyed and p.seq in own and p in history.touched]:",
+        "if history.keyed and p.seq in own and p in ()]:",
+    ),
+    Mutant(
+        "rehearsed: an answered push is forgotten though rows without it are on their way",
+        ACTOR,
+        "set(range(history.num_servers)) - rows.awaited(table) - delivering",
+        "set(range(history.num_servers)) - delivering",
+    ),
+    Mutant(
+        "rehearsed: a late notice ends a newer subscription",
+        SUBSCRIBED,
+        "if notice.request > self.last_request:",
+        "if 1:",
+    ),
+    Mutant("rehearsed: a reader that keeps one row less is sent none", SUBSCRIBED, "-= notice.rows", "-= self.rows"),
+    Mutant(
+        "rehearsed: subscribed after the reply",
+        SUBSCRIBED,
+        "        self.rows |= rows\n",
+        "        self.rows |= {row for row in rows if self.last_request >= 0}\n",
+    ),
+)
+
 # Found by whole nodes.
 NODE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("rows may be one clock too old", READS, "clocks < (needs if", "clocks < (needs - 1 if"),
@@ -112,7 +175,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hyperparameters reach the servers of one push",
         OPENED,
-        "            self._told.clear()\n\n    def tell",
-        "\n    def tell",
+        "            self._told.clear()\n\n    def resend_hyper",
+        "\n    def resend_hyper",
     ),
 )

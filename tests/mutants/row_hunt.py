@@ -1,6 +1,7 @@
-"""Hunts a mutant in row tables: `python -m tests.mutants.row_hunt cores|nodes SEEDS` prints what killed it.
+"""Hunts a mutant in row tables: `python -m tests.mutants.row_hunt cores|order|nodes SEEDS` prints what killed it.
 
-Exit code 1 means killed. The cores are asked directly first, and then rehearsed; neither needs torch.
+Exit code 1 means killed. The cores are asked directly first, and then rehearsed; neither needs torch. "order" is the
+simulator alone, whose checkers know nothing of the code.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
+from paceline.simulate.lives import Violation
 
 _OF_CORES = ("tests.core.test_row_reads", "tests.core.test_row_readers")
 _OF_NODES = ("tests.worker.rows.test_reads", "tests.worker.rows.test_cache", "tests.worker.rows.test_orders")
@@ -22,6 +24,15 @@ def hunt_cores(num_seeds: int) -> str:
     return _ask(_OF_CORES) or next(
         (f"seed {seed}" for seed in range(num_seeds) if _fails(lambda seed=seed: chance(seed))), ""
     )
+
+
+def hunt_order(num_seeds: int) -> str:
+    """Return what was found to be wrong, or nothing."""
+    from tests.simulate.row_swarm import draw_rows
+
+    from paceline.simulate.world import World
+
+    return next((f"seed {seed}" for seed in range(num_seeds) if _fails(World(draw_rows(seed)).run)), "")
 
 
 def hunt_nodes(num_seeds: int) -> str:
@@ -55,12 +66,12 @@ def _ask(modules: tuple[str, ...]) -> str:
 def _fails(check: Callable[[], object]) -> bool:
     try:
         check()
-    except (AssertionError, PacelineError, LookupError):
+    except (AssertionError, PacelineError, LookupError, Violation):
         return True
     return False
 
 
 if __name__ == "__main__":
-    found = {"cores": hunt_cores, "nodes": hunt_nodes}[sys.argv[1]](int(sys.argv[2]))
+    found = {"cores": hunt_cores, "order": hunt_order, "nodes": hunt_nodes}[sys.argv[1]](int(sys.argv[2]))
     print(found)
     raise SystemExit(1 if found else 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.attacks.rogue import row_table
 from tests.data.service.feeders import until
 from tests.nodes.client import NUMEL, ONES, SENDER, WORKER, Client, as_body, client, member, push, serve_table
 from tests.nodes.cluster import Cluster, cluster, open_table, read_values, table
@@ -35,8 +36,8 @@ from paceline.core.messages import (
 )
 from paceline.errors import DeadlineExceeded
 from paceline.update.table import Hyper
-from paceline.wire.messages import Hello, PullFrame, PushFrame
-from paceline.wire.requests import Declare, Initialise, LoadState, RequestDone
+from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPushFrame
+from paceline.wire.requests import Declare, DeclareRows, Initialise, LoadState, RequestDone
 
 
 def read(reader: Client, request: int) -> list[float]:
@@ -159,6 +160,24 @@ def test_a_bare_copy_of_a_held_push_is_answered_from_what_is_held(tmp_path: Path
         worker.hear(Applied)
 
         assert servers.values("w").tolist() == [1.0] * NUMEL
+
+
+def test_a_copy_of_a_held_push_of_rows_counts_once(tmp_path: Path) -> None:
+    ids = torch.tensor([1, 2])
+    parcel = memoryview(bytearray(ids.numpy().tobytes() + torch.ones(2, 2).numpy().tobytes()))
+    with cluster("memory", tmp_path, num_servers=1) as servers, member(servers, 1) as worker:
+        worker.say(DeclareRows(1, row_table("r", consistency="bsp")))
+        worker.hear(RequestDone)
+        held = Push(PushId(1, 1, 0, 0), "r", 0, 0)
+        for sent in (True, True, False):  # a repetition with its rows, and one without
+            frame = RowPushFrame(held, 1.0, (), Keys(2, b"", sent=sent))
+            worker.say(frame, parcel if sent else memoryview(b""))
+            worker.hear(Held)
+        worker.say(Clock(SENDER, 1))
+        worker.hear(Applied)
+        rows = servers.servers[0]._rows.tables["r"].store.read(torch.tensor([1, 2, 3]))
+
+    assert rows.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_pull_of_an_unknown_table_is_refused(tmp_path: Path) -> None:

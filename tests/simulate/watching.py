@@ -30,6 +30,7 @@ from paceline.core.messages import (
     PushRefused,
     WorkerRefused,
 )
+from paceline.simulate.subscribed import Subscribed
 from paceline.simulate.world import TABLE, World
 
 MUST_HAPPEN = (
@@ -72,6 +73,8 @@ MUST_HAPPEN = (
     "rows forgotten because a delivery was lost",
     "an overtaken answer of rows asked for again",
     "a read of rows begun anew",
+    "two reads of rows under way at once",
+    "a change of rows that their reader had given up",
     "rows read by a restarted worker",
 )
 
@@ -84,7 +87,7 @@ class WatchedWorld(World):
     _copies: dict[tuple[str, PushId], int] = field(default_factory=dict[tuple[str, PushId], int])
     _advanced: dict[str, int] = field(default_factory=dict[str, int])
     _own: dict[str, int] = field(default_factory=dict[str, int])  # worker -> sequence number of its newest push
-    _begun: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])  # clock of the newest read
+    _begun: Counter[tuple[str, str, int]] = field(default_factory=Counter[tuple[str, str, int]])  # reads of a clock
 
     def record(self, who: str, event: Any, effects: Any) -> None:
         """Look at one step of a core."""
@@ -132,8 +135,9 @@ class WatchedWorld(World):
                     self.marks["a waiter skipped by a jump released"] += jumped
                 case Serve(message=Delivered(table=table)):
                     life = (effect.worker, effect.incarnation)
-                    changed = self._servers[int(who.split()[1])].changed.get((table, life))
-                    self.marks["rows delivered because they had changed"] += bool(changed)
+                    reader = self._servers[int(who.split()[1])].subscribed.get((table, life), Subscribed())
+                    self.marks["rows delivered because they had changed"] += bool(reader.changed & reader.rows)
+                    self.marks["a change of rows that their reader had given up"] += bool(reader.changed - reader.rows)
                 case Tell(message=Follow()) if isinstance(event, Timeout):
                     self.marks["a follower asked the lead again"] += 1
                 case _:
@@ -193,8 +197,10 @@ class WatchedWorld(World):
                 self.marks["a push of rows that several servers share"] += len(servers) > 1
             case WantRows(table=table):
                 actor = self.actors[int(who.split()[1].split(".")[0])]
-                self.marks["a read of rows begun anew"] += self._begun.get((who, table)) == actor.asked_clock
-                self._begun[who, table] = actor.asked_clock
+                self._begun[who, table, actor.asked_clock] += 1
+                num_begun = self._begun[who, table, actor.asked_clock]
+                self.marks["two reads of rows under way at once"] += num_begun == 2
+                self.marks["a read of rows begun anew"] += num_begun > 2
             case _:
                 pass
         for effect in effects:

@@ -33,13 +33,23 @@ from paceline.core.events import (
 from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.simulate.history import SeenPart, SeenRead
+from paceline.simulate.history import History, SeenPart, SeenRead
 from paceline.simulate.lives import Violation
+from paceline.simulate.subscribed import Unsubscription
 
 if TYPE_CHECKING:
     from paceline.simulate.world import World
 
-_EVICTED = 0.1  # probability that a worker drops a cached row at the start of a read
+_TWICE = 0.5  # probability that a worker reads a table of rows twice at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRead:
+    """A read of some rows of a table; `number` tells those apart that are under way at the same time."""
+
+    table: str
+    number: int
+    rows: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -67,9 +77,12 @@ class SimulatedWorker:
     _arrived: tuple[dict[int, int], int] = field(default_factory=lambda: ({}, 0))
     # By open table, and server; of a row table by row: the cached values.
     _parts: dict[str, dict[int, SeenPart]] = field(default_factory=dict[str, dict[int, SeenPart]])
-    _rows: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])  # rows of the last read
+    _row_reads: dict[int, _RowRead] = field(default_factory=dict[int, _RowRead])  # by request
+    # Own pushes of rows that show on arrival, and the servers whose rows may come without them; which it adds then.
+    _own: dict[PushId, set[int]] = field(default_factory=dict[PushId, set[int]])
+    _unanswered: dict[PushId, set[int]] = field(default_factory=dict[PushId, set[int]])
     _asked: dict[str, int] = field(default_factory=dict[str, int])  # the clock of the last read, by table
-    _reading: set[str] = field(default_factory=set[str])  # tables whose values have not arrived
+    _reading: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])  # reads whose values have yet to come
     _alarm: float | None = None
 
     def __post_init__(self) -> None:
@@ -166,15 +179,55 @@ class SimulatedWorker:
             case Fail():
                 self._fail(effect.reason)
             case Release():
-                pass
+                self._note_answer(effect)
 
     def _install(self, effect: Install | InstallRows) -> None:
         """Store the values in a message; rows that were not requested only while they are cached."""
         own = frozenset(effect.includes) | frozenset(range(effect.settled))
-        kept, (lengths, clock) = self._parts[effect.table], self._arrived
+        history, kept, (lengths, clock) = self.world.histories[effect.table], self._parts[effect.table], self._arrived
+        for push_id in [p for p in self._own if history.keyed and p.seq in own and p in history.touched]:
+            self._note_contained(push_id, {effect.server})
         for place, length in lengths.items():
             if isinstance(effect, Install) or effect.request >= 0 or place in kept:
-                kept[place] = SeenPart(length, clock, own)
+                kept[place] = SeenPart(length, clock, own, self._added(history, effect.server, place))
+
+    def _note_contained(self, push_id: PushId, servers: set[int]) -> None:
+        """Note that all rows that come from these servers contain an own push."""
+        missing = self._own.get(push_id, set[int]())
+        missing -= servers
+        if not missing:
+            self._own.pop(push_id, None)
+
+    def _added(self, history: History, server: int, row: int) -> frozenset[int]:
+        """Return the own pushes of a row that are added to it as it comes, as it may lack them."""
+        if not history.keyed:
+            return frozenset()
+        lacking = (push_id for push_id, missing in self._own.items() if server in missing)
+        return frozenset(push_id.seq for push_id in lacking if row in history.touched.get(push_id, ()))
+
+    def _note_own(self, table: str, push_id: PushId, servers: list[int]) -> None:
+        """Have an own push show at once in the rows that are kept, where servers show it on arrival."""
+        history, kept = self.world.histories[table], self._parts[table]
+        self._own[push_id], self._unanswered[push_id] = set(servers), set(servers)
+        for row in history.touched[push_id] & kept.keys():
+            kept[row] = replace(kept[row], added=kept[row].added | {push_id.seq})
+
+    def _note_answer(self, effect: Release) -> None:
+        """Forget an own push when all have answered it, but where rows may come that were made before."""
+        push_id, unanswered = effect.id, self._unanswered.get(effect.id)
+        if unanswered is None:
+            return
+        unanswered.discard(effect.server)
+        table = self.world.table_of(push_id)
+        history, kept, rows = self.world.histories[table], self._parts[table], self.core.rows
+        if effect.refused:
+            self._note_contained(push_id, {effect.server})
+            for row in [row for row in kept if history.server_of(row) == effect.server]:
+                kept[row] = replace(kept[row], added=kept[row].added - {push_id.seq})
+        if not unanswered:
+            delivering = {s for s in range(history.num_servers) if rows.delivered(table, s) >= 0}
+            self._note_contained(push_id, set(range(history.num_servers)) - rows.awaited(table) - delivering)
+            del self._unanswered[push_id]
 
     def _forget(self, table: str, server: int) -> None:
         history = self.world.histories[table]
@@ -192,35 +245,44 @@ class SimulatedWorker:
         """Read every open table, all at once and all at this clock."""
         self._asked_at, self.asked_clock = self.world.now, self.core.clock
         self._open_tables()
-        self._reading = set(self._parts)
-        for table in self._parts:
-            self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read included this one
+        histories, rng = self.world.histories, self.world.rng
+        again = {table for table in self._parts if histories[table].keyed and rng.random() < _TWICE}
+        self._reading = {(table, number) for table in self._parts for number in range(2 if table in again else 1)}
+        for table, number in sorted(self._reading):
+            self._asked[table] = self.core.clock  # later than `asked_clock` if an earlier read took this worker along
             refresh = self.world.rng.random() < self.world.scenario.refresh
             if self.world.histories[table].keyed:
-                self._evict(table)
-                self._rows[table] = self.world.draw_rows()
-                self._read_rows(table, refresh=refresh)
+                if number == 0:
+                    self._evict(table)
+                self._read_rows(_RowRead(table, number, self.world.draw_rows()), refresh=refresh)
             else:
                 self._handle(WantRead(table, refresh=refresh))
 
     def _evict(self, table: str) -> None:
-        """Drop some cached rows without telling a server, because such a message may be lost."""
-        kept = self._parts[table]
-        self._parts[table] = {row: part for row, part in kept.items() if self.world.rng.random() >= _EVICTED}
+        """Keep some rows no longer, and tell servers that would send them."""
+        kept, history, world = self._parts[table], self.world.histories[table], self.world
+        gone = frozenset(row for row in kept if world.rng.random() < world.scenario.evicted)
+        self._parts[table] = {row: part for row, part in kept.items() if row not in gone}
+        for server in range(history.num_servers) if history.consistency.deliver == "on_clock" else ():
+            mine = frozenset(row for row in gone if history.server_of(row) == server)
+            if mine:
+                world.unsubscribe(self, server, Unsubscription(table, mine, self.core.next_request))
 
-    def _read_rows(self, table: str, *, refresh: bool) -> None:
-        """Request the rows that are not cached, or not fresh enough, as the node does."""
+    def _read_rows(self, read: _RowRead, *, refresh: bool) -> None:
+        """Ask for the rows that are not kept, or not fresh enough, as the node does."""
+        table = read.table
         history, kept, life = self.world.histories[table], self._kept(table), (self.worker, self.incarnation)
         needs = history.consistency.needs(self._asked[table])
         fetch: list[int] = []
         deliver: list[int] = []
         for server in range(history.num_servers):
-            mine = [row for row in self._rows[table] if history.server_of(row) == server]
+            mine = [row for row in read.rows if history.server_of(row) == server]
             lacking = frozenset(row for row in mine if refresh or row not in kept or kept[row].clock < needs)
             if lacking:
                 self.world.note_request(life, self.core.next_request, server, lacking)
                 brought = not refresh and history.consistency.deliver == "on_clock" and lacking <= kept.keys()
                 (deliver if brought else fetch).append(server)
+        self._row_reads[self.core.next_request] = read
         self._handle(WantRows(table, needs, tuple(fetch), tuple(deliver)))
 
     def _kept(self, table: str) -> dict[int, SeenPart]:
@@ -234,17 +296,21 @@ class SimulatedWorker:
     def _on_values(self, done: ReadDone) -> None:
         waited, history = self.world.now - self._asked_at, self.world.histories[done.table]
         life, asked, clock, parts = (self.worker, self.incarnation), self._asked[done.table], done.clock, {}
+        number = 0
         if history.keyed:
-            kept, needs = self._kept(done.table), history.consistency.needs(asked)
-            parts = {row: kept[row] for row in self._rows[done.table] if row in kept and kept[row].clock >= needs}
-            if len(parts) < len(self._rows[done.table]):  # some were dropped meanwhile
-                self._read_rows(done.table, refresh=False)
+            read = self._row_reads.pop(done.request)
+            kept, needs, number = self._kept(done.table), history.consistency.needs(asked), read.number
+            if done.clock < needs:
+                raise Violation(f"SSP2: worker {self.worker} reads rows of clock {needs} and is told {done.clock}")
+            parts = {row: kept[row] for row in read.rows if row in kept and kept[row].clock >= needs}
+            if len(parts) < len(read.rows):  # some went meanwhile
+                self._read_rows(read, refresh=False)
                 return
             clock = min(part.clock for part in parts.values())
         else:
             parts = dict(self._parts[done.table])
         history.read(SeenRead(self.world.now, life, asked, clock, waited, done.source, parts), self.world.members())
-        self._reading.discard(done.table)
+        self._reading.discard((done.table, number))
         if not self._reading:
             self.waited_s += waited
             self._compute()
@@ -275,4 +341,7 @@ class SimulatedWorker:
             history = self.world.histories[table]
             rows = self.world.draw_rows() if history.keyed else frozenset[int]()
             self.world.pushed(table, push_id, self.core.clock, rows)
-            self._handle(WantPush(table, tuple(history.servers_of(push_id))))
+            servers = history.servers_of(push_id)
+            if history.keyed and history.consistency.visible == "on_arrival":
+                self._note_own(table, push_id, servers)
+            self._handle(WantPush(table, tuple(servers)))

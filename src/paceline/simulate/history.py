@@ -37,7 +37,8 @@ class SeenPart:
 
     length: int  # number of updates in them
     clock: int
-    own: frozenset[int]  # sequence numbers of the reader's own pushes in them
+    own: frozenset[int]  # sequence numbers of the reader's own pushes that are in
+    added: frozenset[int] = frozenset()  # of own pushes that the reader has added itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,13 @@ class History:
                     f"SSP3: {_where(read)}: {push_id} is {'in' if inside else 'missing from'} the values of "
                     f"{self._name(place)}, the reader was told otherwise"
                 )
+            adds = self.keyed and self.consistency.visible == "on_arrival"
+            if adds and inside == (push_id.seq in part.added) and not self._is_silent(push_id, place):
+                raise Violation(f"SSP3: {_where(read)} sees its own {push_id} {'twice' if inside else 'never'}")
+
+    def _is_silent(self, push_id: PushId, place: int) -> bool:
+        """Return whether a push shows nowhere in a place: it does not touch it, or was refused."""
+        return not self._touches(push_id, place) or (self.server_of(place), push_id) in self.refused
 
     def _check_contributors(self, clocks: list[int]) -> None:
         applied: dict[int, set[PushId]] = {}

@@ -135,6 +135,8 @@ class Scenario:
     lease_s: float = 0.05
     # Long where no message is lost silently: then no worker may need a retry, and one that waits in vain is found.
     retry_s: float = 0.02
+    # Probability that a worker keeps a row no longer when it begins a read.
+    evicted: float = 0.1
     seed: int = 0
 
     @property

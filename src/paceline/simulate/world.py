@@ -27,6 +27,7 @@ from paceline.simulate.actor import SimulatedWorker
 from paceline.simulate.history import History
 from paceline.simulate.lives import Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
+from paceline.simulate.subscribed import Subscribed, Unsubscription
 
 TABLE, ROWS = "w", "r"  # table names are these and a number; the first dense table has no number
 NUM_ROWS = 6
@@ -40,17 +41,15 @@ class _Server:
     busy_until: float = 0.0
     held: dict[PushId, int] = field(default_factory=dict[PushId, int])  # push -> its clock
     alarm: float | None = None
-    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # events that came while it was busy
-    wakes: bool = False  # whether it is scheduled to handle them once it is free
-    # Of row tables, by table and reader: the requested rows, and those of them to be sent again.
-    subscribed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
-    changed: dict[tuple[str, Life], set[int]] = field(default_factory=dict[tuple[str, Life], set[int]])
+    inbox: deque[ServerEvent] = field(default_factory=deque[ServerEvent])  # what has come while it was busy
+    wakes: bool = False  # it takes that in as soon as it is free
+    subscribed: dict[tuple[str, Life], Subscribed] = field(default_factory=dict[tuple[str, Life], Subscribed])
 
     def note_changed(self, table: str, rows: frozenset[int]) -> None:
-        """Record the rows to be sent again to their readers."""
-        for (name, life), mine in self.subscribed.items():
+        """Note which rows their readers are to be sent again."""
+        for (name, _), mine in self.subscribed.items():
             if name == table:
-                self.changed.setdefault((table, life), set()).update(rows & mine)
+                mine.changed |= rows & mine.rows
 
 
 @dataclass(slots=True)
@@ -206,6 +205,23 @@ class World:
     def note_request(self, life: Life, request: int, server: int, rows: frozenset[int]) -> None:
         """Record the rows that a worker is about to request from a server."""
         self._asked[life, request, server] = rows
+
+    def table_of(self, push_id: PushId) -> str:
+        """Return the table of a push."""
+        return self._table_of[push_id]
+
+    def unsubscribe(self, actor: SimulatedWorker, server: int, notice: Unsubscription) -> None:
+        """Carry to a server which rows a worker keeps no longer; nothing repeats that if it is lost."""
+        life = actor.worker, actor.incarnation
+        link = (*life, server)
+        epoch, subscribed = self._epoch.get(link, 0), self._servers[server].subscribed
+
+        def arrive() -> None:
+            if self._epoch.get(link, 0) == epoch and (notice.table, life) in subscribed:
+                subscribed[notice.table, life].remove(notice)
+
+        if link not in self._down:
+            self._carry(f"worker {life[0]}.{life[1]}", f"server {server}", arrive)
 
     def members(self) -> dict[tuple[int, int], int]:
         """Return the clock of every worker that takes part, independent of what servers believe."""
@@ -367,11 +383,11 @@ class World:
         if not history.keyed:
             return {server: len(history.shards[server].order)}
         if isinstance(message, Delivered):
-            rows = entry.changed.pop((message.table, life), set())
+            rows = entry.subscribed[message.table, life].take()
         else:
             rows = self._asked[life, message.request, server]
             if history.consistency.deliver == "on_clock":
-                entry.subscribed.setdefault((message.table, life), set()).update(rows)
+                entry.subscribed.setdefault((message.table, life), Subscribed()).add(rows, message.request)
         return {row: len(history.shard_of(row).order) for row in sorted(rows)}
 
     def _on_membership(self, server: int, effect: MembershipChanged) -> None:
