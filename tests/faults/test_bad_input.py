@@ -165,8 +165,8 @@ if os.environ["PACELINE_RANK"] == "1":
 OTHER_VERSION = """
 import os
 if os.environ["PACELINE_RANK"] == "1":
-    from paceline.transport import security
-    security.WIRE_VERSION = 99
+    from paceline.transport import handshake
+    handshake.WIRE_VERSION = 99
 """
 
 

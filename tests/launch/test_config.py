@@ -48,7 +48,7 @@ def test_options_come_from_a_file_and_the_command_line_wins(
         started.append(asked)
         return 0
 
-    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr("paceline.tools.run.start", start)
     config = ["run", "--config", str(tmp_path / name), "--quiet"]
     assert cli.answer([*config, "train.py", "--lr=0.1"]) == 0
     assert cli.answer([*config, "-n", "5", "train.py"]) == 0

@@ -315,7 +315,7 @@ def staged(seed: int) -> Iterator[Stage]:
         for module in ("post", "links", "inbox"):
             patch.setattr(f"paceline.server.{module}.threading", threads)
         patch.setattr("paceline.server.node.time", SimpleNamespace(monotonic=lambda: stage.now_s))
-        patch.setattr("paceline.worker.node.Timekeeper", NoTimekeeper)
+        patch.setattr("paceline.worker.node.PeriodicThread", NoTimekeeper)
         patch.setattr("paceline.server.buffers.MIN_MAPPED_BYTES", 1)
         patch.setattr(Acceptor, "get", get)
         for owner, attribute in ((WorkerLock, "changed"), (SendQueue, "_changed")):

@@ -32,7 +32,7 @@ class Clock(int):
 
 def one_more(pushes: Pushes, seq: int, clock: int) -> PushId:
     assert pushes.has_slot("w", clock)
-    buffer = pushes.take("w", shown=False)
+    buffer = pushes.lend("w", shown=False)
     pushes.prepare(buffer, {0: buffer.memory}, PushFrame(NO_PUSH, 1.0, (), ()))
     made = Push(PushId(1, 0, 0, seq), "w", clock, 0)
     pushes.outgoing(made)

@@ -74,9 +74,9 @@ def test_a_worker_does_what_the_loop_on_paper_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make, push_every: int, fetch_every: int
 ) -> None:
     num_pushes, num_fetches = [], []
-    push, ask = Table.push, Table.ask
+    push, ask = Table.push, Table.start_read
     monkeypatch.setattr(Table, "push", lambda *a, **k: num_pushes.append(a[0].name) or push(*a, **k))
-    monkeypatch.setattr(Table, "ask", lambda *a, **k: num_fetches.append(a[0].name) or ask(*a, **k))
+    monkeypatch.setattr(Table, "start_read", lambda *a, **k: num_fetches.append(a[0].name) or ask(*a, **k))
 
     def work(worker: Session) -> list[Tensor]:
         model = mlp().double()

@@ -32,7 +32,7 @@ def built() -> nn.Module:
 def distributed(**asked: object):  # noqa: ANN201
     model = paceline.parallelize(built(), loss=loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return model, paceline.distributed(optimizer, model=model, name=f"model{len(asked)}", **asked)
+    return model, paceline.distributed(optimizer, model=model, **asked)
 
 
 def same(model: nn.Module, whole: nn.Module) -> None:

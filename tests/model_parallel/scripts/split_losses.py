@@ -44,7 +44,7 @@ def entropy(**options: object):  # noqa: ANN201
 
 drawn = torch.Generator().manual_seed(0)
 ids = torch.randint(NUM_WORDS, (8, 5), generator=drawn)
-targets = ids.roster(1, 1)
+targets = ids.roll(1, 1)
 targets[0] = targets[5] = targets[1, 2:] = -100
 weight = torch.rand(NUM_WORDS, generator=drawn)
 CASES = {

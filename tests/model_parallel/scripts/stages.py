@@ -49,7 +49,7 @@ check("one micro-batch", mlp(), inputs, targets, micro_batches=1, schedule="gpip
 check("recomputed", mlp(), inputs, targets, recompute=True, micro_batches=4)
 check("measured", mlp(), inputs, targets, balance=inputs)
 tokens = torch.arange(8 * 5).reshape(8, 5) % 7
-check("layers", seeded(Talker), tokens, tokens.roster(1, 1), tokens_loss)
+check("layers", seeded(Talker), tokens, tokens.roll(1, 1), tokens_loss)
 images, classes = batch(6, 1, 8, 8)
 if size == 2:
     check("placed", convolutional(), images, classes, placement={"features": 0, "classifier": 1})
