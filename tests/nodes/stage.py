@@ -312,8 +312,8 @@ def staged(seed: int) -> Iterator[Stage]:
             return None
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("post", "links", "inbox"):
-            patch.setattr(f"paceline.server.{module}.threading", threads)
+        for module in ("wire.send_queue", "wire.connection", "server.acceptor"):
+            patch.setattr(f"paceline.{module}.threading", threads)
         patch.setattr("paceline.server.node.time", SimpleNamespace(monotonic=lambda: stage.now_s))
         patch.setattr("paceline.worker.node.PeriodicThread", NoTimekeeper)
         patch.setattr("paceline.server.buffers.MIN_MAPPED_BYTES", 1)
