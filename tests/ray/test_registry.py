@@ -112,6 +112,7 @@ def test_what_processes_tell_lies_in_the_launchers_folder(tmp_path: Path) -> Non
         registry.store_news(launch, News([], f"tcp://10.0.0.{launch.rank}:7", b"{}\n", None))
         registry.store_news(launch, News([], "", b"{}\n", None))
 
+    registry.close()
     assert registry.book.poll()
     assert (tmp_path / "run" / "trace" / "server-1.jsonl").read_bytes() == b"{}\n{}\n"
     (tmp_path / "there").mkdir()
