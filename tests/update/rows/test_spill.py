@@ -40,23 +40,24 @@ def mapped_bytes() -> int:
 
 
 def test_rows_beyond_the_budget_are_read_back_exactly(tmp_path: Path) -> None:
+    others = mapped_bytes()  # what tests before this one have left mapped in this process
     store, plain = spilling(tmp_path), store_of(rows_of(RULE, width=64), "")
     random, most = torch.Generator().manual_seed(0), 0
     for clock in range(3):
         for ids in torch.randperm(NUM_ROWS, generator=random).split(NUM_ROWS // 6):
             push_ = RowContribution(ids * 7919 - 10**6, torch.randn(len(ids), 64, generator=random))
             assert torch.equal(store.apply([push_], clock), plain.apply([push_], clock))
-            most = max(most, mapped_bytes())
+            most = max(most, mapped_bytes() - others)
     found = store.statistics()
     assert found.spilled_bytes == NUM_ROWS * (8 + 2 * 64 * 4) > BUDGET
     ids = torch.randint(NUM_ROWS, (1000,), generator=random) * 7919 - 10**6
     assert torch.equal(store.read(ids, 3), plain.read(ids, 3))
-    most = max(most, mapped_bytes())
+    most = max(most, mapped_bytes() - others)
     assert 0 < most <= BUDGET - found.index_bytes
-    assert mapped_bytes() <= found.column_bytes
+    assert mapped_bytes() - others <= found.column_bytes
     assert list(tmp_path.iterdir()) == []
     store.close()
-    assert mapped_bytes() == 0
+    assert mapped_bytes() <= others
 
 
 def test_rows_come_and_go_in_files(tmp_path: Path) -> None:
