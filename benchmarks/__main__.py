@@ -46,6 +46,9 @@ def rows(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, str
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from rows(value, f"{name}.")
+        elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            for each in value:
+                yield from rows(each, f"{each['name']}.")
         elif isinstance(value, list):
             yield name, " to ".join(map(str, value)) if len(value) == 2 else ", ".join(map(str, value))
         elif key != "name":

@@ -1,62 +1,37 @@
 """The dense step beside a peer's: push a gradient on every worker, update with momentum SGD, pull the values (bsp).
 
     python benchmarks/dense.py --peer ddp --workers 2
+    python benchmarks/dense.py --sweep
 
 Both sides are alive all the time and take turns; in each round both take one step on the same gradients.
 """
 
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
-import numpy as np
-import work
 from cyclopts import App, Parameter
-from measuring import NUM_CORES, Copier, Sample, machine, print_json, progress
-from turns import BENCHMARKS, PlayFailed, Side, Stage
+from dense_sides import (
+    PEERS,
+    Peer,
+    Rounds,
+    compare,
+    floor_bytes,
+    num_players,
+    our_command,
+    peer_command,
+    peer_python,
+    take_turns,
+)
+from dense_sweep import sweep as measure_all_sizes
+from measuring import NUM_CORES, Sample, machine, print_json, progress
+from turns import PlayFailed, Stage
 
-Peer = Literal["ddp", "rpc", "ray", "ray-arrays", "tf", "torchft"]
 EXIT_FAILURE: Final = 1
 EXIT_USAGE: Final = 2
-NUM_WARM_UP: Final = 3
 TOLERANCE: Final = 1e-5  # of the values: they are of size 1, and the sides add the gradients in different orders
 
 
-@dataclass(frozen=True, slots=True)
-class PeerProgram:
-    """A peer's program, what it is in words, and whether it needs an environment of its own."""
-
-    title: str
-    script: str
-    environment: str | None  # of its own, by name
-    options: tuple[str, ...] = ()
-
-
-PEERS: Final[dict[str, PeerProgram]] = {
-    "ddp": PeerProgram("DDP over Gloo", "ddp_gloo.py", None),
-    "rpc": PeerProgram("torch.distributed.rpc parameter server", "rpc_server.py", None),
-    "ray": PeerProgram("Ray actor parameter server", "ray_actors.py", "ray"),
-    "ray-arrays": PeerProgram("Ray actors, arrays both ways", "ray_actors.py", "ray", ("arrays",)),
-    "tf": PeerProgram("TensorFlow ParameterServerStrategy", "tf_strategy.py", "tf"),
-    "torchft": PeerProgram("torchft ParameterServer", "torchft_server.py", "torchft"),
-}
-
 app = App(name="dense.py", help="Measure the dense step side by side with a peer.", help_format="plaintext")
-
-
-@dataclass(slots=True)
-class Rounds:
-    """What was measured, one number a round."""
-
-    ours_s: list[float]
-    peer_s: list[float]
-    copy_rate: list[float]  # bytes read and written in a second
-
-    @property
-    def ratio(self) -> Sample:
-        """How many times the peer's step takes as long as ours."""
-        return Sample.of([peer / ours for ours, peer in zip(self.ours_s, self.peer_s, strict=True)])
 
 
 @app.default
@@ -68,6 +43,7 @@ def dense(
     rounds: int = 15,
     transport: Literal["shm", "tcp"] = "shm",
     nonfinite: Literal["ignore", "reject"] = "ignore",
+    sweep: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Take steps of both sides in turn; print the ratio, its spread and the floor.
@@ -87,9 +63,13 @@ def dense(
     nonfinite
         Whether Paceline looks for NaN and infinity in every gradient first (reject, its default), or as the peers do
         applies what comes (ignore): the same work.
+    sweep
+        Measure all sizes beside DDP with default settings instead, as benchmarks/dense_sweep.py does.
     json
         Print only one line of JSON on stdout.
     """
+    if sweep:
+        return measure_all_sizes(json=json)
     python = peer_python(peer)
     if python is None:
         print(
@@ -110,38 +90,6 @@ def dense(
         return EXIT_FAILURE
     tell(peer, workers, parameters, measured, difference, threads, only_json=json)
     return 0 if difference <= TOLERANCE else EXIT_FAILURE
-
-
-def take_turns(ours: Side, theirs: Side, num_parameters: int, num_rounds: int) -> Rounds:
-    """Have both sides take a step a round, each first in every other one; the warm-up is not counted."""
-    copier = Copier(num_parameters)
-    measured = Rounds([], [], [])
-    for number in range(NUM_WARM_UP + num_rounds):
-        for side, times in (pairs := [(ours, measured.ours_s), (theirs, measured.peer_s)])[:: 1 - 2 * (number % 2)]:
-            side.ask("prepare", number % work.NUM_GRADIENTS)
-            times.append(side.ask("step").seconds)
-        measured.copy_rate.append(copier.bytes_per_s())
-        if number == NUM_WARM_UP - 1:
-            for _, times in pairs:
-                times.clear()
-            measured.copy_rate.clear()
-    return measured
-
-
-def compare(folder: Path, ours: Side, theirs: Side) -> float:
-    """Return the largest difference between any of our workers' values and the peer's; all have taken equal steps."""
-    values: list[work.Vector] = []
-    for side in (ours, theirs):
-        written = folder / f"{side.name}-values"
-        written.mkdir()
-        side.ask("write", str(written))
-        values.extend(work.read(path) for path in sorted(written.iterdir()))
-    return max(float(np.abs(each - values[-1]).max()) for each in values)
-
-
-def floor_bytes(num_workers: int, num_parameters: int) -> int:
-    """Return what a step has to move: the gradients read, values and momentum read and written."""
-    return (num_workers + 4) * 4 * num_parameters
 
 
 def tell(
@@ -186,34 +134,6 @@ def tell(
             "tolerance": TOLERANCE,
         }
     )
-
-
-def our_command(num_workers: int, num_parameters: int, transport: str, nonfinite: str) -> list[str]:
-    """Return how Paceline's side is started: as a user would."""
-    options = ["-n", str(num_workers), "--transport", transport, "--quiet"]
-    script = [str(BENCHMARKS / "dense_worker.py"), "{stage}", str(num_parameters), nonfinite]
-    return [sys.executable, "-m", "paceline", "run", *options, *script]
-
-
-def peer_command(peer: str, python: str, num_workers: int, num_parameters: int) -> list[str]:
-    """Return how the peer's side is started."""
-    program = PEERS[peer]
-    script = str(BENCHMARKS / "peers" / program.script)
-    return [python, script, "{stage}", str(num_workers), str(num_parameters), *program.options]
-
-
-def peer_python(peer: str) -> str | None:
-    """Return the interpreter that can run a peer, or None when its environment was not made."""
-    name = PEERS[peer].environment
-    if name is None:
-        return sys.executable
-    environment = BENCHMARKS.parent / ".venv-peers" / name
-    return str(environment / "bin" / "python") if (environment / "complete").exists() else None
-
-
-def num_players(peer: str, num_workers: int) -> int:
-    """Return how many processes of a peer take turns: one where a coordinator speaks for its workers."""
-    return 1 if PEERS[peer].environment in ("ray", "tf") else num_workers
 
 
 def _ms(seconds: list[float]) -> Sample:

@@ -1,4 +1,4 @@
-"""One worker of the dense benchmark over Paceline; run by `paceline run`."""
+"""One worker of the dense benchmarks over Paceline; run by `paceline run`, or alone."""
 
 import sys
 
@@ -23,12 +23,16 @@ def main() -> None:
         optimizer.zero_grad()
         (parameter * gradients[index]).sum().backward()
 
+    def step(_: object) -> None:
+        optimizer.step()
+
     play(
         stage,
         rank,
         {
             "prepare": prepare,
-            "step": lambda _: optimizer.step(),
+            "step": step,
+            "steps": work.steps_of(prepare, step),
             "write": lambda folder: work.write(parameter.detach().numpy(), f"{folder}/{rank}"),
             "threads": lambda _: torch.get_num_threads(),
         },

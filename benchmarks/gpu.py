@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import torch
 import work
 from cyclopts import App, Parameter
-from dense import compare
+from dense_sides import compare
 from measuring import Sample, machine, print_json, progress
 from turns import BENCHMARKS, PlayFailed, Side, Stage
 

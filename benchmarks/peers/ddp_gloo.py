@@ -44,6 +44,7 @@ def worker(stage: str, meeting: str, rank: int, num_workers: int, num_parameters
         {
             "prepare": prepare,
             "step": step,
+            "steps": work.steps_of(prepare, step),
             "write": lambda folder: work.write(parameter.detach().numpy(), f"{folder}/{rank}"),
             "threads": lambda _: torch.get_num_threads(),
         },

@@ -47,6 +47,8 @@ def test_every_benchmark_takes_json() -> None:
 def test_a_result_is_laid_out_in_rows() -> None:
     result: dict[str, object] = {"name": "x", "ms": 1.5, "spread": [1, 2], "wire": {"shm": {"ms": 3}}}
     assert list(rows(result)) == [("ms", "1.5"), ("spread", "1 to 2"), ("wire.shm.ms", "3")]
+    sizes: dict[str, object] = {"name": "x", "sizes": [{"name": "small", "ms": 1}, {"name": "large", "ms": 2}]}
+    assert list(rows(sizes)) == [("small.ms", "1"), ("large.ms", "2")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure for minutes")

@@ -29,6 +29,21 @@ def test_both_sides_end_with_equal_values() -> None:
     assert all(found[key] > 0 for key in ("ours_ms", "peer_ms", "floor_ms"))
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_every_size_is_measured_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "sweep.png"
+    options = ["--sizes", "1000", "--workers", "1", "--workers", "2", "--rounds", "2", "--picture", str(picture)]
+    done = run(ROOT / "benchmarks" / "dense_sweep.py", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [each["name"] for each in found["sizes"]] == ["torch-1-1000", "ddp-1-1000", "ddp-2-1000"]
+    for each in found["sizes"]:
+        assert each["difference"] <= 1e-5
+        assert all(each[key] > 0 for key in ("ratio", "ours_ms", "peer_ms", "floor_ms"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_peer_without_its_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     code = (
