@@ -148,6 +148,11 @@ def with_numbers(name: str, **numbers: Number) -> RuleSpec:
         (with_numbers("NAdam", differentiable=True), "cannot be switched"),
         (with_numbers("Adam", fused=2**62), "cannot be switched"),
         (with_numbers("Adam", fused=True, foreach=True), "fused and foreach at once"),
+        (with_numbers("SGD", nesterov=1, momentum=0.9), "nesterov is 1, expected True or False"),
+        (with_numbers("SGD", weight_decay=True), "weight_decay is True, expected a number"),
+        (with_numbers("Adam", betas=(0.9, 1.0)), "Invalid beta parameter at index 1: 1.0"),
+        (with_numbers("Adam", betas=(0.9, 0.99, 0.9)), r"betas is \(0.9, 0.99, 0.9\), expected 2 numbers"),
+        (RuleSpec("delayed_nesterov", ({"lr": 0.1, "momentum": 0.9, "every": 0},)), "every is 0, expected a whole"),
         (RuleSpec("add", ({"lr": 0.1},)), r"no hyperparameter \['lr'\]"),
         (RuleSpec("delayed_nesterov", ({"lr": 0.1, "momentum": 0.9, "every": 2, "fused": True},)), "no hyperparameter"),
     ],
@@ -159,6 +164,43 @@ def test_a_rule_is_declared_with_its_own_numbers_alone(rule: RuleSpec, reason: s
         for failed in rogue.hear():
             assert isinstance(failed, RequestFailed)
             assert re.search(f"{reason}|has no|no form of", failed.reason), failed.reason
+
+
+# A rule, numbers of a push in place of its own, and what is said of them.
+OUT_OF_RANGE: list[tuple[RuleSpec, dict[str, Any], str]] = [
+    (update.torch_optim("SGD", momentum=0.9, fused=True), {"nesterov": 0}, "nesterov is 0, expected True or False"),
+    (update.torch_optim("SGD", momentum=0.9), {"weight_decay": True}, "weight_decay is True, expected a number"),
+    (update.torch_optim("Adam"), {"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+    (update.torch_optim("Adam"), {"betas": (-1.0, 0.9)}, "Invalid beta parameter"),
+    (update.torch_optim("RAdam"), {"betas": (0.9, 2.0)}, "Invalid beta parameter"),
+    (update.Adagrad(lr=0.1), {"lr_decay": -1.0}, "Invalid lr_decay value: -1.0"),
+    (update.DelayedNesterov(lr=0.1, every=2), {"every": 0}, "every is 0, expected a whole number"),
+]
+
+
+def test_a_push_with_numbers_that_a_step_cannot_take_is_refused_and_harms_nothing(victim: Target) -> None:
+    """Torch checks ranges when an optimizer is made, and trusts in them at a step: the table would break for all."""
+    with rogue_in(victim.servers, 1) as rogue:
+        for index, (rule, numbers, _) in enumerate(OUT_OF_RANGE):
+            table, seq = f"out of range {index}", 1_000 + 2 * index
+            rogue.say(Declare(LAST + 10 + 2 * index, dense(table, 4, rule=rule)))
+            rogue.say(Initialise(LAST + 11 + 2 * index, table), bytes_of(VALUES))
+            rogue.say(rogue.frame(seq, table, hyper=({**rule.groups[0], **numbers},)), ONES)
+            rogue.say(rogue.frame(seq + 1, table, hyper=({**rule.groups[0], "lr": 0.5},)), ONES)
+        heard = rogue.hear()
+    pushed = [answer for answer in heard if isinstance(answer, PushRefused | Applied)]
+    assert [type(answer) for answer in pushed] == [PushRefused, Applied] * len(OUT_OF_RANGE)
+    for refused, (_, _, reason) in zip(pushed[::2], OUT_OF_RANGE, strict=True):
+        assert isinstance(refused, PushRefused)
+        assert reason in refused.reason
+
+
+def test_zero_and_one_stand_for_false_and_true_as_in_torch() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=True, nesterov=1)  # pyright: ignore[reportArgumentType]
+    numbers = update.from_optimizer(sgd).groups[0]
+    assert (numbers["momentum"], numbers["nesterov"]) == (1, True)
+    assert [type(numbers[key]) for key in ("momentum", "nesterov", "fused")] == [int, bool, type(None)]
 
 
 @pytest.mark.parametrize("switches", [dict.fromkeys(SWITCHES, 1), dict.fromkeys(SWITCHES, 2**62), {"foreach": "yes"}])

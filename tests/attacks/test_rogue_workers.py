@@ -359,17 +359,18 @@ def test_rows_that_are_given_up_twice_are_given_up(victim: Target) -> None:
 
 
 def test_a_rule_that_gives_up_breaks_its_table_and_no_other(victim: Target) -> None:
-    nonsense = RuleSpec("torch.optim.Adam", ({**ADAM, "betas": 0.5},))
+    boom = RuleSpec("tests.attacks.endings:OnCall", ({"how": 2},))
 
     def attack(rogue: Rogue) -> None:
-        rogue.say(Declare(7, dense("broken", rule=nonsense)))
-        rogue.say(DeclareRows(8, row_table("broken rows", rule=nonsense)))
+        rogue.say(Declare(7, dense("broken", rule=boom)))
+        rogue.say(Declare(8, dense("sound")))
         for seq in range(2):
             rogue.say(rogue.frame(seq, "broken"), ONES)
+        rogue.say(rogue.frame(2, "sound"), ONES)
 
     heard = outcome(victim, attack)
-    assert [type(message) for message in heard] == [RequestDone, RequestDone, PushRefused, PushRefused]
-    for refused in heard[2:]:
+    assert [type(message) for message in heard] == [RequestDone, RequestDone, PushRefused, PushRefused, Applied]
+    for refused in heard[2:4]:
         assert isinstance(refused, PushRefused)
         assert "table 'broken' takes no more pushes on server 0" in refused.reason
-        assert "TypeError" in refused.reason
+        assert "Boom" in refused.reason

@@ -247,7 +247,7 @@ def _objection(spec: TableSpec, frame: PushFrame) -> str:
     if frame.hyper and len(frame.hyper) != len(groups):
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
     for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
-        problem = objection(given, known)
+        problem = objection(spec.rule.name, given, known)
         if problem:
             return f"hyperparameters of group {number}: {problem}"
     return ""

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from math import isfinite
 
+from paceline.update.named_rules import numbers_problem
 from paceline.update.rules import Hyper, Number
 from paceline.update.torch_rule import SWITCHES
 
 _MOST = 1 << 63  # of a whole number, for torch
 
 
-def objection(given: Hyper, known: Hyper) -> str:
+def objection(rule: str, given: Hyper, known: Hyper) -> str:
     """Return what is wrong with the hyperparameters of one group, "" if they are valid.
 
-    >>> objection({"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    >>> objection("torch.optim.Adam", {"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
     ''
-    >>> objection({"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
+    >>> objection("torch.optim.Adam", {"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
     "missing ['eps'], not a number ['lr']"
-    >>> objection({"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
+    >>> objection("torch.optim.Adam", {"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
     "other than declared ['fused']"
     """
+    if given == known and list(map(type, given.values())) == list(map(type, known.values())):
+        return ""
     problems = {
         "missing": known.keys() - given.keys(),
         "unknown": given.keys() - known.keys(),
         "other than declared": {key for key in SWITCHES if key in given and given[key] != known.get(key)},
         "not a number": {key for key, value in given.items() if not _is_like(value, known.get(key, value))},
     }
-    return ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
+    told = ", ".join(f"{what} {[key[:50] for key in sorted(keys)[:9]]}" for what, keys in problems.items() if keys)
+    return told or numbers_problem(rule, given)
 
 
 def _is_like(given: Number | tuple[Number, ...], known: Number | tuple[Number, ...]) -> bool:

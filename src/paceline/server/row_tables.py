@@ -415,5 +415,5 @@ def _objection(spec: RowTableSpec, frame: RowPushFrame) -> str:
             return f"it stands for {count} samples, expected a number >= 0"
     if len(frame.hyper) > 1:
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has 1"
-    problem = objection(frame.hyper[0], spec.rule.groups[0]) if frame.hyper else ""
+    problem = objection(spec.rule.name, frame.hyper[0], spec.rule.groups[0]) if frame.hyper else ""
     return f"hyperparameters: {problem}" if problem else ""

@@ -19,8 +19,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from paceline.errors import UsageError
+from paceline.update import torch_rule
 from paceline.update.kernels import OWN_NUMBERS, Kernel, kernel_of
-from paceline.update.rules import Granularity, Number, Quorum, RuleSpec, UpdateRule
+from paceline.update.rules import Granularity, Hyper, Number, Quorum, RuleSpec, UpdateRule
 from paceline.update.torch_rule import PREFIX, TorchRule, check_groups, from_optimizer, torch_optim
 from paceline.update.user_code import build_own, missing_members, own_code, split_path
 
@@ -329,6 +330,16 @@ def runs_in_torch(spec: RuleSpec) -> bool:
     return spec.name.startswith(PREFIX) and kernel_of(spec) is None
 
 
+def numbers_problem(rule: str, numbers: Hyper) -> str:
+    """Return why a rule does not take the values of these hyperparameters, "" if it does, or is not one of ours."""
+    if rule.startswith(PREFIX):
+        return torch_rule.numbers_problem(rule, numbers)
+    every = numbers.get("every", 1)
+    if rule == "delayed_nesterov" and not (type(every) is int and every >= 1):
+        return f"every is {every}, expected a whole number of at least 1"
+    return ""
+
+
 def _check_hyper(spec: RuleSpec) -> None:
     """Raise UsageError for hyperparameters that a rule of ours does not have."""
     if spec.name.startswith(PREFIX):
@@ -338,3 +349,5 @@ def _check_hyper(spec: RuleSpec) -> None:
         unknown = sorted({key for group in spec.groups for key in group} - set(known))[:3]
         if unknown:
             raise UsageError(f"The update rule {spec.name} has no hyperparameter {unknown}, expected {list(known)}.")
+        for problem in filter(None, (numbers_problem(spec.name, group) for group in spec.groups)):
+            raise UsageError(f"The update rule {spec.name}: {problem}.")

@@ -76,7 +76,7 @@ def from_optimizer(optimizer: torch.optim.Optimizer) -> RuleSpec:
     name = PREFIX + cls.__name__
     optimizer_class(name)
     groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
-    return RuleSpec(name, tuple(hyper_of(group, name) for group in groups))
+    return RuleSpec(name, tuple(_with_flags(name, hyper_of(group, name)) for group in groups))
 
 
 def hyper_of(group: Mapping[str, object], owner: str = "the optimizer") -> Hyper:
@@ -98,7 +98,7 @@ def pushed_hyper(groups: Sequence[Mapping[str, object]], rule: RuleSpec) -> tupl
     """
     return tuple(
         {
-            **hyper_of({key: group[key] for key in declared}, rule.name),
+            **_with_flags(rule.name, hyper_of({key: group[key] for key in declared}, rule.name)),
             **{key: declared[key] for key in SWITCHES if key in declared},
         }
         for group, declared in zip(groups, rule.groups, strict=True)
@@ -121,8 +121,67 @@ def check_groups(rule: RuleSpec) -> None:
             raise UsageError(
                 f"{rule.name} (group {number}): {', '.join(odd or _LOCAL_ONLY)} cannot be switched on a server."
             )
+        problem = numbers_problem(rule.name, group)
+        if problem:
+            raise UsageError(f"{rule.name} (group {number}): {problem}")
     if any(group.get("fused") for group in rule.groups) and any(group.get("foreach") for group in rule.groups):
         raise UsageError(f"{rule.name} is to be fused and foreach at once: give all groups one of the two, or neither.")
+
+
+def numbers_problem(rule: str, numbers: Hyper) -> str:
+    """Return why a class of torch.optim does not take these hyperparameters, "" if it does.
+
+    Its constructor checks their ranges, and a step trusts in them: with a beta of 1 it divides by zero. The step size
+    may be any number, as a scheduler changes it later.
+
+    >>> numbers_problem("torch.optim.Adam", {"lr": -1.0, "betas": (0.9, 1.0), "eps": 1e-8})
+    'Invalid beta parameter at index 1: 1.0'
+    >>> numbers_problem("torch.optim.SGD", {"lr": 0.1, "momentum": True, "nesterov": 1})
+    'momentum is True, expected a number; nesterov is 1, expected True or False'
+    """
+    flags, kept = _flags(rule), {k: v for k, v in numbers.items() if k not in SWITCHES and v is not None}
+    expected = {key: _expected(rule, key, value) for key, value in kept.items()}
+    odd = [f"{key} is {str(kept[key])[:40]}, expected {what}" for key, what in expected.items() if what]
+    return "; ".join(odd) or _refusal(rule, frozenset((key, kept[key]) for key in kept.keys() - flags - {"lr"}))
+
+
+def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
+    """Return what a hyperparameter should be, "" if its type and the length of a tuple are right."""
+    default = inspect.signature(optimizer_class(rule)).parameters.get(key)
+    length = len(default.default) if default is not None and isinstance(default.default, tuple) else 0
+    if length and not (isinstance(value, tuple) and len(value) == length):
+        return f"{length} numbers"
+    is_flag = key in _flags(rule)
+    if any(isinstance(item, bool) != is_flag for item in (value if isinstance(value, tuple) else (value,))):
+        return "True or False" if is_flag else "a number"
+    return ""
+
+
+@lru_cache(maxsize=256)
+def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...]]]) -> str:
+    try:
+        _construct(optimizer_class(rule), [{"params": [nn.Parameter(torch.zeros(1, 1))]}], dict(numbers))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        return str(error)[:200]
+    return ""
+
+
+@lru_cache(maxsize=64)
+def _flags(rule: str) -> frozenset[str]:
+    """Return the hyperparameters of a class of torch.optim that are True or False, without the switches."""
+    parameters = inspect.signature(optimizer_class(rule)).parameters.items()
+    return frozenset({"decoupled_weight_decay", *(k for k, v in parameters if isinstance(v.default, bool))}) - set(
+        SWITCHES
+    )
+
+
+def _with_flags(rule: str, numbers: Hyper) -> Hyper:
+    """Return numbers with 0 and 1 in place of True and False, and the other way round, where the class expects that."""
+    flags = _flags(rule)
+    return {
+        key: bool(value) if key in flags else int(value) if isinstance(value, bool) and key not in SWITCHES else value
+        for key, value in numbers.items()
+    }
 
 
 def _plain(key: str, value: object, owner: str) -> Number | tuple[Number, ...]:
