@@ -26,7 +26,7 @@ PEOPLE_LEFT = {
     "collective": 7,
     "core": 18,
     "data": 24,
-    "docs": 79,
+    "docs": 5,
     "examples": 10,
     "job": 15,
     "launch": 37,
