@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
@@ -55,6 +56,14 @@ class FaultyConnection:
         finally:
             self._changed.release()
 
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames, or fail to, each with a fate of its own; see `Connection.try_send`."""
+        if not all(self._inner.has_room(body) for _, body in frames):
+            return False
+        for header, body in frames:
+            self.send(header, body, timeout_s=timeout_s)
+        return True
+
     def has_room(self, body: memoryview) -> bool:
         """Return whether a frame would leave at once; see `Connection.has_room`."""
         return self._inner.has_room(body)
@@ -62,6 +71,10 @@ class FaultyConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._inner.receive(timeout_s=timeout_s, place=place)
+
+    def has_frame(self) -> bool:
+        """Return whether the next frame is here; see `Connection.has_frame`."""
+        return self._inner.has_frame()
 
     def close(self) -> None:
         """End the connection, and lose the frames held back; see `Connection.close`."""
