@@ -174,15 +174,20 @@ def test_a_hold_that_ends_by_an_error_sends_what_it_holds() -> None:
     assert gate.taken == [(b"done", b"")]
 
 
-def test_a_hold_is_released_before_a_wait() -> None:
+def test_a_hold_is_suspended_during_a_wait_for_all_threads() -> None:
     gate, hold = Gate(), SendHold()
     post = SendQueue(gate, on_broken=gate.close, hold=hold)
     with hold:
-        post.send(b"question")
-        hold.release()
-        assert gate.taken == [(b"question", b"")]
-        post.send(b"next")
-    assert gate.num_together == [1, 1]
+        post.send(b"push")
+        with hold.suspended():
+            assert gate.num_together == [1]
+            with hold:  # as a thread does that receives an answer meanwhile
+                post.send(b"clock")
+                post.send(b"used")
+            assert gate.num_together == [1, 2]
+        post.send(b"pull")
+        assert gate.num_together == [1, 2]
+    assert [header for header, _ in gate.taken] == [b"push", b"clock", b"used", b"pull"]
 
 
 @pytest.mark.parametrize(("size_bytes", "num"), [(0, MAX_TOGETHER), (6000, 3)])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, final
@@ -38,8 +39,8 @@ class _Frame(NamedTuple):
 class SendHold:
     """Has queues hold small frames while it is entered, so that the frames to each peer leave together at its end.
 
-    It may be entered again inside. A thread that is about to wait for an answer calls `release` first. Not thread-safe:
-    enter, leave, release and send under one lock.
+    It may be entered again inside. A thread that waits inside suspends it meanwhile: what it waits for may need frames
+    of other threads. Not thread-safe: enter, leave, suspend and send under one lock.
 
     Example:
         >>> hold = SendHold()
@@ -72,6 +73,16 @@ class SendHold:
     def add(self, queue: SendQueue) -> None:
         """Note that a queue holds frames."""
         self._queues.append(queue)
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """Send the frames that are held so far, and hold none inside this block."""
+        depth, self._depth = self._depth, 0
+        self.release()
+        try:
+            yield
+        finally:
+            self._depth += depth
 
     def release(self) -> None:
         """Send the frames that are held so far."""
