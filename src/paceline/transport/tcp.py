@@ -8,6 +8,7 @@ from typing import Final, final
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, Secret, check_identity, strip_scheme
 from paceline.transport.buffers import check_size, fresh_buffer
+from paceline.transport.carrier import Carrier
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.handshake import Handshake, HandshakeResult, TokenHandshake, introduce_within
@@ -116,6 +117,16 @@ class TcpTransport:
 
     def _welcome(self, greeted: HandshakeResult, peer: str) -> StreamConnection:
         return StreamConnection(greeted, peer, self._limits, InlinePayloads())
+
+
+def _free_address(host: str, folder: str, name: str) -> str:
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+
+
+CARRIER: Final = Carrier(
+    lambda job: TcpTransport(job.secret(), tls=job.tls(), notice=job.notice),
+    _free_address,
+)
 
 
 def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:
