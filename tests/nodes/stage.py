@@ -285,7 +285,7 @@ class StagedTransport:
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StagedConnection:
         there, back = Lane(), Lane()
         if address not in self._listeners:
-            raise PeerError(f"nobody listens at {address}")
+            raise PeerError(f"no listener at {address}")
         self._listeners[address].waiting.append(StagedConnection(self, "client", identity, back, there))
         return StagedConnection(self, address, identity, there, back)
 

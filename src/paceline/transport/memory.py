@@ -265,7 +265,7 @@ class MemoryTransport:
         there, back = _FrameQueue(), _FrameQueue()
         accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits, self._regions)
         if listener is None or not listener.offer(accepted):
-            raise PeerError(f"nobody listens at {full}")
+            raise PeerError(f"no listener at {full}")
         return MemoryConnection(full, identity, there, back, self._limits, self._regions)
 
     def forget(self, listener: MemoryListener) -> None:

@@ -219,7 +219,7 @@ def _open(path: Path, peer: str, timeout_s: float) -> socket.socket:
         raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
-        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+        raise PeerError(f"no listener at {peer}: the server is not up yet, gone, or elsewhere") from None
     except OSError as error:
         sock.close()
         raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error

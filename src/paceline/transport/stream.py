@@ -185,7 +185,7 @@ class StreamConnection:
         """End the connection; see `Connection.close`."""
         self._end("it was closed here")
         self._readable = False
-        # The shut channel has woken both directions; once they are out, nobody can touch a reused descriptor.
+        # The shut channel has woken both directions; once they are out, no thread can touch a reused descriptor.
         with self._closing, self._sending, self._receiving:
             if not self._closed:
                 self._closed = True

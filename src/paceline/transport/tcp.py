@@ -136,7 +136,7 @@ def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) 
         sock.settimeout(max(timeout_s, 0.001))
         sock.connect((host, port))
         if sock.getsockname() == sock.getpeername():
-            # With nobody listening, the kernel may connect a socket on that very port to itself.
+            # Without a listener, the kernel may connect a socket on that very port to itself.
             raise ConnectionRefusedError
         _tune(sock)
     except TimeoutError:
@@ -144,7 +144,7 @@ def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) 
         raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except ConnectionRefusedError:
         sock.close()
-        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+        raise PeerError(f"no listener at {peer}: the server is not up yet, gone, or elsewhere") from None
     except OSError as error:
         sock.close()
         raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error
