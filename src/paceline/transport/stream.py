@@ -134,7 +134,10 @@ class StreamConnection:
     def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
         """Send frames by one system call; see `Connection.try_send`."""
         checked = [(header, self._checked(header, body)) for header, body in frames]
-        if not all(self._is_light(body) for _, body in checked) or not self._sending.acquire(blocking=False):
+        for _, body in checked:
+            if body.nbytes > _SMALL_BYTES and self._bodies.place(body) is None:
+                return False
+        if not self._sending.acquire(blocking=False):
             return False
         try:
             self._check_open()
@@ -150,7 +153,8 @@ class StreamConnection:
 
     def has_room(self, body: memoryview) -> bool:
         """Return whether a frame would leave at once: a small one, or one in shared memory; see `Connection`."""
-        return self._is_light(flat(body)) and self._channel.has_room()
+        is_light = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
+        return is_light and self._channel.has_room()
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
@@ -204,10 +208,6 @@ class StreamConnection:
             )
         return body
 
-    def _is_light(self, body: memoryview) -> bool:
-        """Return whether a flat body takes little room in the stream."""
-        return body.nbytes <= _SMALL_BYTES or self._bodies.place(body) is not None
-
     def _check_open(self) -> None:
         if self._ended is not None:
             raise ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
@@ -229,7 +229,8 @@ class StreamConnection:
 
     def _send_frames(self, frames: Sequence[tuple[bytes, memoryview]], deadline: Deadline, timeout_s: float) -> None:
         """Write frames by one system call, and one more for each that brings a descriptor."""
-        self._retirements += b"".join(map(_retirement, self._bodies.take_retired()))
+        for segment in self._bodies.take_retired():
+            self._retirements += encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))
         buffers: list[bytes | memoryview] = [self._retirements] if self._retirements else []
         for header, body in frames:
             placement = self._bodies.place(body) if body.nbytes else None
@@ -272,7 +273,7 @@ class StreamConnection:
     def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
         """Read prefix and header and allocate the body; None when the frame only retires a segment."""
         ahead = self._ahead
-        prefix = self._next_prefix(deadline)
+        prefix = self._prefix or self._next_prefix(deadline)
         start = ahead.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)
         header = bytes(start[PREFIX_BYTES:])
         if prefix.kind is not Kind.INLINE:
@@ -303,7 +304,3 @@ def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> 
     kind = Kind.SHARED if placement.descriptor is None else Kind.SHARED_FIRST
     region = placement.region
     return encode_prefix(Prefix(kind, len(header), body.nbytes, region.number, placement.offset, region.size_bytes))
-
-
-def _retirement(segment: int) -> bytes:
-    return encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))
