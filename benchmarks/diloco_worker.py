@@ -7,7 +7,7 @@ inner optimizer. Worker 0 prints what came of it as one line of JSON for each st
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -71,11 +71,27 @@ class CountedConnection:
         self.inner.send(header, body, timeout_s=timeout_s)
         self.counts.note(header, body)
 
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames together."""
+        is_sent = self.inner.try_send(frames, timeout_s=timeout_s)
+        if is_sent:
+            for header, body in frames:
+                self.counts.note(header, body)
+        return is_sent
+
+    def has_room(self, body: memoryview) -> bool:
+        """Return whether a body would be sent at once."""
+        return self.inner.has_room(body)
+
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame."""
         frame = self.inner.receive(timeout_s=timeout_s, place=place)
         self.counts.note(frame.header, frame.body)
         return frame
+
+    def has_frame(self) -> bool:
+        """Return whether the next frame is here."""
+        return self.inner.has_frame()
 
     def close(self) -> None:
         """End the connection."""

@@ -28,7 +28,8 @@ from paceline.observe.runs import decode_lines
 from paceline.serve.manifest import Manifest
 from paceline.serve.messages import EnterFrame, decode_answer, decode_enter_frame
 from paceline.serve.messages import encode as encode_words
-from paceline.transport import Limits, TcpTransport, TlsSettings
+from paceline.transport import Frame, Limits, TcpTransport, TlsSettings
+from paceline.transport.base import receive_all
 from paceline.transport.channel import OutOfTime, SocketChannel
 from paceline.transport.deadline import Deadline
 from paceline.transport.frames import Kind, Prefix, encode_prefix
@@ -198,6 +199,28 @@ def test_frames(data: bytes) -> None:
 
         is_read_or_refused(read_all, PeerError)
         connection.close()
+
+
+def frames_of(data: bytes, read: Callable[[StreamConnection], list[Frame]]) -> list[tuple[bytes, bytes]]:
+    """Read a stream to its end, or to where it is refused."""
+    frames: list[tuple[bytes, bytes]] = []
+    with stream_of(data) as channel:
+        connection = StreamConnection(HandshakeResult(channel, b""), "peer", Limits(), InlinePayloads())
+
+        def read_all() -> None:
+            while True:
+                frames.extend((frame.header, bytes(frame.body)) for frame in read(connection))
+
+        is_read_or_refused(read_all, PeerError)
+        connection.close()
+    return frames
+
+
+@given(any_bytes(FRAME, FRAME * 9, FRAME * 100))
+@settings(deadline=None, max_examples=60)
+def test_frames_read_together_are_those_read_one_by_one(data: bytes) -> None:
+    one_by_one = frames_of(data, lambda connection: [connection.receive(timeout_s=1)])
+    assert frames_of(data, lambda connection: receive_all(connection, timeout_s=1)) == one_by_one
 
 
 @given(any_bytes(hello(b"worker 3") + bytes(32)))

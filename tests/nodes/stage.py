@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty
@@ -212,8 +212,15 @@ class StagedConnection:
                 come.append(bytes(part))
         self._out.is_taken = False
 
-    def has_room(self, body: memoryview) -> bool:
-        return self._stage.dice.random() < 0.5
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        if self._stage.dice.random() < 0.5:
+            return False
+        for header, body in frames:
+            self.send(header, body, timeout_s=timeout_s)
+        return True
+
+    def has_frame(self) -> bool:
+        return False  # so that others may go on before each
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         self._stage.pause("a frame", lambda: bool(self._in.frames) or self._in.is_over)
@@ -278,7 +285,7 @@ class StagedTransport:
     def connect(self, address: str, identity: bytes, *, timeout_s: float) -> StagedConnection:
         there, back = Lane(), Lane()
         if address not in self._listeners:
-            raise PeerError(f"nobody listens at {address}")
+            raise PeerError(f"no listener at {address}")
         self._listeners[address].waiting.append(StagedConnection(self, "client", identity, back, there))
         return StagedConnection(self, address, identity, there, back)
 

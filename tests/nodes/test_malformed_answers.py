@@ -12,7 +12,7 @@ from tests.nodes.cluster import cluster
 from paceline.core.messages import Applied, Delivered, Fetched, Joined, PushId, Ticked
 from paceline.errors import PeerError
 from paceline.transport.base import EMPTY, Frame
-from paceline.wire.answers import read_answer_of
+from paceline.wire.malformed import read_answer_of
 from paceline.wire.messages import KeysWanted, encode
 from paceline.worker.whole_calls import _read_piece
 

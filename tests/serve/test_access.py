@@ -63,9 +63,9 @@ def test_nobody_there_is_told_with_the_address(monkeypatch: pytest.MonkeyPatch) 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with told_in_time(PeerError, rf"cannot reach paceline://127.*:{port}/a: nobody listens .*`paceline serve`"):
+        with told_in_time(PeerError, rf"cannot reach paceline://127.*:{port}/a: no listener .*`paceline serve`"):
             paceline.connect(f"paceline://127.0.0.1:{port}/a", token=TOKEN)
-        with told_in_time(PeerError, rf"cannot reach paceline://localhost:{port}/default: nobody listens"):
+        with told_in_time(PeerError, rf"cannot reach paceline://localhost:{port}/default: no listener"):
             paceline.connect(f"paceline://localhost:{port}", token=TOKEN)
         taken.listen()
         with told_in_time(DeadlineExceeded, rf"paceline://127\.0\.0\.1:{port}/a does not answer: waited .* s for the"):

@@ -74,7 +74,7 @@ def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch
         return answers[0]
 
     monkeypatch.setattr(calling, "look_up", look_up)
-    with pytest.raises(paceline.errors.PeerError, match=r"cannot reach paceline://localhost:1/a: nobody listens"):
+    with pytest.raises(paceline.errors.PeerError, match=r"cannot reach paceline://localhost:1/a: no listener"):
         paceline.connect("paceline://localhost:1/a", token=bytes(range(32)))
     assert answers == [["127.0.0.1"]]
 

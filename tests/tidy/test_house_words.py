@@ -40,9 +40,7 @@ PEOPLE_LEFT = {
     "tests": 134,
     "tools": 11,
     "training": 14,
-    "transport": 29,
     "update": 17,
-    "wire": 3,
     "worker": 22,
 }
 

@@ -24,7 +24,7 @@ from paceline.training.local_sgd import LocalSGD
 from paceline.training.local_sgd_optimizer import Fragment
 from paceline.training.local_sgd_rounds import ExchangeRounds
 from paceline.training.resolve import choose_strategy
-from paceline.transport.base import EMPTY
+from paceline.transport.base import Frame
 from paceline.transport.memory import MemoryConnection
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -188,13 +188,13 @@ def test_with_an_exchange_after_every_step_of_sgd_it_is_bsp(tmp_path: Path) -> N
 
 def test_bytes_fall_by_the_steps_of_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Counter[str] = Counter()
-    plain_send = MemoryConnection.send
+    pack = MemoryConnection._pack
 
-    def send(connection: MemoryConnection, header: bytes, body: memoryview = EMPTY, **rest: Any) -> None:
+    def count_and_pack(connection: MemoryConnection, header: bytes, body: memoryview) -> tuple[Frame, int]:
         sent.update(header=len(header), body=body.nbytes)
-        plain_send(connection, header, body, **rest)
+        return pack(connection, header, body)
 
-    monkeypatch.setattr(MemoryConnection, "send", send)
+    monkeypatch.setattr(MemoryConnection, "_pack", count_and_pack)
     at_start = Barrier(2, action=sent.clear)
     num_steps, num_parameters = 12, 40_000
 

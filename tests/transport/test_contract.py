@@ -7,10 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.transport.carriers import Carrier, Pair, connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
-from paceline.transport import EMPTY, Limits
+from paceline.transport import EMPTY, Frame, Limits
+from paceline.transport.base import MAX_TOGETHER, receive_all
 
 
 def test_echo(pair: Pair) -> None:
@@ -305,10 +308,10 @@ def test_identity_is_bounded(carrier: Carrier) -> None:
         carrier.transport.connect(carrier.address, bytes(1025), timeout_s=1)
 
 
-def test_nobody_listens(carrier: Carrier) -> None:
+def test_no_listener(carrier: Carrier) -> None:
     listener = carrier.transport.listen(carrier.address)
     listener.close()
-    with pytest.raises(PeerError, match="nobody listens"):
+    with pytest.raises(PeerError, match="no listener"):
         carrier.transport.connect(listener.address, b"", timeout_s=2)
 
 
@@ -376,3 +379,125 @@ def test_there_is_no_room_for_a_frame_that_would_wait(pair: Pair) -> None:
     for _ in range(num_sent):
         assert len(pair.server.receive(timeout_s=5).body) == len(body)
     assert pair.client.has_room(body)
+
+
+def received(pair: Pair, num: int) -> list[Frame]:
+    frames: list[Frame] = []
+    while len(frames) < num:
+        frames += receive_all(pair.server, timeout_s=5)
+    return frames
+
+
+def test_frames_that_are_sent_together_arrive_in_order_each_with_its_body(pair: Pair) -> None:
+    bodies = [EMPTY, memoryview(b"gradient"), memoryview(os.urandom(5000)), EMPTY, memoryview(b"x")]
+    frames = [(bytes([number]) * number, body) for number, body in enumerate(bodies)]
+    assert pair.client.try_send(frames, timeout_s=5)
+    got = received(pair, len(frames))
+    assert [(frame.header, bytes(frame.body)) for frame in got] == [(header, bytes(body)) for header, body in frames]
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_frames_that_have_arrived_are_handed_over_together(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    pair = connect_pair(carrier.transport, carrier.address)
+    frames = [(bytes([number]), EMPTY) for number in range(MAX_TOGETHER + 6)]
+    assert pair.client.try_send([*frames[:3], (b"last", memoryview(b"of four"))], timeout_s=5)
+    assert len(receive_all(pair.server, timeout_s=5)) == 4
+    assert not pair.server.has_frame()
+    assert pair.client.try_send(frames, timeout_s=5)
+    assert [len(receive_all(pair.server, timeout_s=5)) for _ in range(2)] == [MAX_TOGETHER, 6]
+    pair.close()
+
+
+def test_shared_and_plain_bodies_are_sent_together(pair: Pair) -> None:
+    first, second = pair.transport.allocate(50_000), pair.transport.allocate(30_000)
+    first[:], second[:] = bytes(range(250)) * 200, bytes(range(250)) * 120
+    for body in (first, second):  # so that all carriers know them, and none has to wait
+        pair.client.send(b"known", body, timeout_s=5)
+        pair.server.receive(timeout_s=5)
+    bodies = [first[:100], memoryview(b"plain"), second[7:107], first[50:60], EMPTY]
+    assert pair.client.try_send([(b"h", body) for body in bodies], timeout_s=5)
+    assert [bytes(frame.body) for frame in received(pair, 5)] == [bytes(body) for body in bodies]
+
+
+def test_memory_that_a_peer_has_never_seen_is_sent_together_with_other_frames(pair: Pair) -> None:
+    memories = [pair.transport.allocate(1000) for _ in range(3)]
+    for number, memory in enumerate(memories):
+        memory[:] = bytes([number]) * 1000
+    bodies = [memories[0], EMPTY, memories[1][10:20], memories[0][5:9], memories[2]]
+    assert pair.client.try_send([(b"h", body) for body in bodies], timeout_s=5)
+    assert [bytes(frame.body) for frame in received(pair, 5)] == [bytes(body) for body in bodies]
+
+
+def test_bodies_that_arrive_together_go_each_to_its_place(pair: Pair) -> None:
+    places = {b"a": bytearray(4), b"b": bytearray(2)}
+    frames = [(b"a", memoryview(b"1234")), (b"-", EMPTY), (b"b", memoryview(b"56"))]
+    assert pair.client.try_send(frames, timeout_s=5)
+    got: list[Frame] = []
+    while len(got) < 3:
+        got += receive_all(pair.server, timeout_s=5, place=lambda header, _: memoryview(places[header]))
+    assert places == {b"a": b"1234", b"b": b"56"}
+
+
+def test_frames_before_one_that_is_refused_are_handed_over(pair: Pair) -> None:
+    def place(header: bytes, size_bytes: int) -> memoryview | None:
+        if header == b"bad":
+            raise PeerError(f"{size_bytes} bytes are too many")
+        return None
+
+    frames = [(b"good", memoryview(b"1")), (b"also", EMPTY), (b"bad", memoryview(b"22")), (b"never", EMPTY)]
+    assert pair.client.try_send(frames, timeout_s=5)
+    got: list[bytes] = []
+
+    def read_on() -> None:
+        while True:
+            got.extend(frame.header for frame in receive_all(pair.server, timeout_s=5, place=place))
+
+    with pytest.raises(PeerError):
+        read_on()
+    assert got == [b"good", b"also"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm"])
+def test_no_frame_is_sent_beside_one_over_the_limits(kind: str, tmp_path: Path) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    pair = connect_pair(carrier.transport, carrier.address)
+    with pytest.raises(UsageError, match="limits"):
+        pair.client.try_send([(b"small", EMPTY), (bytes(Limits().max_header_bytes + 1), EMPTY)], timeout_s=5)
+    pair.client.send(b"next", timeout_s=5)
+    assert pair.server.receive(timeout_s=5).header == b"next"
+    pair.close()
+
+
+def test_nothing_is_sent_where_one_would_wait(pair: Pair) -> None:
+    body, num_sent = memoryview(bytes(16 << 10)), 0
+    while pair.client.try_send([(b"small", EMPTY), (b"more", body)], timeout_s=5):
+        num_sent += 2
+        assert num_sent < 1 << 13
+    for number in range(num_sent):
+        assert pair.server.receive(timeout_s=5).header == (b"small", b"more")[number % 2]
+    assert not pair.server.has_frame()
+    pair.client.send(b"after", timeout_s=5)
+    assert pair.server.receive(timeout_s=5).header == b"after"
+
+
+def test_a_closed_connection_says_so_to_those_who_try(pair: Pair) -> None:
+    pair.client.close()
+    with pytest.raises(ConnectionLost):
+        pair.client.try_send([(b"a", EMPTY), (b"b", EMPTY)], timeout_s=5)
+
+
+TRAINS = st.lists(
+    st.lists(st.tuples(st.binary(max_size=40), st.binary(max_size=200)), min_size=1, max_size=9), max_size=12
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TRAINS)
+def test_any_trains_of_frames_arrive_as_one_sequence(pair: Pair, trains: list[list[tuple[bytes, bytes]]]) -> None:
+    for train in trains:
+        assert pair.client.try_send([(header, memoryview(body)) for header, body in train], timeout_s=5)
+    said = [frame for train in trains for frame in train]
+    got = received(pair, len(said))
+    assert [(frame.header, bytes(frame.body)) for frame in got] == said
+    assert not pair.server.has_frame()

@@ -103,12 +103,12 @@ def test_names_in_certificates(name: str, holder: str) -> None:
     ("names", "message"),
     [
         (["paceline://other/worker/3"], "for another job than 'contract'"),
-        (["paceline://contract/king/3"], "does not say whom it is for"),
-        (["paceline://contract/worker/03"], "does not say whom it is for"),
-        (["paceline://contract/worker/3/../4"], "does not say whom it is for"),
-        (["paceline://contract/worker/-1"], "does not say whom it is for"),
-        (["paceline://contract/authority"], "does not say whom it is for"),
-        (["paceline://contract/worker/3", "paceline://contract/worker/4"], "does not say whom it is for"),
+        (["paceline://contract/king/3"], "does not name the process"),
+        (["paceline://contract/worker/03"], "does not name the process"),
+        (["paceline://contract/worker/3/../4"], "does not name the process"),
+        (["paceline://contract/worker/-1"], "does not name the process"),
+        (["paceline://contract/authority"], "does not name the process"),
+        (["paceline://contract/worker/3", "paceline://contract/worker/4"], "does not name the process"),
     ],
 )
 def test_names_that_do_not_hold(names: list[str], message: str) -> None:

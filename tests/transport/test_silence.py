@@ -40,14 +40,14 @@ def test_what_is_sent_late_in_a_silence_does_not_make_it_longer(line: Line, hear
     watch = SilenceLimit(line)  # type: ignore[arg-type]
     line.retransmits, line.ack_ago_ms, line.data_ago_ms = 1, heard_ms, heard_ms + 60_000
 
-    watch.look()
+    watch.check()
 
     assert line.user_timeout_ms == left_ms
     line.retransmits, line.ack_ago_ms = 2, heard_ms + 500
-    watch.look()
+    watch.check()
     assert line.user_timeout_ms == left_ms, "the kernel counts from what was sent first"
     line.retransmits = 0
-    watch.look()
+    watch.check()
     assert line.user_timeout_ms == 0, "the other end has answered"
 
 

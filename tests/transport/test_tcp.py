@@ -266,7 +266,7 @@ def test_the_kernel_gives_up_what_goes_unanswered_only(monkeypatch: pytest.Monke
     silence = SilenceLimit(line)  # type: ignore[arg-type]
     seen: list[int] = []
     for line.said_again, line.asked_again in ((0, 0), (0, 2), (1, 0), (5, 0), (0, 0), (0, 3), (0, 1)):
-        silence.look()
+        silence.check()
         seen.append(line.timeout_ms)
     assert seen == [0, 0, 10_000, 10_000, 0, 10_000, 0]
 

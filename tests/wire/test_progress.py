@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.wire.progress import NUM_FRUITLESS, SOON_S, Progress
+from paceline.wire.connection import NUM_FRUITLESS, SOON_S, Progress
 
 
 @dataclass

@@ -1,12 +1,17 @@
 """What is sent to a peer that is slow to take it: in order, without holding up who sends, and nothing survives."""
 
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.transport.carriers import connect_pair, make_carrier
 
 from paceline.errors import ConnectionLost
-from paceline.transport.base import EMPTY, Frame, Place
-from paceline.wire.send_queue import SendQueue
+from paceline.transport.base import EMPTY, MAX_TOGETHER, Frame, Place, receive_all
+from paceline.wire.send_queue import SendHold, SendQueue
 
 LARGE = 1 << 20
 PATIENCE_S = 10.0
@@ -20,6 +25,7 @@ class Gate:
         self.taken: list[tuple[bytes, bytes]] = []
         self.begun, self.open, self.all_taken = threading.Event(), threading.Event(), threading.Event()
         self.num_expected = 0
+        self.num_together: list[int] = []  # frames of each successful `try_send`
         self.closed = False
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
@@ -32,8 +38,13 @@ class Gate:
         if len(self.taken) == self.num_expected:
             self.all_taken.set()
 
-    def has_room(self, body: memoryview) -> bool:
-        return len(body) < LARGE
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        if any(len(body) == LARGE for _, body in frames):
+            return False
+        for header, body in frames:
+            self.send(header, body, timeout_s=timeout_s)
+        self.num_together.append(len(frames))
+        return True
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         raise NotImplementedError
@@ -123,3 +134,193 @@ def test_what_is_urgent_goes_before_all_that_waits() -> None:
     assert gate.all_taken.wait(PATIENCE_S)
     post.close()
     assert [header for header, _ in gate.taken] == [b"push 1", b"clock 1", b"clock 2", b"push 2"]
+
+
+def test_small_frames_that_are_held_leave_together_when_the_hold_ends() -> None:
+    gate, hold = Gate(), SendHold()
+    post = SendQueue(gate, on_broken=gate.close, hold=hold)
+    with hold:
+        post.send(b"push", memoryview(b"1"))
+        with hold:
+            post.send(b"clock", urgent=True)
+        post.send(b"pull")
+        assert gate.taken == []
+    post.send(b"alone")
+    assert gate.taken == [(b"push", b"1"), (b"clock", b""), (b"pull", b""), (b"alone", b"")]
+    assert gate.num_together == [3, 1]
+
+
+def test_frames_of_one_hold_to_several_peers_leave_to_each_together() -> None:
+    hold, gates = SendHold(), [Gate(), Gate()]
+    queues = [SendQueue(gate, on_broken=gate.close, hold=hold) for gate in gates]
+    with hold:
+        for number in range(6):
+            queues[number % 2].send(bytes([number]))
+    assert [gate.num_together for gate in gates] == [[3], [3]]
+    assert [[header[0] for header, _ in gate.taken] for gate in gates] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_a_hold_that_ends_by_an_error_sends_what_it_holds() -> None:
+    gate, hold = Gate(), SendHold()
+    post = SendQueue(gate, on_broken=gate.close, hold=hold)
+
+    def fail() -> None:
+        with hold:
+            post.send(b"done")
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    assert gate.taken == [(b"done", b"")]
+
+
+def test_a_hold_is_suspended_during_a_wait_for_all_threads() -> None:
+    gate, hold = Gate(), SendHold()
+    post = SendQueue(gate, on_broken=gate.close, hold=hold)
+    with hold:
+        post.send(b"push")
+        with hold.suspended():
+            assert gate.num_together == [1]
+            with hold:  # as a thread does that receives an answer meanwhile
+                post.send(b"clock")
+                post.send(b"used")
+            assert gate.num_together == [1, 2]
+        post.send(b"pull")
+        assert gate.num_together == [1, 2]
+    assert [header for header, _ in gate.taken] == [b"push", b"clock", b"used", b"pull"]
+
+
+@pytest.mark.parametrize(("size_bytes", "num"), [(0, MAX_TOGETHER), (6000, 3)])
+def test_what_is_held_is_bounded(size_bytes: int, num: int) -> None:
+    gate, hold = Gate(), SendHold()
+    post = SendQueue(gate, on_broken=gate.close, hold=hold)
+    with hold:
+        for number in range(num):
+            assert gate.num_together == []
+            post.send(bytes([number]), memoryview(bytes(size_bytes)))
+        assert gate.num_together == [num]
+
+
+def test_a_large_frame_leaves_at_once_with_what_is_held_before_it_and_is_not_copied() -> None:
+    gate, hold = Gate(), SendHold()
+    copies: list[int] = []
+    gate.num_expected = 2
+    post = SendQueue(gate, on_broken=gate.close, copies=True, hold=hold)
+
+    def copy() -> memoryview:
+        copies.append(1)
+        return memoryview(bytes(LARGE))
+
+    with hold:
+        post.send(b"applied")
+        post.send(b"values", memoryview(bytes(LARGE - 1)), copy=copy)
+        assert gate.num_together == [2]
+        assert not copies
+        post.send(b"more", memoryview(bytes(LARGE)), copy=copy)
+        assert gate.begun.wait(PATIENCE_S)
+        assert len(copies) == 1  # as it waits
+    gate.open.set()
+    post.close()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_body_that_is_held_may_change_where_it_is_copied(copies: bool) -> None:
+    gate, hold = Gate(), SendHold()
+    post = SendQueue(gate, on_broken=gate.close, copies=copies, hold=hold)
+    body = bytearray(b"before")
+    with hold:
+        post.send(b"values", memoryview(body))
+        body[:] = b"after!"
+    assert gate.taken == [(b"values", b"b" if copies else b"a")]
+
+
+def test_held_frames_wait_behind_those_that_wait_and_urgent_ones_pass() -> None:
+    gate, hold = Gate(), SendHold()
+    gate.num_expected = 5
+    post = SendQueue(gate, on_broken=gate.close, hold=hold)
+    post.send(b"push 1", memoryview(bytes(LARGE)))
+    assert gate.begun.wait(PATIENCE_S)
+    post.send(b"push 2")
+    with hold:
+        post.send(b"push 3")
+        post.send(b"clock", urgent=True)
+        post.send(b"push 2")  # a repetition
+        post.send(b"pull")
+    gate.open.set()
+    assert gate.all_taken.wait(PATIENCE_S)
+    post.close()
+    assert [header for header, _ in gate.taken] == [b"push 1", b"clock", b"push 2", b"push 3", b"pull"]
+
+
+def test_a_peer_that_is_owed_more_than_it_can_be_is_given_up_when_the_hold_ends() -> None:
+    gate, hold, broken = Gate(), SendHold(), threading.Event()
+    post = SendQueue(gate, on_broken=broken.set, bounded=True, hold=hold)
+    post.send(b"first", memoryview(bytes(LARGE)), owed="w")
+    with hold:
+        for number in range(2):
+            post.send(bytes([number]), owed="w")
+        assert not broken.is_set()
+    assert broken.is_set()
+    gate.close()
+    post.close()
+
+
+def test_a_connection_that_breaks_during_a_hold_is_reported_once_and_others_get_their_frames() -> None:
+    hold, gates, reports = SendHold(), [Gate(), Gate()], list[str]()
+    queues = [SendQueue(gate, on_broken=lambda: reports.append("broken"), hold=hold) for gate in gates]
+    with hold:
+        for queue in queues:
+            queue.send(b"a")
+            queue.send(b"b")
+        gates[0].close()
+    assert reports == ["broken"]
+    assert [queue.is_over for queue in queues] == [True, False]
+    assert [header for header, _ in gates[1].taken] == [b"a", b"b"]
+
+
+def test_what_a_closed_queue_holds_is_lost() -> None:
+    gate, hold, reports = Gate(), SendHold(), list[str]()
+    post = SendQueue(gate, on_broken=lambda: reports.append("broken"), hold=hold)
+    with hold:
+        post.send(b"a")
+        post.send(b"b")
+        post.close()
+        post.send(b"c")
+    assert (gate.taken, reports) == ([], [])
+
+
+SIZES = st.one_of(st.integers(0, 50), st.sampled_from([5000, 16 << 10, 100_000]))
+SENT = st.lists(st.tuples(SIZES, st.booleans(), st.sampled_from(["send", "hold", "leave", "release"])), max_size=40)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tcp", "shm", "faulty-memory", "faulty-tcp"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sent=SENT, copies=st.booleans())
+def test_any_frames_through_holds_arrive_as_they_were_sent(
+    kind: str, tmp_path: Path, sent: list[tuple[int, bool, str]], copies: bool
+) -> None:
+    carrier = make_carrier(kind, tmp_path)
+    pair = connect_pair(carrier.transport, carrier.address)
+    hold, shared = SendHold(), pair.transport.allocate(100_000)
+    post = SendQueue(pair.client, on_broken=pair.client.close, copies=copies, hold=hold)
+    depth, expected = 0, list[tuple[bytes, bytes]]()
+    for number, (size_bytes, is_shared, then) in enumerate(sent):
+        body = shared[:size_bytes] if is_shared else memoryview(bytearray([number]) * size_bytes)
+        expected.append((bytes([number]), bytes(body)))
+        post.send(bytes([number]), body)
+        if then == "hold":
+            hold.__enter__()
+            depth += 1
+        elif then == "leave" and depth:
+            hold.__exit__(None, None, None)
+            depth -= 1
+        elif then == "release":
+            hold.release()
+    for _ in range(depth):
+        hold.__exit__(None, None, None)
+    got: list[tuple[bytes, bytes]] = []
+    while len(got) < len(expected):
+        got += [(frame.header, bytes(frame.body)) for frame in receive_all(pair.server, timeout_s=PATIENCE_S)]
+    assert got == expected
+    post.close()
+    pair.close()

@@ -18,7 +18,7 @@ from paceline.data.position import terms_of
 from paceline.data.rounds import EpochRounds, num_slices
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer
-from paceline.wire.answers import read_answer_of
+from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import ClaimWork
 from paceline.worker.rpc import Rpc
 

@@ -11,6 +11,8 @@ from paceline.job.credentials.tokens import TokenFiles
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec
 from paceline.transport.base import Transport
+from paceline.transport.carrier import JobSettings
+from paceline.transport.registry import CARRIERS
 
 
 def tell_user(text: str) -> None:
@@ -21,23 +23,23 @@ def tell_user(text: str) -> None:
 def make_transport(spec: ClusterSpec, holder: Holder, notice: Callable[[str], None] = tell_user) -> Transport:
     """Make the carrier between the processes of this job, for one of them.
 
-    `notice` is told what works less well than it could, and who is turned away. Raises UsageError when a file that it
-    needs is not there.
+    `notice` is told what works less well than it could, and which clients are turned away. Raises UsageError when a
+    file that it needs is not there.
     """
-    if spec.transport == "tcp":
-        from paceline.transport.tcp import TcpTransport
-
-        run_dir = Path(spec.run_dir)
-        tls = tls_settings(run_dir / KEYS_NAME, holder) if spec.encrypted else None
-        return TcpTransport(TokenFiles(run_dir, spec.job), tls=tls, notice=notice)
-    if spec.transport == "shm":
-        from paceline.transport.shm import ShmTransport
-
-        return ShmTransport(spec.job, notice=notice)
-    raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
+    if spec.transport == "memory":
+        raise UsageError("the memory transport joins threads of one process, it cannot join the processes of a job")
+    run_dir = Path(spec.run_dir)
+    return CARRIERS[spec.transport].make(
+        JobSettings(
+            spec.job,
+            spec.run_dir,
+            secret=lambda: TokenFiles(run_dir, spec.job),
+            tls=lambda: tls_settings(run_dir / KEYS_NAME, holder) if spec.encrypted else None,
+            notice=notice,
+        )
+    )
 
 
 def listen_address(spec: ClusterSpec, rank: int, host: str = LOOPBACK, *, role: Serving = "server") -> str:
     """Return where a server of this job listens: a free port of `host`, or a socket in the job's folder."""
-    place = f"[{host}]" if ":" in host else host
-    return f"tcp://{place}:0" if spec.transport == "tcp" else f"shm://{spec.run_dir}/{role}-{rank}.sock"
+    return CARRIERS[spec.transport].free_address(host, spec.run_dir, f"{role}-{rank}")

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-TransportName = Literal["shm", "tcp", "memory"]
+ProcessTransport = Literal["shm", "tcp"]  # between processes; the keys of `transport/registry.py`
+TransportName = Literal[ProcessTransport, "memory"]
 ScaleName = Literal["sum", "mean", "samples"]
 TraceLevel = Literal["steps", "full"]
 Engine = Literal["local", "ray"]

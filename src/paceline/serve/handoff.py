@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
@@ -41,6 +42,10 @@ class NamespaceConnection:
         """Send one frame; see `Connection.send`."""
         self._connection.send(header, body, timeout_s=timeout_s)
 
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames together; see `Connection.try_send`."""
+        return self._connection.try_send(frames, timeout_s=timeout_s)
+
     def has_room(self, body: memoryview) -> bool:
         """Return whether `send` would take a body without waiting; see `Connection.has_room`."""
         return self._connection.has_room(body)
@@ -48,6 +53,10 @@ class NamespaceConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         return self._connection.receive(timeout_s=timeout_s, place=place)
+
+    def has_frame(self) -> bool:
+        """Return whether the next frame is here; see `Connection.has_frame`."""
+        return self._connection.has_frame()
 
     def close(self) -> None:
         """End the connection; see `Connection.close`."""

@@ -17,7 +17,7 @@ from paceline.update.named_rules import granularity
 from paceline.update.placement import spans
 from paceline.update.state_dict import OptimizerState, gather_optimizer, split_optimizer
 from paceline.update.table import TableSpec
-from paceline.wire.answers import read_answer_of
+from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import LoadState, SaveState
 from paceline.worker.table import Table
 

@@ -1,8 +1,7 @@
 """Carries frames over memory, shared memory, TCP or TLS; knows no message."""
 
 from paceline.transport.base import EMPTY, Connection, Credentials, Frame, Limits, Listener, Place, Transport
-from paceline.transport.faults import FaultCounts, FaultPlan
-from paceline.transport.faulty import FaultyTransport
+from paceline.transport.faulty import FaultCounts, FaultPlan, FaultyTransport
 from paceline.transport.memory import MemoryTransport
 from paceline.transport.shm import ShmTransport
 from paceline.transport.tcp import TcpTransport

@@ -10,16 +10,19 @@ dropped. Treat received bodies as read-only.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.transport.buffer_pool import Buffer
 
 EMPTY: Final = memoryview(b"")
 
 # Returns where to put a body, given the header of its frame and its size in bytes; None for fresh memory.
 Place = Callable[[bytes, int], Buffer | memoryview | None]
+
+MAX_TOGETHER: Final = 64  # frames that are handed over together
 
 MIN_TOKEN_BYTES: Final = 32
 MAX_IDENTITY_BYTES: Final = 1024
@@ -144,6 +147,14 @@ class Connection(Protocol):
         """
         ...
 
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send these frames (header and body) in order and together, if none has to wait for the other end.
+
+        Returns whether they were sent: all of them or none. Raises as `send` does, except that the connection is over
+        after DeadlineExceeded. Thread-safe.
+        """
+        ...
+
     def has_room(self, body: memoryview) -> bool:
         """Return whether `send` would take this body without waiting for the other end. Does not block."""
         ...
@@ -161,12 +172,29 @@ class Connection(Protocol):
         """
         ...
 
+    def has_frame(self) -> bool:
+        """Return whether the next frame is here already. Called by the thread that receives; does not block."""
+        ...
+
     def close(self) -> None:
         """End the connection; wakes threads blocked in send and receive with ConnectionLost. May be repeated.
 
         Call it even after ConnectionLost: nothing else frees the descriptors.
         """
         ...
+
+
+def receive_all(connection: Connection, *, timeout_s: float, place: Place | None = None) -> list[Frame]:
+    """Wait for the next frame; return it and the ones that have arrived with it, at most 64, in order.
+
+    Raises as `Connection.receive` does for the first frame. An error after it ends the connection, as the next call
+    says.
+    """
+    frames = [connection.receive(timeout_s=timeout_s, place=place)]
+    with suppress(PeerError):
+        while len(frames) < MAX_TOGETHER and connection.has_frame():
+            frames.append(connection.receive(timeout_s=0.0, place=place))
+    return frames
 
 
 class Listener(Protocol):

@@ -20,7 +20,7 @@ from paceline.transport.deadline import Deadline
 # A peer whose machine is gone is given up so long after it was last heard, whether or not anything was sent to it.
 SILENCE_S: Final = 11.0
 _LEAST_S: Final = 1.0  # for an answer to what was sent late
-_PAUSE_S: Final = 0.25  # between two looks at least
+_PAUSE_S: Final = 0.25  # between two checks at least
 _NUM_PROBES: Final = 3  # of a closed window that went unanswered: fewer may be under way
 # Of struct tcp_info: tcpi_retransmits, tcpi_probes, and tcpi_last_data_recv, tcpi_last_ack_recv: how many ms ago.
 _INFO: Final = struct.Struct("2xBB48xII")
@@ -32,15 +32,15 @@ class SilenceLimit:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._set_s = 0.0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Make the kernel give the connection up if the peer has been silent for too long."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < _PAUSE_S:
+        if now_s - self._checked_s < _PAUSE_S:
             return
-        self._looked_s = now_s
+        self._checked_s = now_s
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         num_retransmits, num_probes, *heard_ms = _INFO.unpack(info)
         is_silent = bool(num_retransmits) or num_probes >= _NUM_PROBES
@@ -119,8 +119,8 @@ class SocketChannel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._reading = _Patience(sock, socket.SO_RCVTIMEO)
-        self._writing = _Patience(sock, socket.SO_SNDTIMEO)
+        self._reading = _KernelTimeout(sock, socket.SO_RCVTIMEO)
+        self._writing = _KernelTimeout(sock, socket.SO_SNDTIMEO)
         # Unix sockets have no line that could be cut.
         self._silence = None if sock.family == socket.AF_UNIX else SilenceLimit(sock)
 
@@ -204,12 +204,12 @@ class SocketChannel:
     def _check_line(self) -> None:
         """Check for a silent peer; see `SilenceLimit`."""
         if self._silence is not None:
-            self._silence.look()
+            self._silence.check()
 
 
 @final
-class _Patience:
-    """How long the kernel waits in one direction of a socket: set anew only if need be, as that is a system call."""
+class _KernelTimeout:
+    """The timeout of the kernel in one direction of a socket: set anew only if need be, as that is a system call."""
 
     def __init__(self, sock: socket.socket, option: int) -> None:
         self._socket = sock

@@ -45,6 +45,6 @@ def _mark(path: Path) -> _Mark | None:
     """Return what differs between two states of a file; None if it cannot be read."""
     try:
         found = os.stat(path)
-    except OSError:  # whoever reads it will say what is wrong
+    except OSError:  # reading it raises the error
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size

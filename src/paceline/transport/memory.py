@@ -2,13 +2,14 @@
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
 from typing import Final, final
 
 from paceline.errors import ConnectionLost, DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import EMPTY, NO_IDENTITY, Frame, Limits, Place, check_identity, strip_scheme
 from paceline.transport.buffers import MemoryRegions, check_size, copied, destination, flat, fresh_buffer, map_private
-from paceline.transport.deadline import Deadline, seconds
+from paceline.transport.deadline import seconds
 
 # A sender waits while this much is unread, as with a full socket. Only copied bodies count, not the senders' memory.
 _MAX_UNREAD_FRAMES: Final = 4096
@@ -26,21 +27,24 @@ class _FrameQueue:
         self._changed = threading.Condition()
         self._over = False
 
-    def put(self, frame: Frame, num_copied: int, deadline: Deadline) -> None:
-        """Wait for room, then add; raises TimeoutError, or EOFError once the queue has ended."""
+    def put(self, frames: Sequence[tuple[Frame, int]], timeout_s: float) -> None:
+        """Wait for room, then add frames, each with how many of its bytes were copied.
+
+        Raises TimeoutError, or EOFError once the queue has ended.
+        """
         with self._changed:
-            if not self._changed.wait_for(self._may_put, deadline.remaining_s()):
+            if not self._changed.wait_for(self.has_room, timeout_s):
                 raise TimeoutError
             if self._over:
                 raise EOFError
-            self._frames.append((frame, num_copied))
-            self._num_unread += num_copied
+            self._frames.extend(frames)
+            self._num_unread += sum(num_copied for _, num_copied in frames)
             self._changed.notify_all()
 
-    def take(self, deadline: Deadline) -> Frame:
+    def get(self, timeout_s: float) -> Frame:
         """Wait for a frame; raises TimeoutError, or EOFError once the queue has ended and is empty."""
         with self._changed:
-            if not self._changed.wait_for(self._has_news, deadline.remaining_s()):
+            if not self._frames and not self._changed.wait_for(self._has_news, timeout_s):
                 raise TimeoutError
             if not self._frames:
                 raise EOFError
@@ -49,10 +53,13 @@ class _FrameQueue:
             self._changed.notify_all()
             return frame
 
+    def has_frame(self) -> bool:
+        """Return whether `get` would not wait for a frame."""
+        return bool(self._frames)
+
     def has_room(self) -> bool:
         """Return whether `put` would not wait."""
-        with self._changed:
-            return self._may_put()
+        return self._over or (len(self._frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
 
     def end(self) -> None:
         """Accept no more frames; those in the queue may still be read."""
@@ -66,9 +73,6 @@ class _FrameQueue:
             self._frames.clear()
             self._num_unread = 0
         self.end()
-
-    def _may_put(self) -> bool:
-        return self._over or (len(self._frames) < _MAX_UNREAD_FRAMES and self._num_unread < _MAX_UNREAD_BYTES)
 
     def _has_news(self) -> bool:
         return self._over or bool(self._frames)
@@ -97,17 +101,24 @@ class MemoryConnection:
 
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
-        deadline = Deadline.after(timeout_s)
-        body = flat(body)
-        self._check_sizes(header, body)
-        shared = self._regions.find(body) is not None
-        frame = Frame(bytes(header), body[:] if shared else copied(body))
         try:
-            self._outgoing.put(frame, 0 if shared else body.nbytes, deadline)
+            self._outgoing.put([self._pack(header, body)], timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {self.peer} to take a frame") from None
         except EOFError:
             raise self._lost() from None
+
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames together; see `Connection.try_send`."""
+        if not self._outgoing.has_room():
+            return False
+        try:
+            self._outgoing.put([self._pack(header, body) for header, body in frames], 0.0)
+        except TimeoutError:
+            return False
+        except EOFError:
+            raise self._lost() from None
+        return True
 
     def has_room(self, body: memoryview) -> bool:
         """Return whether fewer frames and bytes than the limits are unread; see `Connection.has_room`."""
@@ -116,7 +127,8 @@ class MemoryConnection:
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
         try:
-            return self._placed(self._incoming.take(Deadline.after(timeout_s)), place)
+            frame = self._incoming.get(timeout_s)
+            return self._placed(frame, place) if frame.body.nbytes else frame
         except TimeoutError:
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a frame from {self.peer}; none came") from None
         except EOFError:
@@ -125,20 +137,31 @@ class MemoryConnection:
             self.close()
             raise
 
+    def has_frame(self) -> bool:
+        """Return whether a frame waits; see `Connection.has_frame`."""
+        return self._incoming.has_frame()
+
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         self._outgoing.end()
         self._incoming.drop()
 
-    def _check_sizes(self, header: bytes, body: memoryview) -> None:
+    def _pack(self, header: bytes, body: memoryview) -> tuple[Frame, int]:
+        """Return a frame that is independent of `body` unless that is shared, and how many bytes were copied."""
         if len(header) > self._limits.max_header_bytes or body.nbytes > self._limits.max_body_bytes:
             raise UsageError(
                 f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits"
             )
+        if not body.nbytes:
+            return Frame(bytes(header), EMPTY), 0
+        body = flat(body)
+        if self._regions.find(body) is not None:
+            return Frame(bytes(header), body[:]), 0
+        return Frame(bytes(header), copied(body)), body.nbytes
 
     def _placed(self, frame: Frame, place: Place | None) -> Frame:
         """Copy a body that is not the sender's memory to the memory that `place` gives."""
-        if not frame.body.nbytes or self._regions.find(frame.body) is not None:
+        if self._regions.find(frame.body) is not None:
             return frame
         found = destination(place, frame.header, frame.body.nbytes)
         if found is None:
@@ -242,7 +265,7 @@ class MemoryTransport:
         there, back = _FrameQueue(), _FrameQueue()
         accepted = MemoryConnection(f"memory client {number}", identity, back, there, self._limits, self._regions)
         if listener is None or not listener.offer(accepted):
-            raise PeerError(f"nobody listens at {full}")
+            raise PeerError(f"no listener at {full}")
         return MemoryConnection(full, identity, there, back, self._limits, self._regions)
 
     def forget(self, listener: MemoryListener) -> None:

@@ -41,7 +41,7 @@ def read_identity(names: list[str], serial: str, job: str, who: str) -> PeerIden
         return PeerIdentity(ANY, normal_serial(serial))
     match = _NAME.fullmatch(ours[0])
     if match is None or len(ours) > 1:
-        raise CertificateRefused(f"the certificate of {who} does not say whom it is for")
+        raise CertificateRefused(f"the certificate of {who} does not name the process that it is for")
     found, role, rank = unquote(match[1]), match[2], match[3]
     if found not in (job, ANY):
         raise CertificateRefused(f"the certificate of {who} is for another job than {job!r}")

@@ -13,6 +13,7 @@ from typing import Final, final
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, check_identity, strip_scheme
+from paceline.transport.carrier import Carrier
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.handshake import HandshakeResult, LocalHandshake, check_same_user, introduce_within
@@ -102,6 +103,12 @@ class ShmTransport:
 
     def _welcome(self, greeted: HandshakeResult, peer: str) -> StreamConnection:
         return StreamConnection(greeted, peer, self._limits, SharedPayloads(self._segments, self._limits))
+
+
+CARRIER: Final = Carrier(
+    lambda job: ShmTransport(job.job, notice=job.notice),
+    lambda host, folder, name: f"shm://{folder}/{name}.sock",
+)
 
 
 @final
@@ -212,7 +219,7 @@ def _open(path: Path, peer: str, timeout_s: float) -> socket.socket:
         raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except (ConnectionRefusedError, FileNotFoundError):
         sock.close()
-        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+        raise PeerError(f"no listener at {peer}: the server is not up yet, gone, or elsewhere") from None
     except OSError as error:
         sock.close()
         raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error

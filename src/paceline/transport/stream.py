@@ -42,6 +42,10 @@ class ReadAhead:
             self._read_more(num_bytes, deadline)
         return self._memory[self._start : self._start + num_bytes]
 
+    def has(self, num_bytes: int) -> bool:
+        """Return whether so many bytes are here."""
+        return self._end - self._start >= num_bytes
+
     def skip(self, num_bytes: int) -> None:
         """Consume bytes."""
         self._start += num_bytes
@@ -102,6 +106,7 @@ class StreamConnection:
         self._limits = limits
         self._bodies = bodies
         self._ahead = ReadAhead(channel, limits, bodies)
+        self._prefix: Prefix | None = None  # of the next frame, once it is here
         self._arrival: _Arrival | None = None
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
@@ -117,20 +122,39 @@ class StreamConnection:
     def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
         """Send one frame; see `Connection.send`."""
         deadline = Deadline.after(timeout_s)
-        body = flat(body)
-        self._check_sizes(header, body)
+        frame = header, self._checked(header, body)
         if not self._sending.acquire(timeout=deadline.remaining_s()):
             raise DeadlineExceeded(f"waited {seconds(timeout_s)} for other threads to finish sending to {self.peer}")
         try:
             self._check_open()
-            self._send_frame(header, body, deadline, timeout_s)
+            self._send_frames([frame], deadline, timeout_s)
         finally:
             self._sending.release()
 
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames by one system call; see `Connection.try_send`."""
+        checked = [(header, self._checked(header, body)) for header, body in frames]
+        for _, body in checked:
+            if body.nbytes > _SMALL_BYTES and self._bodies.place(body) is None:
+                return False
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            self._check_open()
+            if not self._channel.has_room():
+                return False
+            self._send_frames(checked, Deadline.after(timeout_s), timeout_s)
+        except DeadlineExceeded:
+            self._end(f"frames could be sent only in part within {seconds(timeout_s)}")
+            raise
+        finally:
+            self._sending.release()
+        return True
+
     def has_room(self, body: memoryview) -> bool:
         """Return whether a frame would leave at once: a small one, or one in shared memory; see `Connection`."""
-        is_small = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
-        return is_small and self._channel.has_room()
+        is_light = body.nbytes <= _SMALL_BYTES or self._bodies.place(flat(body)) is not None
+        return is_light and self._channel.has_room()
 
     def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
         """Wait for the next frame; see `Connection.receive`."""
@@ -150,11 +174,22 @@ class StreamConnection:
                 self._readable = False
                 raise self._loss(error) from None
 
+    def has_frame(self) -> bool:
+        """Return whether the next frame was read ahead; see `Connection.has_frame`."""
+        if self._arrival is not None or not self._ahead.has(PREFIX_BYTES):
+            return False
+        try:
+            prefix = self._next_prefix(Deadline.after(0.0))
+        except PeerError:
+            return True  # `receive` raises it
+        body_bytes = prefix.body_bytes if prefix.kind is Kind.INLINE else 0
+        return self._ahead.has(PREFIX_BYTES + prefix.header_bytes + body_bytes)
+
     def close(self) -> None:
         """End the connection; see `Connection.close`."""
         self._end("it was closed here")
         self._readable = False
-        # The shut channel has woken both directions; once they are out, nobody can touch a reused descriptor.
+        # The shut channel has woken both directions; once they are out, no thread can touch a reused descriptor.
         with self._closing, self._sending, self._receiving:
             if not self._closed:
                 self._closed = True
@@ -162,13 +197,16 @@ class StreamConnection:
                 self._ahead.close()
                 self._bodies.close()
 
-    def _check_sizes(self, header: bytes, body: memoryview) -> None:
+    def _checked(self, header: bytes, body: memoryview) -> memoryview:
+        """Return a body as flat bytes; raises UsageError for a frame over the limits."""
+        body = flat(body) if body.nbytes else EMPTY
         limits = self._limits
         if len(header) > limits.max_header_bytes or body.nbytes > limits.max_body_bytes:
             raise UsageError(
                 f"a frame with a header of {len(header)} and a body of {body.nbytes} bytes is over the limits of "
                 f"{limits.max_header_bytes} and {limits.max_body_bytes}: send it in parts"
             )
+        return body
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -189,22 +227,29 @@ class StreamConnection:
             self._end(error.strerror or str(error))
         return ConnectionLost(f"the connection to {self.peer} is over: {self._ended}")
 
-    def _send_frame(self, header: bytes, body: memoryview, deadline: Deadline, timeout_s: float) -> None:
-        self._retirements += b"".join(map(_retirement, self._bodies.take_retired()))
-        placement = self._bodies.place(body)
-        start = self._retirements + _prefix_of(header, body, placement) + header
-        buffers = [start, body] if placement is None and body.nbytes else [start]
-        descriptor = None if placement is None else placement.descriptor
-        self._write(buffers, descriptor, deadline, timeout_s)
-        self._retirements = b""
-        if placement is not None and descriptor is not None:
-            self._bodies.passed(placement.region)
+    def _send_frames(self, frames: Sequence[tuple[bytes, memoryview]], deadline: Deadline, timeout_s: float) -> None:
+        """Write frames by one system call, and one more for each that brings a descriptor."""
+        for segment in self._bodies.take_retired():
+            self._retirements += encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))
+        buffers: list[bytes | memoryview] = [self._retirements] if self._retirements else []
+        for header, body in frames:
+            placement = self._bodies.place(body) if body.nbytes else None
+            buffers.append(_prefix_of(header, body, placement) + header)
+            if placement is None and body.nbytes:
+                buffers.append(body)
+            elif placement is not None and placement.descriptor is not None:
+                self._write(buffers, placement.descriptor, deadline, timeout_s)
+                self._bodies.passed(placement.region)
+                buffers = []
+        if buffers:
+            self._write(buffers, None, deadline, timeout_s)
 
     def _write(
         self, buffers: Sequence[bytes | memoryview], descriptor: int | None, deadline: Deadline, timeout_s: float
     ) -> None:
         try:
             self._channel.write(buffers, deadline, descriptor)
+            self._retirements = b""
         except OutOfTime as late:
             if late.num_written:
                 self._end(f"a frame could be sent only in part within {seconds(timeout_s)}")
@@ -228,16 +273,23 @@ class StreamConnection:
     def _start_arrival(self, deadline: Deadline, place: Place | None) -> _Arrival | None:
         """Read prefix and header and allocate the body; None when the frame only retires a segment."""
         ahead = self._ahead
-        prefix = decode_prefix(ahead.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
+        prefix = self._prefix or self._next_prefix(deadline)
         start = ahead.wait_for(PREFIX_BYTES + prefix.header_bytes, deadline)
         header = bytes(start[PREFIX_BYTES:])
         if prefix.kind is not Kind.INLINE:
+            self._prefix = None
             ahead.skip(len(start))
             body = self._bodies.view(prefix, ahead.descriptors, self.peer)
             return None if prefix.kind is Kind.RETIRED else _Arrival(header, body, len(body))
         body, buffer = self._memory_for(header, prefix.body_bytes, place)
+        self._prefix = None
         ahead.skip(len(start))
         return _Arrival(header, body, ahead.drain_into(body) if prefix.body_bytes else 0, buffer)
+
+    def _next_prefix(self, deadline: Deadline) -> Prefix:
+        if self._prefix is None:
+            self._prefix = decode_prefix(self._ahead.wait_for(PREFIX_BYTES, deadline), self._limits, self.peer)
+        return self._prefix
 
     def _memory_for(self, header: bytes, size_bytes: int, place: Place | None) -> tuple[memoryview, Buffer | None]:
         if not size_bytes:
@@ -252,7 +304,3 @@ def _prefix_of(header: bytes, body: memoryview, placement: Placement | None) -> 
     kind = Kind.SHARED if placement.descriptor is None else Kind.SHARED_FIRST
     region = placement.region
     return encode_prefix(Prefix(kind, len(header), body.nbytes, region.number, placement.offset, region.size_bytes))
-
-
-def _retirement(segment: int) -> bytes:
-    return encode_prefix(Prefix(Kind.RETIRED, 0, 0, segment))

@@ -8,6 +8,7 @@ from typing import Final, final
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.transport.base import Limits, Secret, check_identity, strip_scheme
 from paceline.transport.buffers import check_size, fresh_buffer
+from paceline.transport.carrier import Carrier
 from paceline.transport.channel import SocketChannel
 from paceline.transport.deadline import Deadline, seconds
 from paceline.transport.handshake import Handshake, HandshakeResult, TokenHandshake, introduce_within
@@ -118,6 +119,16 @@ class TcpTransport:
         return StreamConnection(greeted, peer, self._limits, InlinePayloads())
 
 
+def _free_address(host: str, folder: str, name: str) -> str:
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+
+
+CARRIER: Final = Carrier(
+    lambda job: TcpTransport(job.secret(), tls=job.tls(), notice=job.notice),
+    _free_address,
+)
+
+
 def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) -> socket.socket:
     peer = _format((host, port))
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -125,7 +136,7 @@ def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) 
         sock.settimeout(max(timeout_s, 0.001))
         sock.connect((host, port))
         if sock.getsockname() == sock.getpeername():
-            # With nobody listening, the kernel may connect a socket on that very port to itself.
+            # Without a listener, the kernel may connect a socket on that very port to itself.
             raise ConnectionRefusedError
         _tune(sock)
     except TimeoutError:
@@ -133,7 +144,7 @@ def _open(family: socket.AddressFamily, host: str, port: int, timeout_s: float) 
         raise DeadlineExceeded(f"waited {seconds(timeout_s)} for {peer} to take the connection") from None
     except ConnectionRefusedError:
         sock.close()
-        raise PeerError(f"nobody listens at {peer}: the server is not up yet, gone, or elsewhere") from None
+        raise PeerError(f"no listener at {peer}: the server is not up yet, gone, or elsewhere") from None
     except OSError as error:
         sock.close()
         raise PeerError(f"cannot connect to {peer}: {error.strerror}") from error

@@ -1,12 +1,15 @@
-"""Exceptions that a malformed request may cause, and their description in an answer.
+"""Exceptions that a malformed request or answer may cause, and their description.
 
 A request runs through many modules, through torch and through the user's own rules. Any failure becomes an answer to
 the worker that made the request: a server that ended with it would end for all other workers too.
 """
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerError
+
+T = TypeVar("T")
 
 # The user's own code may raise any exception; `own_code` turns those that would end the process into UsageError.
 MISHAPS: Final = (Exception,)
@@ -30,3 +33,22 @@ def story(error: BaseException) -> str:
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
     text = text.encode(errors="backslashreplace").decode()  # a file's name, for example, may not be valid UTF-8
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS // 2]} ... {text[-500:]}"
+
+
+def read_answer_of(server: int, what: str, read: Callable[[memoryview], T], body: memoryview) -> T:
+    """Return `read(body)`, where `body` is the answer of a server.
+
+    Raises:
+        PeerError: `read` failed; the message names the server and `what` was requested.
+
+    Example:
+        >>> read_answer_of(0, "its clock", lambda body: int(bytes(body)), memoryview(b"7"))
+        7
+    """
+    try:
+        return read(body)
+    except MISHAPS as error:
+        raise PeerError(
+            f"server {server} gave an invalid answer of {body.nbytes} bytes when asked for {what}: "
+            f"{story(error)}. Do both run the same version?"
+        ) from error

@@ -1,33 +1,93 @@
 """The send queue of one peer: frames leave in order, and those that would block are sent by a thread.
 
-So a slow peer does not delay the others.
+So a slow peer does not delay the others. Small frames that are sent while a `SendHold` is entered leave together.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple, final
 
 from paceline.errors import PeerError, UsageError
-from paceline.transport.base import EMPTY, Connection
+from paceline.transport.base import EMPTY, MAX_TOGETHER, Connection
 
 _TIMEOUT_S = 60.0  # for a small frame
 _LEAST_BYTES_PER_S = 1e6  # a peer that receives large frames more slowly than this is disconnected
 _MOST_WAITING_BYTES = 256 << 20  # for one peer; it has to request again what exceeds this
 _MOST_FRAMES = 1 << 14  # waiting for one peer: more than it can have requested without reading some
+_MOST_HELD_BYTES = 16 << 10  # headers and bodies; more leaves before the hold ends
 _MOST_OWED = 2  # waiting frames of one subject: the one that is being sent, and the one after it
 _JOIN_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Frame:
-    """A frame that waits; `owed` is its subject if the peer never requests it."""
+class _Frame(NamedTuple):
+    """A frame to send; the fields are the arguments of `SendQueue.send`. A tuple, as these are made faster."""
 
     header: bytes
     body: memoryview
+    urgent: bool
     owed: str
+    copy: Callable[[], memoryview] | None
+
+
+@final
+class SendHold:
+    """Has queues hold small frames while it is entered, so that the frames to each peer leave together at its end.
+
+    It may be entered again inside. A thread that waits inside suspends it meanwhile: what it waits for may need frames
+    of other threads. Not thread-safe: enter, leave, suspend and send under one lock.
+
+    Example:
+        >>> hold = SendHold()
+        >>> with hold:
+        ...     hold.is_entered
+        True
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._queues: list[SendQueue] = []  # those that hold frames
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether frames are held."""
+        return self._depth > 0
+
+    def __enter__(self) -> None:
+        """Hold frames from now on."""
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Send the frames that are held, whatever has happened."""
+        self._depth -= 1
+        if not self._depth:
+            self.release()
+
+    def add(self, queue: SendQueue) -> None:
+        """Note that a queue holds frames."""
+        self._queues.append(queue)
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """Send the frames that are held so far, and hold none inside this block."""
+        depth, self._depth = self._depth, 0
+        self.release()
+        try:
+            yield
+        finally:
+            self._depth += depth
+
+    def release(self) -> None:
+        """Send the frames that are held so far."""
+        while self._queues:
+            self._queues.pop(0).release()
 
 
 @dataclass(slots=True)
@@ -42,17 +102,21 @@ class SendQueue:
         on_broken: called when the connection is found to be over, on any thread; frames still in the queue are lost.
         bounded: disconnect a peer with too many waiting frames, and drop frames whose bodies need too much memory.
         copies: keep a copy of a body that waits, for callers that change it; without, a body must not change.
+        hold: while it is entered, small frames are held, until it ends or they are many.
     """
 
     connection: Connection
     on_broken: Callable[[], None]
     bounded: bool = False
     copies: bool = False
+    hold: SendHold | None = None
     # Invariant: the frame being sent stays the first of its queue until it has left.
     _urgent: deque[_Frame] = field(default_factory=deque[_Frame])
     _waiting: deque[_Frame] = field(default_factory=deque[_Frame])
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _held: list[_Frame] = field(default_factory=list[_Frame])
+    _num_held_bytes: int = 0
     _closed: bool = False
 
     def send(
@@ -73,18 +137,22 @@ class SendQueue:
         peer never requests are not dropped; `owed` names their subject. A peer with more waiting frames than it can
         have requested, or more than 2 of one `owed` subject, is disconnected.
         """
-        with self._changed:
-            if self._closed:
-                return
-            at_once = self._leaves_at_once(body)
-            waits = not at_once and (not self.bounded or not len(body) or bool(owed) or self._has_room())
-            if waits and not self._is_known(header):
-                self._put(_Frame(header, self._kept(body, copy), owed), self._urgent if urgent else self._waiting)
-            is_flooded = self.bounded and self._is_flooded(owed)
-        if at_once:
-            self._send(header, body)
-        elif is_flooded:
-            self._give_up()
+        frame = _Frame(header, body, urgent, owed, copy)
+        if self._closed:
+            pass
+        elif self.hold is not None and self.hold.is_entered:
+            self._hold(frame, self.hold)
+        else:
+            self._send_or_queue(frame)
+
+    def release(self) -> None:
+        """Send the frames that are held, together if none has to wait."""
+        held, self._held, self._num_held_bytes = self._held, [], 0
+        if self._closed or (len(held) > 1 and self._has_sent(held)):
+            return
+        for frame in held:
+            if not self._closed:
+                self._send_or_queue(frame)
 
     @property
     def is_over(self) -> bool:
@@ -99,8 +167,39 @@ class SendQueue:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT_S)
 
-    def _leaves_at_once(self, body: memoryview) -> bool:
-        return not (self._urgent or self._waiting) and self.connection.has_room(body)
+    def _hold(self, frame: _Frame, hold: SendHold) -> None:
+        is_first = not self._held
+        self._num_held_bytes += len(frame.header) + frame.body.nbytes
+        if self._num_held_bytes > _MOST_HELD_BYTES or len(self._held) + 1 == MAX_TOGETHER:
+            self._held.append(frame)
+            self.release()
+            return
+        self._held.append(self._kept(frame))
+        if is_first:
+            hold.add(self)
+
+    def _send_or_queue(self, frame: _Frame) -> None:
+        if self._has_sent([frame]):
+            return
+        with self._changed:
+            if self._closed:
+                return
+            may_wait = not self.bounded or not frame.body.nbytes or bool(frame.owed) or self._has_room()
+            if may_wait and not self._is_known(frame.header):
+                self._put(self._kept(frame), self._urgent if frame.urgent else self._waiting)
+            is_flooded = self.bounded and self._is_flooded(frame.owed)
+        if is_flooded:
+            self._give_up()
+
+    def _has_sent(self, frames: list[_Frame]) -> bool:
+        """Send frames if none waits and none of these would; return whether they need no further care."""
+        if self._urgent or self._waiting:  # without the lock: only the calling thread adds to them
+            return False
+        try:
+            return self.connection.try_send([(frame.header, frame.body) for frame in frames], timeout_s=_TIMEOUT_S)
+        except (PeerError, UsageError):  # see `_send`
+            self._give_up()
+            return True
 
     def _is_known(self, header: bytes) -> bool:
         """Return whether a frame with this header waits already."""
@@ -110,10 +209,12 @@ class SendQueue:
         num_owed = sum(frame.owed == owed for frame in self._waiting) if owed else 0
         return len(self._waiting) + len(self._urgent) > _MOST_FRAMES or num_owed > _MOST_OWED
 
-    def _kept(self, body: memoryview, copy: Callable[[], memoryview] | None) -> memoryview:
-        if not self.copies:
-            return body
-        return memoryview(bytes(body)) if copy is None else copy()
+    def _kept(self, frame: _Frame) -> _Frame:
+        """Return the frame with a body that does not change while it waits."""
+        if not self.copies or not frame.body.nbytes:
+            return frame
+        body = memoryview(bytes(frame.body)) if frame.copy is None else frame.copy()
+        return frame._replace(body=body, copy=lambda: body)
 
     def _put(self, frame: _Frame, queue: deque[_Frame]) -> None:
         """Leave a frame to the thread."""
@@ -136,16 +237,17 @@ class SendQueue:
                     return
                 queue = self._urgent or self._waiting
                 frame = queue[0]
-            self._send(frame.header, frame.body)
+            self._send(frame)
             del frame  # frees its memory while the thread waits for the next one
             with self._changed:
                 if not self._closed:
                     queue.popleft()
                 self._changed.notify_all()
 
-    def _send(self, header: bytes, body: memoryview) -> None:
+    def _send(self, frame: _Frame) -> None:
+        timeout_s = _TIMEOUT_S + frame.body.nbytes / _LEAST_BYTES_PER_S
         try:
-            self.connection.send(header, body, timeout_s=_patience_s(body))
+            self.connection.send(frame.header, frame.body, timeout_s=timeout_s)
         except (PeerError, UsageError):  # the peer is gone, or its request makes a frame over the limits
             self._give_up()
 
@@ -153,13 +255,10 @@ class SendQueue:
         self._closed = True
         self._urgent.clear()
         self._waiting.clear()
+        self._held = []
         self._changed.notify_all()
 
     def _give_up(self) -> None:
         with self._changed:
             self._drop_all()
         self.on_broken()
-
-
-def _patience_s(body: memoryview) -> float:
-    return _TIMEOUT_S + body.nbytes / _LEAST_BYTES_PER_S

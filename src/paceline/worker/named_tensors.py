@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.update.named_rules import Add
 from paceline.update.table import DType, Segment, TableSpec, decode_table
-from paceline.wire.answers import read_answer_of
+from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import Describe
 from paceline.worker.opening import TableOpener
 from paceline.worker.pushes import PushOutcome

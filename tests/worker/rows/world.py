@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.events import Died, Timeout, WantJoin
@@ -52,7 +53,9 @@ class End:
             raise ConnectionLost("cut")
         self.out.put(header, body)
 
-    def has_room(self, body: memoryview) -> bool:
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float = 0.0) -> bool:
+        for header, body in frames:
+            self.send(header, body)
         return True
 
     def close(self) -> None:

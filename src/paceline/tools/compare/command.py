@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 from cyclopts import Parameter
 
 from paceline.errors import UsageError
+from paceline.job.choices import ProcessTransport
 from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import check_script
 from paceline.observe.runs import read_run
 from paceline.tools.compare.drawing import draw_comparison
 from paceline.tools.compare.entry import parse_entries
 from paceline.tools.compare.reading import Result, read_result
-from paceline.tools.compare.running import Carrier, RunEnded, RunPlan, run_entry
+from paceline.tools.compare.running import RunEnded, RunPlan, run_entry
 from paceline.tools.compare.table import comparison_json, comparison_table
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def compare(
     workers: Annotated[int, Parameter(alias="-n")] = 2,
     servers: Annotated[int, Parameter(alias="-m")] = 1,
     out: Path = Path("comparison"),
-    transport: Carrier = "tcp",
+    transport: ProcessTransport = "tcp",
     title: str = "",
 ) -> int:
     """Run a script under several strategies, one after another, and compare loss, time, bytes and memory.

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+from paceline.job.choices import ProcessTransport
 from paceline.launch.local import run_local
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
 from paceline.tools.compare.entry import ComparedEntry
-
-# The kernel counts the traffic of the first only.
-Carrier = Literal["tcp", "shm"]
 
 # Who made a run fail, as its last line says, and what that one wrote; lines that are indented only say where it was.
 _CULPRIT: Final = re.compile(r"^paceline: (.+?) (?:ended with|was killed by) [^\n]*\Z", re.MULTILINE)
@@ -28,7 +26,7 @@ class RunPlan:
     script: Path
     args: tuple[str, ...]
     num_servers: int
-    carrier: Carrier
+    carrier: ProcessTransport
     folder: Path
 
     def run_dir(self, entry: ComparedEntry) -> Path:
