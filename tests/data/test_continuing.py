@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.data.test_sharding import Recorder, in_global_order, loader_of
 from torch.utils.data import DataLoader
 
-from paceline.data.loader import ShardedLoader
 from paceline.data.order import EpochOrder
 from paceline.data.partition import DataCut
 from paceline.data.position import Bookmark, Position, terms_of
 from paceline.data.prefetching import prefetch
+from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 
 sizes = st.integers(1, 5)

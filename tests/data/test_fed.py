@@ -22,7 +22,7 @@ from paceline.api.script import bind
 from paceline.api.session import Session
 from paceline.data.readers import SessionReaders
 from paceline.data.slicing import Dealt
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import LocalReader
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.errors import RecordError

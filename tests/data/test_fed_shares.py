@@ -14,7 +14,7 @@ from paceline.data.fed import FedLoader, FeedPlan
 from paceline.data.order import EpochOrder
 from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.records import Faults
 from paceline.observe.trace import Trace
 

@@ -19,8 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import paceline
 from paceline.api.session import Session
-from paceline.data.hashing import Key, fixed_hash
-from paceline.data.partition import DataCut, Partition
+from paceline.data.partition import DataCut, Key, Partition, fixed_hash
 from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
 

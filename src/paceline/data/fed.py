@@ -1,7 +1,8 @@
-"""Loader over a declared source, whose batches are made by data servers, or in this process where there are none."""
+"""Loader over a declared source. Data servers make its batches; without data servers this process does."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,18 +11,56 @@ from typing import Any, Final
 
 import torch
 
-from paceline.data.order import Batches, EpochOrder
+from paceline.data.order import Batches, EpochOrder, EpochRounds, num_slices
 from paceline.data.partition import Sharding
 from paceline.data.position import Bookmark, terms_of
-from paceline.data.rounds import EpochRounds, num_slices
 from paceline.data.service.client import MAX_PREFETCH
 from paceline.data.service.messages import MAX_SAMPLES
 from paceline.data.slicing import Slicing, Walk
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import Reader
-from paceline.data.tally import SampleTally
 from paceline.errors import UsageError
-from paceline.observe.trace import Trace
+from paceline.observe.trace import Epoch, Trace
+
+
+@dataclass(slots=True)
+class SampleTally:
+    """Sample counts of one pass.
+
+    Args:
+        worker: rank of the worker that counts.
+        epoch: of the pass.
+        num_samples: returned to the loop.
+        num_skipped: left out because they could not be decoded.
+        num_again: read again after a worker died with them. Under bsp their updates count once all the same; where
+            updates show on arrival, servers may have applied some of them twice.
+
+    Samples that were read but not returned, because the loop was left, count as skipped and as read again all the same.
+    """
+
+    worker: int
+    epoch: int
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_again: int = 0
+
+    def tell(self, trace: Trace, tell: Callable[[str], None], reasons: tuple[str, ...]) -> None:
+        """Record the counts, and report skipped samples, with the first reason, and those read again."""
+        trace.record(
+            Epoch(time.monotonic(), self.worker, self.epoch, self.num_samples, self.num_skipped, self.num_again)
+        )
+        trace.flush()  # so that a report on stderr has its record, also if this process is killed
+        if self.num_skipped:
+            why = f": {reasons[0]}" if reasons else ""
+            tell(
+                f"worker {self.worker} left out {self.num_skipped} of {self.num_samples + self.num_skipped} records of "
+                f"epoch {self.epoch} that could not be decoded{why}"
+            )
+        if self.num_again:
+            tell(
+                f"worker {self.worker} was dealt {self.num_again} samples of epoch {self.epoch} again, which a worker "
+                "had that has died"
+            )
 
 
 @dataclass(slots=True)

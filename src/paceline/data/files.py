@@ -12,7 +12,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import overload
 
 from paceline.data.partition import DataCut, Sharding
-from paceline.data.sources.files import WholePaths
+from paceline.data.sources.input_files import WholePaths
 from paceline.errors import DataError, UsageError
 
 _MOST_LISTED = 5  # files that a message names

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.fed import FedLoader
-from paceline.data.loader import ShardedLoader
+from paceline.data.sharding import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.errors import UsageError
 

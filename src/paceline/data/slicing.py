@@ -11,11 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.work_queue import WorkAnswer, WorkRound
-from paceline.data.loader import ShardedLoader
-from paceline.data.order import EpochOrder
+from paceline.data.order import EpochOrder, EpochRounds, num_slices
 from paceline.data.partition import DataCut, Sharding
 from paceline.data.position import terms_of
-from paceline.data.rounds import EpochRounds, num_slices
+from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer
 from paceline.wire.answers import read_answer_of

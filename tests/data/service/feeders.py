@@ -18,8 +18,7 @@ from paceline import sources
 from paceline.data.service.client import ReaderOptions, RemoteReader
 from paceline.data.service.server import FeedNode
 from paceline.data.service.source_cache import OpenRecords
-from paceline.data.sources.batch_layout import Prepared, TensorColumn
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest, Prepared, TensorColumn
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import Faults
 from paceline.errors import DataError, RecordError

@@ -24,7 +24,7 @@ from paceline.data.service.messages import (
     SourceOpened,
     encode,
 )
-from paceline.data.sources.batch_layout import BatchLayout
+from paceline.data.sources.batch import BatchLayout
 from paceline.errors import PeerError
 
 NUM_CONNECTIONS = 60

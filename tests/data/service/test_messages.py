@@ -17,7 +17,7 @@ from paceline.data.service.messages import (
     decode,
     encode,
 )
-from paceline.data.sources.batch_layout import BatchLayout, DictPart, TensorPart, TextPart
+from paceline.data.sources.batch import BatchLayout, DictPart, TensorPart, TextPart
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 
 PARTS = DictPart(("x", "y"), (TensorPart("float32", (3, 2), 0), TextPart("str", 3, 5, 64)))

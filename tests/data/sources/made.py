@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import DTYPES, BatchLayout, Prepared, unpack
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import DTYPES, Batch, BatchLayout, BatchRequest, Prepared, unpack
 from paceline.data.sources.collating import collate, flatten
 from paceline.data.sources.records import Records
 

@@ -16,7 +16,7 @@ from tests.data.sources.made import same
 from tests.nodes.cluster import CARRIERS
 
 from paceline import sources
-from paceline.data.sources.batches import BatchRequest
+from paceline.data.sources.batch import BatchRequest
 from paceline.data.sources.reader import LocalReader, Reader
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import open_recipe

@@ -18,7 +18,7 @@ from tests.data.sources.made import read, same
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import sources
-from paceline.data.sources.batches import BatchRequest
+from paceline.data.sources.batch import BatchRequest
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import Records, open_recipe
 from paceline.errors import DataError, RecordError, UsageError

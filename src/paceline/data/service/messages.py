@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from paceline.data.sources.batch_layout import BatchLayout
+from paceline.data.sources.batch import BatchLayout
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 from paceline.wire.codec import MessageCodec
 

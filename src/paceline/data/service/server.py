@@ -11,10 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from paceline.data.service.batch_builder import BatchBuilder
+from paceline.data.service.batch_builder import BatchBuilder, FairQueue, Indices, WorkerTurn
 from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit
-from paceline.data.service.callers import Caller, accept_caller
-from paceline.data.service.fair_queue import FairQueue, Indices, WorkerTurn
 from paceline.data.service.messages import (
     INDEX_BYTES,
     MAX_RECIPE_BYTES,
@@ -26,7 +24,7 @@ from paceline.data.service.messages import (
     decode,
     encode,
 )
-from paceline.data.service.send_queue import ServiceAnswer
+from paceline.data.service.reader_connection import Caller, ServiceAnswer, accept_caller
 from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource, OpenRecords, SourceCache
 from paceline.data.sources.records import open_recipe
 from paceline.errors import PeerError, ProtocolBug, UsageError

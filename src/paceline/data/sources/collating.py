@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import (
+from paceline.data.sources.batch import (
     DTYPES,
     MAX_DEPTH,
     MAX_DIMENSIONS,
@@ -23,8 +23,8 @@ from paceline.data.sources.batch_layout import (
     TensorColumn,
     TextColumn,
     encode_text,
+    tensor_over,
 )
-from paceline.data.sources.views import tensor_over
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _NUMBER_BYTES: Final = 8

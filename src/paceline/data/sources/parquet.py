@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.data.sources.collating import Unfit
 from paceline.data.sources.declared import Parquet
-from paceline.data.sources.files import FixedFiles, find_files, reading
+from paceline.data.sources.input_files import FixedFiles, find_files, reading
 from paceline.errors import DataError, UsageError
 
 _MOST_DECODED_BYTES: Final = 256 << 20

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.data.sources.batch_layout import unpack
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest, unpack
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import Faults, open_recipe
 from paceline.errors import UsageError

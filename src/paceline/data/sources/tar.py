@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, cast
 from zlib import crc32
 
 from paceline.data.sources.declared import WebDataset
-from paceline.data.sources.files import OpenFiles, find_files, reading
+from paceline.data.sources.input_files import OpenFiles, find_files, reading
 from paceline.errors import DataError
 
 _END_BYTES: Final = 2 * BLOCKSIZE  # zeros, with which an archive ends

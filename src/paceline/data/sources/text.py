@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sources.declared import Lines
-from paceline.data.sources.files import OpenFiles, find_files, reading
+from paceline.data.sources.input_files import OpenFiles, find_files, reading
 
 _CHUNK_BYTES: Final = 16 << 20
 _WITH_MARK, _WITHOUT_MARK = "utf-8-sig", "utf-8"  # in the latter a mark is a character as any other

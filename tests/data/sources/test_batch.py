@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.data.sources.made import alike, prepared_of, same, tensor_of, through_memory
 from torch.utils.data import default_collate
 
-from paceline.data.sources.batch_layout import (
+from paceline.data.sources.batch import (
     BatchLayout,
     DictPart,
     ListPart,

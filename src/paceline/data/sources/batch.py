@@ -1,7 +1,7 @@
-"""How a batch lies in memory: what is about to be written, the layout that travels, and the batch that is read.
+"""A batch: the request for it, its content, and its layout in memory, in which it travels from a data server.
 
-Tensors lie as they are, each at a multiple of 64 bytes. A list of texts is the ends of the texts as int64, then the
-texts one after the other.
+In memory each tensor lies as it is, at a multiple of 64 bytes. A list of texts is the ends of the texts as int64,
+followed by the texts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batches import Batch
-from paceline.data.sources.views import tensor_over
 from paceline.errors import PeerError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Which batch is wanted: the samples with these indices, in this order, as they are in this epoch."""
+
+    epoch: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a loop gets.
+
+    Args:
+        content: tensors, lists of str and lists of bytes, in lists and dicts as torch's `default_collate` makes them;
+            None where no record was left.
+        num_samples: in it; fewer than were asked for where records were skipped.
+        num_skipped: records that were left out because they could not be decoded.
+    """
+
+    content: Any
+    num_samples: int
+    num_skipped: int
+
+
+def require_served(num_samples: int, size_bytes: int, max_bytes: int) -> None:
+    """Raise UsageError for so many samples of so many bytes where a batch may have no more than `max_bytes`."""
+    if size_bytes > max_bytes:
+        raise UsageError(
+            f"a batch of {num_samples} samples has {size_bytes} bytes, at most {max_bytes} are served: choose a "
+            "smaller batch size"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Records that were skipped so far: how often, and why the first ones."""
+
+    num_skipped: int
+    reasons: tuple[str, ...]
+
+
+class _Claimed:
+    """An array that says of itself that it may be written to, and is kept alive by what is made of it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def tensor_over(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return the tensor that lies where an array does; what may only be read must not be written to.
+
+    Of such memory torch warns, or before its version 2.7 refuses it, although nobody is about to write there.
+
+    >>> array = np.arange(3)
+    >>> array.flags.writeable = False
+    >>> tensor_over(array)
+    tensor([0, 1, 2])
+    """
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Claimed(array)))
+
 
 MAX_DIMENSIONS: Final = 32
 MAX_DEPTH: Final = 32  # of lists and dicts in each other

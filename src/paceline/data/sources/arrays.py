@@ -1,4 +1,4 @@
-"""Samples in columns: numpy arrays and tensors, memory-mapped and gathered straight into a batch."""
+"""Samples of numpy arrays and tensors, memory-mapped and gathered straight into a batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import DTYPES, MAX_DIMENSIONS, Column, TensorColumn
+from paceline.data.sources.batch import DTYPES, MAX_DIMENSIONS, Column, TensorColumn, tensor_over
 from paceline.data.sources.declared import ArrayFile, Arrays, Tensors
-from paceline.data.sources.files import FixedFiles, reading
-from paceline.data.sources.views import tensor_over
+from paceline.data.sources.input_files import FixedFiles, reading
 from paceline.errors import DataError
 
 _LOCAL_HEADER_BYTES: Final = 30
