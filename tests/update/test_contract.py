@@ -6,11 +6,12 @@ import pytest
 import torch
 from tests.update.tables import SEGMENTS, Plain, apply, flat_values, pushes, shards_of, start_values, store, with_rule
 
-from paceline.update.named_rules import SGD, Adagrad, Adam, AdamW, from_optimizer, granularity
+from paceline.update.named_rules import SGD, Adagrad, Adam, AdamW, granularity
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
 from paceline.update.state_dict import gather_optimizer, gather_values, hyper_of_state, split_optimizer, split_values
 from paceline.update.table import Segment, TableSpec
+from paceline.update.torch_rule import from_optimizer
 
 ELEMENTWISE = [
     ("SGD", {"lr": 0.1}),

@@ -12,9 +12,9 @@ import torch
 from paceline.errors import ProtocolBug
 from paceline.update.chunked import Chunked
 from paceline.update.kernels import Kernel
-from paceline.update.pieces import cut
 from paceline.update.rules import Hyper, Quorum, UpdateRule
 from paceline.update.summing import Contribution, num_missing, num_nonfinite
+from paceline.update.table import cut
 from paceline.update.thread_pool import ThreadPool
 from paceline.update.whole_tensors import WholeTensors
 

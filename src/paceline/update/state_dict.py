@@ -14,10 +14,9 @@ from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug, UsageError
-from paceline.update.pieces import SegmentPiece, cut
 from paceline.update.rules import Hyper
 from paceline.update.shard import VALUES
-from paceline.update.table import TableSpec
+from paceline.update.table import SegmentPiece, TableSpec, cut
 from paceline.update.torch_rule import hyper_of
 
 Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]

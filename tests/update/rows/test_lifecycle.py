@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.update.rows.stores import held, ids_of, push, push_of, rows_of, store_of
 
-from paceline.update.rows import candidates
+from paceline.update.rows import lifecycle as candidates
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.lifecycle import HALVE_AFTER
 from paceline.update.rows.ops import row_ops

@@ -17,14 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ProtocolBug, UsageError
-from paceline.update.rows.layout import IDS, RowLayout, layouts
-from paceline.update.rows.lifecycle import use_columns
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import IDS, RowLayout, RowPiece, layouts, use_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.update.rows.rule import RowRule
+    from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
 
 FORMAT: Final = "paceline rows 1"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import RowPiece
 from paceline.update.summing import num_nonfinite
 
 if TYPE_CHECKING:
