@@ -20,7 +20,7 @@ from torch.utils.data import (
 from paceline.data.files import Files, shard_files
 from paceline.data.order import Batches, EpochOrder
 from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
-from paceline.data.position import Bookmark, terms_of
+from paceline.data.position import PositionTracker, terms_of
 from paceline.errors import UsageError
 
 
@@ -45,7 +45,7 @@ class ShardedLoader:
         )
         sharding.note_size(self._order.num_batches, f"batches of a DataLoader over {self._order.num_samples} samples")
         terms = terms_of(self._order, sharding.seed)
-        self.bookmark = Bookmark(
+        self.tracker = PositionTracker(
             terms if self._is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
         )
 
@@ -66,7 +66,7 @@ class ShardedLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the next pass."""
-        return self.bookmark.next.epoch
+        return self.tracker.next.epoch
 
     @property
     def order(self) -> EpochOrder:
@@ -75,11 +75,11 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         """Return the number of this worker's batches in the next pass."""
-        return len(self._own(self._order.unshuffled(), self.bookmark.next.num_done))
+        return len(self._own(self._order.unshuffled(), self.tracker.next.num_done))
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
-        self.bookmark.set_epoch(epoch)
+        self.tracker.set_epoch(epoch)
 
     def batches(self) -> Batches:
         """Return the batches of all workers in the whole next epoch, in their global order."""
@@ -91,7 +91,7 @@ class ShardedLoader:
         It is the same on all workers that have taken part in the same number of clocks. Another number of workers may
         continue there, unless the partition is contiguous.
         """
-        return self.bookmark.state_dict()
+        return self.tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next pass; all workers need the same state.
@@ -99,7 +99,7 @@ class ShardedLoader:
         Raises:
             UsageError: the state is of another source, seed or partition; the message names the values.
         """
-        self.bookmark.load_state_dict(state)
+        self.tracker.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of one epoch, or of the rest of one."""
@@ -108,17 +108,17 @@ class ShardedLoader:
     def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
         sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
-        start = self.bookmark.start_pass().num_done if is_training else 0
+        start = self.tracker.start_pass().num_done if is_training else 0
         own = self._own(batches, start)
         for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
             if is_training:
-                self.bookmark.reach(start + number * sharding.size)
+                self.tracker.reach(start + number * sharding.size)
                 sharding.on_samples(len(indices))
             yield batch
         if is_training:
             if -(-(len(batches) - start) // sharding.size) > len(own):  # others have one more
                 sharding.on_missing()
-            self.bookmark.end()
+            self.tracker.end()
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         """Yield the batches with these sample indices, as the loader makes them."""
@@ -188,7 +188,7 @@ class ShardedStream(IterableDataset[Any]):
         self._source = source
         self._sharding = sharding
         by_hash = {"worker": sharding.rank, "num_workers": sharding.size}
-        self._bookmark = Bookmark(by_hash if self._cut.partition == "hashed" else {})
+        self._tracker = PositionTracker(by_hash if self._cut.partition == "hashed" else {})
         self._has_noted_size = False
 
     def __repr__(self) -> str:
@@ -196,24 +196,24 @@ class ShardedStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Read the iterable from the current position, and yield this worker's items."""
-        start = self._bookmark.start_pass().num_done
+        start = self._tracker.start_pass().num_done
         place, num_places = _place_among_readers(self._source)
         num_own, number = 0, -1
         for number, item in enumerate(self._source):
             if number >= start and self._is_own(number - start, number, item):
                 if num_own % num_places == place:
-                    self._bookmark.reach(self._num_done(start, number))
+                    self._tracker.reach(self._num_done(start, number))
                     yield item
                 num_own += 1
         self._check_size(number + 1)
-        self._bookmark.end()
+        self._tracker.end()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: all items up to the last one that this worker was given.
 
         Items that a `DataLoader` reads in processes of its own are not known here, and items read ahead count as given.
         """
-        return self._bookmark.state_dict()
+        return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next iteration; items before it are read and skipped.
@@ -221,7 +221,7 @@ class ShardedStream(IterableDataset[Any]):
         Raises:
             UsageError: the state is not of such a source.
         """
-        self._bookmark.load_state_dict(state)
+        self._tracker.load_state_dict(state)
 
     def _is_own(self, place: int, number: int, item: object) -> bool:
         """Return whether an item is this worker's: by hash, or by its place since the position of the start."""
@@ -252,7 +252,7 @@ def _require_streamable(cut: DataCut) -> None:
     if cut.partition == "contiguous" or cut.shuffled:
         what = "shuffled" if cut.shuffled else 'cut by partition="contiguous"'
         raise UsageError(
-            f"an iterable cannot be {what}, as nobody knows how long it is: leave that out, or give a sequence."
+            f"an iterable cannot be {what}, as its length is not known: leave that out, or give a sequence."
         )
 
 

@@ -17,7 +17,7 @@ from paceline.data.sources.batch import (
     DictPart,
     ListPart,
     Part,
-    Prepared,
+    PreparedBatch,
     TensorPart,
     TextPart,
     unpack,
@@ -66,7 +66,7 @@ def test_tensors_are_views_of_the_memory() -> None:
 
 
 def test_nothing_but_skipped_records() -> None:
-    batch = through_memory(Prepared(None, 0, 5))
+    batch = through_memory(PreparedBatch(None, 0, 5))
     assert (batch.content, batch.num_samples, batch.num_skipped) == (None, 0, 5)
 
 
@@ -138,7 +138,7 @@ LIES: dict[str, tuple[BatchLayout, str]] = {
 }
 
 
-def memory_of(prepared: Prepared) -> memoryview:
+def memory_of(prepared: PreparedBatch) -> memoryview:
     memory = memoryview(bytearray(prepared.size_bytes))
     prepared.fill(memory)
     return memory

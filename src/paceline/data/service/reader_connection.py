@@ -63,7 +63,7 @@ class ServiceSendQueue:
         try:
             self._thread.start()
         except RuntimeError:
-            raise PeerError("there is no thread to answer it by") from None
+            raise PeerError("the system refuses a thread to answer it") from None
 
     @property
     def has_room(self) -> bool:
@@ -115,11 +115,11 @@ class ServiceSendQueue:
 
 
 @dataclass(slots=True, eq=False)
-class Caller:
+class ReaderConnection:
     """State of one worker's connection; it ends with the connection."""
 
     hello: Hello
-    outbox: ServiceSendQueue
+    send_queue: ServiceSendQueue
     batch_buffers: BatchBuffers
     sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by number
     num_asked: int = 0
@@ -127,30 +127,30 @@ class Caller:
     def count_request(self) -> None:
         """Count a request; raises PeerError when too many are unanswered."""
         self.num_asked += 1  # each gets exactly one answer
-        if self.num_asked - self.outbox.num_sent > MAX_UNANSWERED:
-            raise PeerError(f"a worker asks more than {MAX_UNANSWERED} things at once")
+        if self.num_asked - self.send_queue.num_sent > MAX_UNANSWERED:
+            raise PeerError(f"a worker has more than {MAX_UNANSWERED} unanswered requests")
 
     def close(self) -> None:
         """End the connection and its thread, and free its buffers."""
-        self.outbox.close()
+        self.send_queue.close()
         self.batch_buffers.clear()
 
 
-def accept_caller(
+def accept_reader(
     connection: Connection,
     generation: int,
     num_workers: int | None,
     on_room: Callable[[], None],
     batch_buffers: BatchBuffers,
-) -> Caller:
+) -> ReaderConnection:
     """Return the state of a new connection; raises PeerError unless it is from a worker of this job."""
     hello = check_caller(decode(connection.identity), connection)
     if hello.role != "worker":
-        raise PeerError(f"a {hello.role} has nothing to ask of a data server")
+        raise PeerError(f"a {hello.role} may not read from a data server")
     if hello.generation != generation:
         raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
     if hello.rank < 0 or (num_workers is not None and hello.rank >= num_workers):
-        raise PeerError(f"there is no worker {hello.rank} in this job, which has {num_workers}")
-    caller = Caller(hello, ServiceSendQueue(connection, on_room), batch_buffers)
-    caller.outbox.open()
-    return caller
+        raise PeerError(f"worker {hello.rank} is not in this job, which has {num_workers} workers")
+    reader = ReaderConnection(hello, ServiceSendQueue(connection, on_room), batch_buffers)
+    reader.send_queue.open()
+    return reader

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.data.sources.collating import Unfit
+from paceline.data.sources.collating import UnfitRecord
 from paceline.data.sources.declared import Parquet
 from paceline.data.sources.input_files import FixedFiles, find_files, reading
 from paceline.errors import DataError, UsageError
@@ -166,10 +166,10 @@ class TableRows:
             self._kept.move_to_end(number)
             return self._kept[number]
         if number in self._damaged:
-            raise Unfit(self._damaged[number])
+            raise UnfitRecord(self._damaged[number])
         try:
             decoded = self._kept[number] = self._decode(self._groups[number])
-        except Unfit as error:
+        except UnfitRecord as error:
             self._damaged[number] = str(error)
             raise
         while len(self._kept) > 1 and sum(group.size_bytes for group in self._kept.values()) > _MOST_DECODED_BYTES:
@@ -188,14 +188,14 @@ class TableRows:
         return _Decoded(size_bytes, values, missing, others)
 
     def _table(self, group: _Group) -> Any:  # noqa: ANN401 - pyarrow has no types
-        """Read a row group; raises Unfit when what is in the file there is damaged."""
+        """Read a row group; raises UnfitRecord if the file is damaged there."""
         metadata = self._metadata[group.path]
         try:
             with self._reading(group.path), self._file(group.path, metadata=metadata) as file:
                 table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
         except _Damaged as error:
             self._files.check_one(group.path)  # if it was changed, that is why
-            raise Unfit(f"the whole row group cannot be decoded: {error}") from error
+            raise UnfitRecord(f"the whole row group cannot be decoded: {error}") from error
         self._files.check_one(group.path)
         return table
 
@@ -215,14 +215,14 @@ class TableRows:
         elif name not in group.missing or not group.missing[name][row]:
             value = group.numbers[name][row]
         if value is None:
-            raise Unfit(f"column {name} has no value in it")
+            raise UnfitRecord(f"column {name} has no value in it")
         return value
 
     def _list(self, found: Any, name: str) -> np.ndarray[Any, Any] | None:  # noqa: ANN401 - pyarrow has no types
         if not found.is_valid:
             return None
         if found.values.null_count:
-            raise Unfit(f"the list in column {name} has a value missing")
+            raise UnfitRecord(f"the list in column {name} has a value missing")
         return found.values.to_numpy(zero_copy_only=False)
 
     @contextmanager
