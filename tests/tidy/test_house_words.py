@@ -19,13 +19,11 @@ HOUSE = re.compile(r"desks?|shelf|shelves|doorman|errands?|toil|nursery|newborn|
 PEOPLE = re.compile(r"\b(?:whoever|nobody|somebody|anybody|whom)\b", re.IGNORECASE)
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
-NAMES_LEFT = {"data": 15, "server": 6, "worker": 11, "tests": 42}
+NAMES_LEFT = {"server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
     "api": 10,
     "benchmarks": 6,
-    "collective": 7,
     "core": 18,
-    "data": 24,
     "docs": 79,
     "examples": 10,
     "job": 15,
@@ -41,7 +39,6 @@ PEOPLE_LEFT = {
     "tools": 11,
     "training": 14,
     "transport": 29,
-    "update": 17,
     "wire": 3,
     "worker": 22,
 }

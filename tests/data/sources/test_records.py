@@ -146,7 +146,7 @@ def damaged() -> None:
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),
         (lambda: sources.arrays("swapped.npy"), "native byte order"),
         (lambda: sources.tensors("none.safetensors", "a"), "cannot be read"),
-        (lambda: sources.tensors("short.safetensors", "images"), "no whole safetensors file"),
+        (lambda: sources.tensors("short.safetensors", "images"), "not a complete safetensors file"),
         (lambda: sources.tensors("both.safetensors", "a", "labels"), "no tensor a, only images, labels"),
     ],
 )

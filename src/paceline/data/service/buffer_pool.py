@@ -63,7 +63,7 @@ class BatchPool:
     make: Callable[[int], memoryview]
     _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
 
-    def take(self, size_bytes: int) -> memoryview:
+    def allocate(self, size_bytes: int) -> memoryview:
         """Return a buffer of at least this size: the smallest free one that fits, or a new one in place of one."""
         fitting = self._fitting(size_bytes)
         if fitting is not None:
@@ -77,7 +77,7 @@ class BatchPool:
         fitting = self._fitting(size_bytes)
         return _rounded(size_bytes) if fitting is None else self._free[fitting].nbytes
 
-    def give(self, memory: memoryview) -> None:
+    def free(self, memory: memoryview) -> None:
         """Free a buffer for reuse; the largest ones are kept, up to the limits."""
         free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
         while sum(map(_size, free)) > MAX_FREE_BYTES:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_PAGE_ENTRY_BYTES: Final = 8  # of /proc/self/pagemap; the sign bit says that the page is in memory
 _GROWTH: Final = 1.5
 
 
@@ -62,7 +61,7 @@ class RowColumn:
 
     @property
     def is_spilled(self) -> bool:
-        """Return whether the rows lie in a file."""
+        """Whether the rows lie in a file."""
         return self._descriptor is not None
 
     @property
@@ -90,14 +89,6 @@ class RowColumn:
             raise _no_room("memory", size_bytes, error) from error
         finally:
             self._tensor = self._view()
-
-    def resident_bytes(self) -> int:
-        """Return how many bytes of it are in this process's main memory; takes about 10 ms per GB."""
-        first = self.tensor.data_ptr() // _PAGE_BYTES * _PAGE_ENTRY_BYTES
-        length = self.size_bytes // _PAGE_BYTES * _PAGE_ENTRY_BYTES
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            entries = np.frombuffer(os.pread(pages.fileno(), length, first), dtype=np.int64)
-        return int((entries < 0).sum()) * _PAGE_BYTES
 
     def trim(self) -> None:
         """Release the memory of a column in a file; later reads get rows from the file.
@@ -157,14 +148,14 @@ def _close_all(descriptor: int | None) -> None:
 
 def _no_room(what: str, size_bytes: int, error: OSError) -> UsageError:
     return UsageError(
-        f"A row table needs {size_bytes} bytes of {what} for one of its columns, and they are not to be had "
-        f"({error.strerror}). Give it more, use more servers, or let rows go: expire_after, max_rows."
+        f"A row table needs {size_bytes} bytes of {what} for one of its columns, which are not available "
+        f"({error.strerror}). Give it more, use more servers, or remove rows: expire_after, max_rows."
     )
 
 
-# Who reads a page that the system has cached gets those around it as well: so many bytes, at addresses that are
-# multiples of them. No access brings more, as long as the system reads no further ahead than asked: what it reads at
-# once it may map at once.
+# An access to a cached page also maps the pages around it: this many bytes, at addresses that are multiples of it. No
+# access maps more, as long as the system reads no further ahead than requested: it may map at once what it reads at
+# once.
 WINDOW_BYTES: Final = 64 * 1024
 
 
@@ -173,10 +164,10 @@ class Windows:
     """The parts of one column that may be mapped: those that were visited since the last trim.
 
     Args:
-        column: in a file, and still empty; what has been mapped of it is given back by `trim`.
+        column: in a file, and still empty; `trim` releases what is mapped of it.
 
     Raises:
-        UsageError: the system does not take advice on how the file is read.
+        UsageError: the system does not support advice on how the file is read.
     """
 
     def __init__(self, column: RowColumn) -> None:
@@ -187,29 +178,29 @@ class Windows:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are mapped at most."""
+        """The most bytes that may be mapped now."""
         return int(self._visited.count_nonzero()) * self._unit_bytes
 
     def visit(self, slots: Tensor) -> None:
-        """Count the windows of some rows."""
+        """Count the windows of these rows as mapped."""
         first = slots * self._column.row_bytes + self._shift()
         self._visited.index_fill_(0, first // self._unit_bytes, True)
         if WINDOW_BYTES % self._column.row_bytes:
             self._visited.index_fill_(0, (first + self._column.row_bytes - 1) // self._unit_bytes, True)
 
     def visit_span(self, start: int, stop: int) -> None:
-        """Count the windows of neighbouring rows, at least one."""
+        """Count the windows of neighbouring rows, at least one, as mapped."""
         row_bytes, shift = self._column.row_bytes, self._shift()
         first, last = start * row_bytes + shift, stop * row_bytes + shift - 1
         self._visited[first // self._unit_bytes : last // self._unit_bytes + 1] = True
 
     def trim(self) -> None:
-        """Give all of it back."""
+        """Release all mapped memory."""
         self._column.trim()
         self._visited.zero_()
 
     def grow(self, num_rows: int) -> None:
-        """Make room for so many rows in the column, which may move all of it; raises what that raises."""
+        """Make room for `num_rows` rows, which may move the column; raises as `RowColumn.grow` does."""
         if num_rows > len(self._column.tensor):
             self.trim()
             self._column.grow(num_rows)

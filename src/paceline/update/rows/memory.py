@@ -28,15 +28,15 @@ PIECE_ROWS: Final = 16 * 1024  # that are worked on together: few enough to stay
 class RowColumns:
     """All columns of a table; one row has the same slot in each. For one thread at a time.
 
-    In files, what is mapped to main memory stays within `room_bytes`: whoever touches rows says so by `visit`, before
-    or at once after, and works in `pieces`, between which the memory is given back where it is needed.
+    For columns in files, the mapped memory stays within `room_bytes`: callers announce the rows they touch by `visit`,
+    before or at once after, and work in `pieces`, between which memory is released if needed.
 
     Args:
         spec: of the table.
         rule: whose state is kept.
 
     Raises:
-        UsageError: there can be no file.
+        UsageError: a file cannot be created.
     """
 
     def __init__(self, spec: RowTableSpec, rule: RowRule) -> None:
@@ -55,7 +55,7 @@ class RowColumns:
             self._windows = {name: Windows(column) for name, column in self._columns.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return all of a column, (rows there is room for, width); keep it no longer than a piece."""
+        """Return a whole column, (capacity, width); keep it no longer than a piece."""
         return self._columns[name].tensor
 
     @property
@@ -70,11 +70,11 @@ class RowColumns:
 
     @property
     def mapped_bytes(self) -> int:
-        """What is mapped of columns in files, at most."""
+        """The most memory that columns in files map now."""
         return sum(windows.mapped_bytes for windows in self._windows.values())
 
     def grow(self, num_rows: int) -> None:
-        """Make room for so many rows in all; raises UsageError, with all rows as they were, when there is none."""
+        """Make room for `num_rows` rows in all; raises UsageError, without changes, if memory is full."""
         if self._windows:
             for windows in self._windows.values():
                 windows.grow(num_rows)
@@ -95,18 +95,18 @@ class RowColumns:
             start = stop
 
     def visit(self, slots: Tensor) -> None:
-        """Note that rows are touched; -1 is none."""
+        """Count rows as touched; -1 is no row."""
         for windows in self._windows.values():
             windows.visit(slots[slots >= 0])
 
     def visit_span(self, name: str, start: int, stop: int) -> None:
-        """Note that neighbouring rows of one column are going to be touched."""
+        """Count neighbouring rows of one column as touched, before they are."""
         if self._windows:
             self._make_room()
             self._windows[name].visit_span(start, stop)
 
     def trim(self) -> None:
-        """Give the memory of columns in files back."""
+        """Release the memory that columns in files map."""
         for windows in self._windows.values():
             windows.trim()
 
@@ -129,7 +129,7 @@ class RowColumns:
 class RowMemory:
     """Memory of rows: finds, creates and removes them; used by one thread at a time.
 
-    With a memory budget, the index and the candidates lie in main memory in full, and columns are mapped to the rest.
+    With a memory budget, the index and the candidates lie in main memory, and columns are mapped to the rest of it.
 
     Args:
         spec: of the table.
@@ -194,11 +194,11 @@ class RowMemory:
         self.columns.visit(slots)
         return self._index.ids_of(slots)
 
-    def take(self, name: str, slots: Tensor, out: Tensor) -> None:
+    def read_column(self, name: str, slots: Tensor, out: Tensor) -> None:
         """Copy rows of a column to `out`, (n, its width), but for slot -1; for a piece that was found before."""
         self._ops.gather(self.columns[name], slots, out)
 
-    def put(self, name: str, slots: Tensor, rows: Tensor) -> None:
+    def write_column(self, name: str, slots: Tensor, rows: Tensor) -> None:
         """Copy `rows` to distinct slots of a column; for a piece that was found before."""
         self._ops.scatter(self.columns[name], slots, rows)
 
@@ -235,10 +235,10 @@ class RowMemory:
         return slots
 
     def remove(self, slots: Tensor) -> None:
-        """Remove rows; their slots are free for others."""
+        """Remove rows and free their slots."""
         for piece in self.columns.pieces(len(slots), _ERASE_TIMES):
             self._index.remove(slots[piece])
-            self.columns.trim()  # whatever other ids were looked at
+            self.columns.trim()  # the index has read other ids too
         self._share_out()
 
     def close(self) -> None:
@@ -266,5 +266,5 @@ class RowMemory:
             )
 
     def _share_out(self) -> None:
-        """Leave to the columns what the index does not take."""
+        """Give the columns the memory that the index leaves."""
         self.columns.room_bytes = self._budget_bytes - self.index_bytes

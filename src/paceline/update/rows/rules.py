@@ -26,12 +26,12 @@ Numbers: TypeAlias = Mapping[str, Any]  # the hyperparameters, as of this update
 
 @dataclass(frozen=True, slots=True)
 class StateColumn:
-    """A state that every row has, in the dtype of its table.
+    """A column of state that every row has, in the dtype of its table.
 
     Args:
         name: unique in its rule.
         width: numbers a row; 0 is as many as the row has.
-        fill: what they are before the first update of a row. NaN is a good mark for "never written".
+        fill: the initial number; NaN can mark rows that were never written.
     """
 
     name: str
@@ -45,9 +45,9 @@ class StateColumn:
 
 @runtime_checkable
 class RowRule(Protocol):
-    """Turns the gradients of some rows into new values; without memory of its own, the state is handed to it.
+    """Turns the gradients of some rows into new values; stateless: the state is an argument.
 
-    Every row rule is lazy: rows that are not in an update do not change, whatever a dense rule of its name would do.
+    Every row rule is lazy: rows that are not in an update do not change, unlike under the dense rule of its name.
     A class given as "package.module:Rule" is built without arguments and must have these three members.
     """
 
@@ -71,13 +71,13 @@ class RowRule(Protocol):
             gradient: of the same shape and dtype; never write to it.
             state: [n, width of the column] each, by name.
             hyper: the hyperparameters, as of this update.
-            echo: the echo column as the reader got it, NaN where it never read the row; None when nobody read.
+            echo: the echo column as the worker read it, NaN for rows that it has not read; None if it has read none.
         """
         ...
 
 
 def declared(state: Mapping[str, Tensor], column: str, number: str) -> Tensor:
-    """Return a column that `number` calls for; raise UsageError where rows were made without it."""
+    """Return a column that hyperparameter `number` needs; raises UsageError if the rows lack it."""
     if column not in state:
         raise UsageError(
             f"{number} is in use now, but it was not when the table was declared, so its rows have no {column}. "
@@ -87,12 +87,12 @@ def declared(state: Mapping[str, Tensor], column: str, number: str) -> Tensor:
 
 
 def fresh_rows(column: Tensor) -> Tensor:
-    """Return which rows of a column that begins as NaN have never been written, as positions."""
+    """Return the positions of the rows that were never written, in a column that starts as NaN."""
     return column[:, 0].isnan().nonzero()[:, 0]
 
 
 def ascent(values: Tensor, gradient: Tensor, hyper: Numbers, decay: float) -> Tensor:
-    """Return the gradient in the direction away from the goal, with weight decay; as torch.optim adds them up."""
+    """Return the gradient to descend along, with weight decay, added as torch.optim does."""
     if hyper["maximize"]:
         gradient = gradient.neg()
     return gradient.add(values, alpha=decay) if decay else gradient
@@ -360,7 +360,7 @@ class AdaptiveRevisionRows:
 
 
 def _since(total: Tensor, echo: Tensor | None) -> Tensor:
-    """Return the sum of the gradients since the reader's; 0 where nobody read."""
+    """Return the sum of the gradients since the worker read the rows; 0 for rows that it has not read."""
     return torch.zeros_like(total) if echo is None else torch.where(echo.isnan(), 0.0, total - echo)
 
 
@@ -369,7 +369,7 @@ _MEMBERS = ("columns", "echo", "update")
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """How a rule is built from its hyperparameters, and which of them it cannot do without."""
+    """How a rule is built from its hyperparameters, and the names of those it needs."""
 
     build: Callable[[Numbers], RowRule]
     numbers: str
@@ -441,7 +441,7 @@ def _own(path: str, allowed: AbstractSet[str] | None) -> RowRule:
 
 @final
 class _InFullPrecision:
-    """Lets a rule compute in float32 where rows have 16 bits: squares and eps vanish in those."""
+    """Makes a rule compute in float32 for rows of 16 bits, in which squares and eps would vanish."""
 
     def __init__(self, rule: RowRule) -> None:
         self._rule = rule

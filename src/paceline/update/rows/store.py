@@ -104,7 +104,7 @@ class RowStore:
         self._require_ids(ids)
         for piece in self._memory.pieces(len(ids)):
             slots = self._memory.find(ids[piece].contiguous())
-            self._usage.touch(slots[slots >= 0], clock)
+            self._usage.note_use(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
         """Make room for the rows of all these ids, so that no update of them can run out of memory.
@@ -142,7 +142,7 @@ class RowStore:
             self._update(update.part(piece), hyper[0], used_at)
         self.hyper = hyper
         if self._candidates is not None and admitted is not None:
-            self._candidates.settle(admitted)
+            self._candidates.count(admitted)
         self._done += RowStatistics(
             num_admitted=len(self) - num_rows,
             num_dropped=0 if admitted is None else admitted.num_dropped,
@@ -205,10 +205,10 @@ class RowStore:
             slots = self._memory.find(ids)
             absent = (slots < 0).nonzero().view(-1)
             slots[absent] = self._memory.add(ids[absent])
-            self._usage.begin(slots, clock)
-            self._usage.touch(slots, clock)
+            self._usage.note_new(slots, clock)
+            self._usage.note_use(slots, clock)
             for name in self._layouts.keys() & piece.columns.keys():
-                self._memory.put(name, slots, piece.columns[name][part])
+                self._memory.write_column(name, slots, piece.columns[name][part])
         self._usage.forget_bounds()
 
     def close(self) -> None:
@@ -219,9 +219,9 @@ class RowStore:
 
     def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
         slots = self._memory.find(ids)
-        self._memory.take(VALUES, slots, out[:, : self.spec.width])
+        self._memory.read_column(VALUES, slots, out[:, : self.spec.width])
         if self._echo:
-            self._memory.take(state_name(self._echo.name), slots, out[:, self.spec.width :])
+            self._memory.read_column(state_name(self._echo.name), slots, out[:, self.spec.width :])
         absent = (slots < 0).nonzero().view(-1)
         if len(absent):
             first = first_rows(self.spec.first, ids[absent], self.spec.width, self._dtype)
@@ -229,35 +229,35 @@ class RowStore:
             out[absent] = torch.cat((first, echo), 1)
             slots = slots[slots >= 0]
         if clock is not None:
-            self._usage.touch(slots, clock)
+            self._usage.note_use(slots, clock)
 
     def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
         """Update distinct rows; a rule that refuses leaves them as they were."""
         slots = self._memory.find(update.ids)
         absent = (slots < 0).nonzero().view(-1)
         values = torch.empty_like(update.gradient)
-        self._memory.take(VALUES, slots, values)
+        self._memory.read_column(VALUES, slots, values)
         if len(absent):
             values[absent] = first_rows(self.spec.first, update.ids[absent], self.spec.width, self._dtype)
         state: dict[str, Tensor] = {}
         for column in self._rule.columns:
             state[column.name] = values.new_full((len(slots), column.elements(self.spec.width)), column.fill)
-            self._memory.take(state_name(column.name), slots, state[column.name])
+            self._memory.read_column(state_name(column.name), slots, state[column.name])
         self._rule.update(values, update.gradient, state, hyper, update.echo)
         if len(absent):
             slots[absent] = self._memory.add(update.ids[absent])
-            self._usage.begin(slots[absent], clock)
-        self._memory.put(VALUES, slots, values)
+            self._usage.note_new(slots[absent], clock)
+        self._memory.write_column(VALUES, slots, values)
         for name, rows in state.items():
-            self._memory.put(state_name(name), slots, rows)
-        self._usage.touch(slots, clock)
+            self._memory.write_column(state_name(name), slots, rows)
+        self._usage.note_use(slots, clock)
 
     def _remove(self, slots: Tensor) -> Tensor:
         """Remove rows, and return their ids."""
         ids = torch.empty_like(slots)
         for piece in self._memory.pieces(len(slots)):
             ids[piece] = self._memory.ids_of(slots[piece])
-            self._usage.end(slots[piece])
+            self._usage.note_removed(slots[piece])
         self._memory.remove(slots)
         return ids
 
@@ -265,7 +265,7 @@ class RowStore:
         copies: dict[str, Tensor] = {}
         for name, layout in self._layouts.items():
             copies[name] = torch.empty((len(slots), layout.width), dtype=layout.dtype)
-            self._memory.take(name, slots, copies[name])
+            self._memory.read_column(name, slots, copies[name])
         return copies
 
     def _require_contributions(self, contributions: Sequence[RowContribution]) -> None:
