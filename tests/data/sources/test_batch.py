@@ -153,7 +153,12 @@ def test_a_layout_that_lies_is_refused(lie: str) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "why"),
-    [(64, 0xFF, "one after the other"), (71, 0x80, "one after the other"), (80, 0xFF, "is none"), (128, 2, "truth")],
+    [
+        (64, 0xFF, "one after the other"),
+        (71, 0x80, "one after the other"),
+        (80, 0xFF, "not valid UTF-8"),
+        (128, 2, "bool"),
+    ],
 )
 def test_content_that_lies_is_refused(at: int, value: int, why: str) -> None:
     prepared = prepared_of(RECORDS)
