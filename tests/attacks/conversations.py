@@ -23,7 +23,7 @@ from tests.nodes.cluster import table
 
 from paceline.core import messages
 from paceline.core.messages import Applied, Clock, Fetched, Join, Joined, Pull, Push, PushId, Sender, Ticked
-from paceline.data.service.messages import BatchParcel, Message, OpenSource, ReadBatches, SourceOpened
+from paceline.data.service.messages import BatchAnswer, Message, OpenSource, ReadBatches, SourceOpened
 from paceline.data.service.messages import decode as decode_fed
 from paceline.data.sources.recipe import encode_recipe
 from paceline.errors import PeerError
@@ -284,5 +284,5 @@ class Asker:
         answer = decode_fed(peer.connection.receive(timeout_s=5.0).header)
         if isinstance(answer, SourceOpened):
             opened.add(answer.number)
-        elif isinstance(answer, BatchParcel) and answer.lent_buffer >= 0:
+        elif isinstance(answer, BatchAnswer) and answer.lent_buffer >= 0:
             self._send_buffers.append(answer.lent_buffer)

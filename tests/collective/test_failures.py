@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from paceline.collective.failures import FailureReports
-from paceline.collective.liveness import Liveness
+from paceline.collective.failures import FailureReports, Liveness
 from paceline.errors import DeadlineExceeded, PeerError
 
 
@@ -45,7 +44,7 @@ def test_workers_that_all_run_are_not_said_to_be_gone(workers: list[Liveness]) -
 
 FORKING = """
 import os, pathlib, sys
-from paceline.collective.liveness import Liveness
+from paceline.collective.failures import Liveness
 kept = Liveness(pathlib.Path(sys.argv[1]), 2)
 kept.start()
 if os.fork() == 0:

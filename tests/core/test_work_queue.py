@@ -17,7 +17,7 @@ FIRST, SECOND = WorkRound(0, 0), WorkRound(0, 1)
 
 def taken(work_queue: WorkQueue, rank: int, place: WorkRound, sizes: tuple[int, ...]) -> tuple[int, int] | str:
     """What a first life of a worker gets, as (home, index) or a word."""
-    answer = work_queue.ask((rank, 0), place, sizes)
+    answer = work_queue.claim((rank, 0), place, sizes)
     assert answer is not None
     return (answer.home, answer.index) if answer.word == "piece" else answer.word
 
@@ -42,8 +42,8 @@ def test_what_a_dead_worker_holds_comes_first_and_its_later_shares_are_for_the_o
     work_queue = WorkQueue()
     assert [taken(work_queue, 1, FIRST, (1, 2)) for _ in range(2)] == [(1, 0), (1, 1)]
     assert [taken(work_queue, 0, FIRST, (1, 2)) for _ in range(2)] == [(0, 0), "rest"]
-    assert work_queue.end((1, 0)) == [WorkPiece(FIRST, 1, 0), WorkPiece(FIRST, 1, 1)]
-    got = [work_queue.ask((0, 0), SECOND, (1, 1)) for _ in range(5)]
+    assert work_queue.end_life((1, 0)) == [WorkPiece(FIRST, 1, 0), WorkPiece(FIRST, 1, 1)]
+    got = [work_queue.claim((0, 0), SECOND, (1, 1)) for _ in range(5)]
     expected = [(FIRST, 1, 1, 3, True), (FIRST, 1, 0, 2, True), (SECOND, 0, 0, 1), (SECOND, 1, 0, 0)]
     assert got == [*(WorkAnswer("piece", *one) for one in expected), WorkAnswer("rest", SECOND)]
 
@@ -52,22 +52,22 @@ def test_what_is_settled_does_not_come_back() -> None:
     work_queue = WorkQueue()
     assert [taken(work_queue, 0, FIRST, (2,)) for _ in range(2)] == [(0, 0), (0, 1)]
     work_queue.settle((0, 0))
-    assert work_queue.end((0, 0)) == []
+    assert work_queue.end_life((0, 0)) == []
     assert taken(work_queue, 1, FIRST, (2,)) == "rest"
 
 
 def test_to_go_on_settles_the_rounds_before_and_not_the_one_that_is_gone_on_to() -> None:
     work_queue = WorkQueue()
     assert [taken(work_queue, 0, FIRST, (1,)), taken(work_queue, 0, SECOND, (1,))] == [(0, 0), (0, 0)]
-    assert work_queue.end((0, 0)) == [WorkPiece(SECOND, 0, 0)]
+    assert work_queue.end_life((0, 0)) == [WorkPiece(SECOND, 0, 0)]
 
 
 def test_whoever_leaves_an_epoch_before_its_end_has_ended_it_for_all() -> None:
     work_queue, sizes, later = WorkQueue(), (2, 2), WorkRound(1, 0)
     assert [taken(work_queue, rank, FIRST, sizes) for rank in (0, 1)] == [(0, 0), (1, 0)]
     assert taken(work_queue, 0, later, sizes) == (0, 0)
-    assert work_queue.end((1, 0)) == []
-    got = [work_queue.ask((0, 0), later, sizes) for _ in range(4)]
+    assert work_queue.end_life((1, 0)) == []
+    got = [work_queue.claim((0, 0), later, sizes) for _ in range(4)]
     assert [answer and answer.round for answer in got] == [later] * 4
     assert [answer and answer.word for answer in got] == ["piece"] * 3 + ["rest"]
 
@@ -75,29 +75,29 @@ def test_whoever_leaves_an_epoch_before_its_end_has_ended_it_for_all() -> None:
 def test_an_epoch_ends_when_all_is_settled_and_has_a_round_more_for_what_comes_back() -> None:
     work_queue = WorkQueue()
     assert [taken(work_queue, rank, FIRST, (1, 1, 1)) for rank in range(3)] == [(0, 0), (1, 0), (2, 0)]
-    assert work_queue.ask((0, 0), SECOND, ()) is None, "two pieces are still worked on"
+    assert work_queue.claim((0, 0), SECOND, ()) is None, "two pieces are still worked on"
     work_queue.settle((1, 0))
-    assert work_queue.ask((0, 0), SECOND, ()) is None
-    work_queue.end((2, 0))
-    assert work_queue.ask((0, 0), SECOND, ()) == WorkAnswer("piece", FIRST, 2, 0, again=True)
-    assert [work_queue.ask((rank, 0), SECOND, ()) for rank in (0, 1)] == [WorkAnswer("rest", SECOND)] * 2, (
+    assert work_queue.claim((0, 0), SECOND, ()) is None
+    work_queue.end_life((2, 0))
+    assert work_queue.claim((0, 0), SECOND, ()) == WorkAnswer("piece", FIRST, 2, 0, again=True)
+    assert [work_queue.claim((rank, 0), SECOND, ()) for rank in (0, 1)] == [WorkAnswer("rest", SECOND)] * 2, (
         "the same for all"
     )
     last = WorkRound(0, 2)
-    assert work_queue.ask((1, 0), last, ()) is None, "the piece that came back is still worked on"
-    assert [work_queue.ask((rank, 0), last, ()) for rank in (0, 1)] == [WorkAnswer("over", last)] * 2
-    assert work_queue.ask((0, 0), WorkRound(1, 0), (1, 0, 0)) == WorkAnswer("piece", WorkRound(1, 0), 0, 0)
+    assert work_queue.claim((1, 0), last, ()) is None, "the piece that came back is still worked on"
+    assert [work_queue.claim((rank, 0), last, ()) for rank in (0, 1)] == [WorkAnswer("over", last)] * 2
+    assert work_queue.claim((0, 0), WorkRound(1, 0), (1, 0, 0)) == WorkAnswer("piece", WorkRound(1, 0), 0, 0)
 
 
 def test_a_worker_that_was_started_again_begins_where_the_hindmost_is() -> None:
     work_queue = WorkQueue()
     for place in (FIRST, SECOND):
         assert [taken(work_queue, rank, place, (1, 1)) for rank in range(2)] == [(0, 0), (1, 0)]
-    work_queue.ask((0, 0), WorkRound(0, 2), (1, 1))
-    work_queue.end((1, 0))
-    work_queue.ask((2, 0), SECOND, (1, 1))
-    assert work_queue.ask((1, 1), FIRST, (1, 1)) == WorkAnswer("elsewhere", SECOND)
-    assert work_queue.ask((1, 1), SECOND, (1, 1)) == WorkAnswer("rest", SECOND)
+    work_queue.claim((0, 0), WorkRound(0, 2), (1, 1))
+    work_queue.end_life((1, 0))
+    work_queue.claim((2, 0), SECOND, (1, 1))
+    assert work_queue.claim((1, 1), FIRST, (1, 1)) == WorkAnswer("elsewhere", SECOND)
+    assert work_queue.claim((1, 1), SECOND, (1, 1)) == WorkAnswer("rest", SECOND)
 
 
 def test_a_worker_that_was_started_again_begins_in_the_round_of_the_clock_at_which_it_joins() -> None:
@@ -105,9 +105,9 @@ def test_a_worker_that_was_started_again_begins_in_the_round_of_the_clock_at_whi
     for clock, round_ in ((7, FIRST), (8, SECOND)):
         work_queue = WorkQueue()
         for rank in range(2):
-            assert work_queue.ask((rank, 0), FIRST, (1, 1, 0), clock=7) is not None
-        work_queue.end((1, 0))
-        assert work_queue.ask((1, 1), WorkRound(0, 0), (1, 1, 0), clock) == (
+            assert work_queue.claim((rank, 0), FIRST, (1, 1, 0), clock=7) is not None
+        work_queue.end_life((1, 0))
+        assert work_queue.claim((1, 1), WorkRound(0, 0), (1, 1, 0), clock) == (
             WorkAnswer("elsewhere", SECOND) if round_ == SECOND else WorkAnswer("piece", FIRST, 1, 0, again=True)
         )
 
@@ -124,7 +124,7 @@ def seconds(slices: int, num_rounds: int, speeds: tuple[float, ...], *, barrier:
     while waking:
         now, rank, number = heappop(waking)
         ends.append(now)
-        answer = work_queue.ask((rank, 0), WorkRound(0, number), sizes) if number < num_rounds else None
+        answer = work_queue.claim((rank, 0), WorkRound(0, number), sizes) if number < num_rounds else None
         if answer is not None and answer.word == "piece":
             heappush(waking, (now + 1 / speeds[rank], rank, number))
         elif answer is not None:
@@ -150,7 +150,7 @@ def test_a_slow_worker_leaves_the_last_piece_to_a_faster_one_that_is_still_at_wo
     order = [1, 0, 0, 1, 0, 0, 0]  # worker 0 is twice as fast: it has taken five when worker 1 is through with two
     assert "rest" not in [taken(work_queue, rank, FIRST, sizes) for rank in order]
     assert taken(work_queue, 1, FIRST, sizes) == "rest"
-    assert work_queue.ask((1, 0), SECOND, ()) is None, "nor does it take the piece from the next round"
+    assert work_queue.claim((1, 0), SECOND, ()) is None, "nor does it take the piece from the next round"
     assert taken(work_queue, 0, FIRST, sizes) == (1, 2)
 
 
@@ -175,7 +175,7 @@ def walk(
 ) -> None:
     """Take one more piece, or deliver those of this round and go on."""
     sizes = rounds[walker.place.number] if walker.place.number < len(rounds) else ()
-    answer = work_queue.ask(walker.life, walker.place, sizes, walker.clock)
+    answer = work_queue.claim(walker.life, walker.place, sizes, walker.clock)
     if answer is None:
         return
     if answer.word == "elsewhere":
@@ -212,7 +212,7 @@ def test_whatever_happens_every_piece_is_done_exactly_once(data: st.DataObject) 
         chosen = data.draw(st.sampled_from(working)) if step < 60 else working[step % len(working)]
         if step in deaths and len(walkers) > 1:
             walkers.remove(chosen)
-            assert sorted(work_queue.end(chosen.life), key=str) == sorted(chosen.carried, key=str)
+            assert sorted(work_queue.end_life(chosen.life), key=str) == sorted(chosen.carried, key=str)
             rank, incarnation = chosen.life
             if data.draw(st.booleans()):
                 walkers.append(Walker((rank, incarnation + 1)))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline import sources
 from paceline.api.session import Session
-from paceline.data.service.server import FeedNode
+from paceline.data.service.server import DataServer
 from paceline.job.carriers import listen_address
 from paceline.job.spec import ClusterSpec
 
@@ -45,7 +45,7 @@ def fed_job(directory: Path, *, data_servers: int = 0, carrier: str = "memory", 
     with job(directory, carrier=carrier, **settings) as started:
         listeners = [started.transport.listen(_place(carrier, started.spec, rank)) for rank in range(data_servers)]
         nodes = [
-            FeedNode(rank, one, started.transport, generation=1, checks_memory=True)
+            DataServer(rank, one, started.transport, generation=1, checks_memory=True)
             for rank, one in enumerate(listeners)
         ]
         threads = [threading.Thread(target=node.run, name="test-data-server", daemon=True) for node in nodes]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.data.test_sharding import Recorder, in_global_order, loader_of
 from torch.utils.data import DataLoader
 
-from paceline.data.loader import ShardedLoader
 from paceline.data.order import EpochOrder
 from paceline.data.partition import DataCut
-from paceline.data.position import Bookmark, Position, terms_of
+from paceline.data.position import Position, PositionTracker, terms_of
 from paceline.data.prefetching import prefetch
+from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 
 sizes = st.integers(1, 5)
@@ -177,7 +177,7 @@ def test_a_state_is_of_plain_numbers() -> None:
         ({"seed": 6}, "another source, or of this one read otherwise: seed 6, not 5"),
         ({"num_samples": 8, "batch_size": 4}, "num_samples 8, not 7; batch_size 4, not 3"),
         ({"shuffled": True}, "shuffled True, not False"),
-        ({"num_done": 4}, "in epoch 0 after 4 of 3, where nobody can be"),
+        ({"num_done": 4}, "in epoch 0 after 4 of 3, which is not a position in it"),
         ({"num_done": -1}, "in epoch 0 after -1 of 3"),
         ({"epoch": -1}, "in epoch -1 after 0 of 3"),
         ({"epoch": "0"}, "epoch='0', expected whole numbers"),
@@ -202,9 +202,9 @@ def test_the_state_of_something_else_is_refused_and_changes_nothing(change: dict
 
 def test_a_bookmark_does_not_pass_the_end() -> None:
     order = EpochOrder(num_samples=10, batch_size=4, drop_last=False, shuffled=False)
-    bookmark = Bookmark(terms_of(order, seed=1), order.num_batches)
-    assert bookmark.start_pass() == Position(0, 0)
-    bookmark.reach(7)
-    assert (bookmark.reached, bookmark.next) == (Position(0, 3), Position(1, 0))
-    bookmark.end()
-    assert bookmark.reached == bookmark.next == Position(1, 0)
+    tracker = PositionTracker(terms_of(order, seed=1), order.num_batches)
+    assert tracker.start_pass() == Position(0, 0)
+    tracker.reach(7)
+    assert (tracker.reached, tracker.next) == (Position(0, 3), Position(1, 0))
+    tracker.end()
+    assert tracker.reached == tracker.next == Position(1, 0)

@@ -21,8 +21,8 @@ from paceline import sources
 from paceline.api.script import bind
 from paceline.api.session import Session
 from paceline.data.readers import SessionReaders
-from paceline.data.slicing import Dealt
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.slicing import SliceQueue
+from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import LocalReader
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.errors import RecordError
@@ -154,10 +154,10 @@ def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step
     """Else all would wait for each other at the end: it for a clock that they never begin."""
     is_dead, is_back, through = threading.Event(), threading.Event(), threading.Semaphore(0)
     has_something = threading.Event()  # the one that came back
-    source, answer = write_numbers(tmp_path, 72), Dealt.answer
+    source, answer = write_numbers(tmp_path, 72), SliceQueue.wait_answer
     counted, clocks = list[int](), list[int]()
 
-    def answered(dealt: Dealt, asked: Any, place: Any) -> Any:
+    def answered(dealt: SliceQueue, asked: Any, place: Any) -> Any:
         dealing = answer(dealt, asked, place)
         if dealing.answer.word == "elsewhere":
             is_back.set()
@@ -190,7 +190,7 @@ def test_a_worker_that_comes_back_while_others_are_between_two_clocks_is_in_step
             bind(worker)
             work(worker)
 
-    monkeypatch.setattr(Dealt, "answer", answered)
+    monkeypatch.setattr(SliceQueue, "wait_answer", answered)
     with fed_job(tmp_path, workers=NUM_WORKERS, wait_timeout_s=10.0) as started:
         run_until_death(started, work, come_back)  # pyright: ignore[reportArgumentType]
     assert clocks == [4] * NUM_WORKERS

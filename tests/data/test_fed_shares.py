@@ -14,8 +14,7 @@ from paceline.data.fed import FedLoader, FeedPlan
 from paceline.data.order import EpochOrder
 from paceline.data.partition import Sharding
 from paceline.data.slicing import Slicing
-from paceline.data.sources.batches import Batch, BatchRequest
-from paceline.data.sources.records import Faults
+from paceline.data.sources.batch import Batch, BatchRequest, SkippedRecords
 from paceline.observe.trace import Trace
 
 SEED = 3
@@ -37,8 +36,8 @@ class Spotty:
         good = [index for index in ask.indices if index not in self._bad]
         return Batch(good or None, len(good), len(ask.indices) - len(good))
 
-    def faults(self) -> Faults:
-        return Faults(0, ("it is bad",))
+    def skipped(self) -> SkippedRecords:
+        return SkippedRecords(0, ("it is bad",))
 
     def close(self) -> None:
         pass

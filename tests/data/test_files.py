@@ -55,7 +55,7 @@ def test_a_file_with_the_name_of_a_pattern_is_that_file(folder: Path) -> None:
         ("*.png", r"no file matches '.*\*\.png', looked for from"),
         ("none.csv", r"1 of 1 files cannot be read: .*none\.csv: No such file"),
         ("deep", r"deep: a folder: name what is in it, .*deep/\*"),
-        ("pipe", r"pipe: no regular file"),
+        ("pipe", r"pipe: not a regular file"),
         ("dangling", r"dangling: No such file"),
     ],
 )
@@ -72,7 +72,7 @@ def test_of_many_that_cannot_be_read_some_are_named(tmp_path: Path) -> None:
 
 
 def test_nothing_and_what_is_no_path_are_refused() -> None:
-    with pytest.raises(UsageError, match="given nothing to look for"):
+    with pytest.raises(UsageError, match="given no patterns"):
         files([])
     with pytest.raises(UsageError, match="given a int, expected paths"):
         files("a", [7])  # pyright: ignore[reportArgumentType]

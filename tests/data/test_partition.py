@@ -19,8 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import paceline
 from paceline.api.session import Session
-from paceline.data.hashing import Key, fixed_hash
-from paceline.data.partition import DataCut, Partition
+from paceline.data.partition import DataCut, Key, Partition, fixed_hash
 from paceline.data.sharding import shard_source
 from paceline.errors import UsageError
 
@@ -200,9 +199,9 @@ def test_one_line_is_said_where_there_is_not_something_for_each_worker(source: A
         (
             {1, 2},
             DataCut("contiguous"),
-            'an iterable cannot be cut by partition="contiguous", as nobody knows how long',
+            'an iterable cannot be cut by partition="contiguous", as its length is not known',
         ),
-        (stream(), DataCut(shuffled=True), "an iterable cannot be shuffled, as nobody knows how long"),
+        (stream(), DataCut(shuffled=True), "an iterable cannot be shuffled, as its length is not known"),
     ],
 )
 def test_what_cannot_be_cut_so_is_refused(source: Any, cut: DataCut, message: str) -> None:

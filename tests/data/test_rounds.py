@@ -7,8 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.order import EpochOrder
-from paceline.data.rounds import EpochRounds, num_slices
+from paceline.data.order import EpochOrder, EpochRounds, num_slices
 
 
 @given(

@@ -19,9 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.loader import ShardedLoader
 from paceline.data.partition import Sharding
-from paceline.data.sharding import shard_source
+from paceline.data.sharding import ShardedLoader, shard_source
 from paceline.errors import UsageError
 
 sizes = st.integers(1, 6)

@@ -19,13 +19,11 @@ HOUSE = re.compile(r"desks?|shelf|shelves|doorman|errands?|toil|nursery|newborn|
 PEOPLE = re.compile(r"\b(?:whoever|nobody|somebody|anybody|whom)\b", re.IGNORECASE)
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
-NAMES_LEFT = {"data": 15, "server": 6, "worker": 11, "tests": 42}
+NAMES_LEFT = {"server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
     "api": 10,
     "benchmarks": 6,
-    "collective": 7,
     "core": 18,
-    "data": 24,
     "docs": 5,
     "examples": 10,
     "job": 15,
@@ -40,7 +38,6 @@ PEOPLE_LEFT = {
     "tests": 134,
     "tools": 11,
     "training": 14,
-    "update": 17,
     "worker": 22,
 }
 

@@ -13,10 +13,11 @@ from tests.update.tables import Plain, Push, start_values, with_rule
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update import chunked
-from paceline.update.named_rules import SGD, Adam, Add, from_optimizer, resolve
+from paceline.update.named_rules import SGD, Adam, Add, resolve
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Contribution, Shard
 from paceline.update.table import Segment, TableSpec
+from paceline.update.torch_rule import from_optimizer
 
 CLASSES = ("SGD", "Adam", "AdamW", "Adagrad")
 MOMENTUM = st.sampled_from([(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.1, False), (0.9, 0.0, True)])

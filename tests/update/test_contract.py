@@ -6,11 +6,12 @@ import pytest
 import torch
 from tests.update.tables import SEGMENTS, Plain, apply, flat_values, pushes, shards_of, start_values, store, with_rule
 
-from paceline.update.named_rules import SGD, Adagrad, Adam, AdamW, from_optimizer, granularity
+from paceline.update.named_rules import SGD, Adagrad, Adam, AdamW, granularity
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
-from paceline.update.state_dict import gather_optimizer, gather_values, hyper_of_state, split_optimizer, split_values
+from paceline.update.state_dict import gather_optimizer, split_optimizer
 from paceline.update.table import Segment, TableSpec
+from paceline.update.torch_rule import from_optimizer, hyper_of
 
 ELEMENTWISE = [
     ("SGD", {"lr": 0.1}),
@@ -96,11 +97,11 @@ def test_moves_to_other_servers_by_way_of_plain_torch_and_goes_on(name: str, num
     pair = Pair(name, numbers, MATRICES, "float32", 2)
     pair.train(range(6))
     state_dict = gather_optimizer(pair.spec, pair.parts(pair.shards))
-    values = gather_values(pair.spec, pair.parts(pair.shards))
-    assert hyper_of_state(state_dict) == pair.spec.rule.groups
+    values = flat_values(pair.shards)
+    assert tuple(hyper_of(group) for group in state_dict["param_groups"]) == pair.spec.rule.groups
     pair.shards = shards_of(pair.spec, 3)
     for shard in pair.shards:
-        own = {"values": split_values(pair.spec, values, shard.span)}
+        own = {"values": values[shard.span.start : shard.span.stop]}
         shard.load_state({**own, **split_optimizer(pair.spec, state_dict, shard.span)}, version=6)
     pair.train(range(6, 12))
     pair.assert_equal()

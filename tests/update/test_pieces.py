@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 from tests.update.tables import table
 
 from paceline.core.partition import Range, partition
-from paceline.update.pieces import cut
-from paceline.update.table import Segment
+from paceline.update.table import Segment, cut
 
 SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from paceline.core.partition import Range
 from paceline.errors import UsageError
-from paceline.update.named_rules import SGD, Add, from_optimizer, granularity, resolve, rule, torch_optim
+from paceline.update.named_rules import SGD, Add, granularity, resolve, rule, torch_optim
 from paceline.update.rules import RuleSpec
 from paceline.update.shard import Shard
-from paceline.update.torch_rule import pushed_hyper
+from paceline.update.torch_rule import from_optimizer, pushed_hyper
 
 HERE = "tests.update.test_update"
 

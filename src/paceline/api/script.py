@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from paceline.api.join import open_session, start, thread_session
 from paceline.api.session import Session
 from paceline.core.consistency import Consistency
-from paceline.data.hashing import Key
-from paceline.data.partition import DataCut, Partition
+from paceline.data.partition import DataCut, Key, Partition
 from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError

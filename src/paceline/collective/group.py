@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup, Work
 
-from paceline.collective.failures import FailureReports, names
-from paceline.collective.liveness import Liveness
+from paceline.collective.failures import FailureReports, Liveness, names
 from paceline.collective.signature import NUM_WORDS, CallSignature, require_same
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.wire.requests import Barrier

@@ -88,7 +88,7 @@ class WorkQueue:
     # Rounds after the last one of their epoch, for pieces that were freed late.
     _extra: set[WorkRound] = field(default_factory=set[WorkRound])
 
-    def ask(self, life: Life, place: WorkRound, sizes: Sequence[int], clock: int = 0) -> WorkAnswer | None:
+    def claim(self, life: Life, place: WorkRound, sizes: Sequence[int], clock: int = 0) -> WorkAnswer | None:
         """Return the answer to a life in the round that it has reached; None if it has to wait for others.
 
         Its pieces of earlier rounds are settled: a worker moves on only after delivering them. To repeat the call after
@@ -122,7 +122,7 @@ class WorkQueue:
         if life in self._held:
             self._held[life] = []
 
-    def end(self, life: Life) -> list[WorkPiece]:
+    def end_life(self, life: Life) -> list[WorkPiece]:
         """End a life; free its pieces of the newest epoch and return them."""
         self._places.pop(life, None)
         self._num_taken.pop(life, None)

@@ -1,7 +1,8 @@
-"""Loader over a declared source, whose batches are made by data servers, or in this process where there are none."""
+"""Loader over a declared source. Data servers make its batches; without data servers this process does."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,37 +11,75 @@ from typing import Any, Final
 
 import torch
 
-from paceline.data.order import Batches, EpochOrder
+from paceline.data.order import Batches, EpochOrder, EpochRounds, num_slices
 from paceline.data.partition import Sharding
-from paceline.data.position import Bookmark, terms_of
-from paceline.data.rounds import EpochRounds, num_slices
+from paceline.data.position import PositionTracker, terms_of
 from paceline.data.service.client import MAX_PREFETCH
 from paceline.data.service.messages import MAX_SAMPLES
-from paceline.data.slicing import Slicing, Walk
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.slicing import SliceWalk, Slicing
+from paceline.data.sources.batch import Batch, BatchRequest
 from paceline.data.sources.reader import Reader
-from paceline.data.tally import SampleTally
 from paceline.errors import UsageError
-from paceline.observe.trace import Trace
+from paceline.observe.trace import Epoch, Trace
 
 
 @dataclass(slots=True)
-class DealtBatches:
-    """What a loop gets, and what its optimizers ask whether more comes in the clock under way.
+class SampleTally:
+    """Sample counts of one pass.
 
-    A slice of which no record could be decoded is not handed out. So that the step before knows whether it is the last
-    one of its clock, the slice that follows is read by then.
+    Args:
+        worker: rank of the worker that counts.
+        epoch: of the pass.
+        num_samples: returned to the loop.
+        num_skipped: left out because they could not be decoded.
+        num_again: read again after a worker died with them. Under bsp their updates count once all the same; where
+            updates show on arrival, servers may have applied some of them twice.
+
+    Samples that were read but not returned, because the loop was left, count as skipped and as read again all the same.
     """
 
-    walk: Walk
+    worker: int
+    epoch: int
+    num_samples: int = 0
+    num_skipped: int = 0
+    num_again: int = 0
+
+    def tell(self, trace: Trace, tell: Callable[[str], None], reasons: tuple[str, ...]) -> None:
+        """Record the counts, and report skipped samples, with the first reason, and those read again."""
+        trace.record(
+            Epoch(time.monotonic(), self.worker, self.epoch, self.num_samples, self.num_skipped, self.num_again)
+        )
+        trace.flush()  # so that a report on stderr has its record, also if this process is killed
+        if self.num_skipped:
+            why = f": {reasons[0]}" if reasons else ""
+            tell(
+                f"worker {self.worker} left out {self.num_skipped} of {self.num_samples + self.num_skipped} records of "
+                f"epoch {self.epoch} that could not be decoded{why}"
+            )
+        if self.num_again:
+            tell(
+                f"worker {self.worker} was dealt {self.num_again} samples of epoch {self.epoch} again, which a worker "
+                "had that has died"
+            )
+
+
+@dataclass(slots=True)
+class SlicedBatches:
+    """The batches of a loop over slices, and what optimizers need to know of them; a `ClockSlices`.
+
+    A slice without a decodable record is left out. So the slice after the current one is read before `more` returns:
+    the step has to know whether it is the last one of its clock.
+    """
+
+    walk: SliceWalk
     reader: Reader
     rank: int
     prefetch: int
     tally: SampleTally
-    skips: bool  # records that could not be decoded are left out
-    num_samples: int = 0  # of the batch under way, of those that could be decoded
-    _rescale: float = 1.0  # of the batch under way, see `Walk.rescale`
-    _held: tuple[Batch, float] | None = None  # what comes next, where that had to be known
+    skips: bool  # whether records that cannot be decoded are left out
+    num_samples: int = 0  # in the current batch
+    _rescale: float = 1.0  # of the current batch, see `SliceWalk.rescale`
+    _held: tuple[Batch, float] | None = None  # the next batch, once `more` has read it
     _pieces: Iterator[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,16 +89,16 @@ class DealtBatches:
 
     @property
     def weight(self) -> float:
-        """What the batch under way weighs; see `Walk.weight`."""
+        """Weight of the current batch; see `SliceWalk.weight`."""
         return self.num_samples * self._rescale
 
     @property
     def num_expected(self) -> int:
-        """How many samples all have in the clock under way; 0 where others may have left out some of theirs."""
+        """Number of samples of all workers in the current clock; 0 if records may be left out."""
         return 0 if self.skips or not self.num_samples else self.walk.num_expected
 
     def more(self) -> bool:
-        """Return whether another batch follows for this worker in the current clock; blocks until that is read."""
+        """Return whether this worker gets another batch in the current clock; blocks until that batch is read."""
         if not self.num_samples:
             return False
         while self._held is None and self.walk.more():
@@ -91,7 +130,7 @@ class DealtBatches:
         return batch
 
     def _expect(self) -> None:
-        """Have the reader get ready what most likely comes: the rest of this worker's own share, and the next ones."""
+        """Announce the likely next batches to the reader: those of this worker's own shares."""
         own = islice(self.walk.own_next(self.rank), self.prefetch + 1)
         self.reader.expect([BatchRequest(self.tally.epoch, tuple(indices)) for indices in own])
 
@@ -101,19 +140,19 @@ _FIXED: Final = "Or give paceline.feed leases=False: then every worker has a fix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPlan:
-    """How a source is cut into batches, and who gets them.
+    """How a source is cut into batches, and how these are assigned to workers.
 
     Args:
-        batch_size: samples of a batch, which a worker has for one clock.
-        shuffle: by seed and epoch.
-        drop_last: leave out a last batch that would be smaller.
-        leases: batches go to any worker that has time for them.
-        slices: of a batch, which are dealt one by one.
-        prefetch: batches that are made before they are read.
-        skips: records that cannot be decoded are left out.
+        batch_size: number of samples of a batch, a worker's share of one clock.
+        shuffle: whether samples are shuffled, by seed and epoch.
+        drop_last: leaves out a smaller last batch.
+        leases: whether batches go to any worker that has time for them.
+        slices: number of slices of a batch, which workers get one by one.
+        prefetch: number of batches that are made before they are read.
+        skips: whether records that cannot be decoded are left out.
 
     Raises:
-        UsageError: numbers that make no sense.
+        UsageError: an option is not valid.
     """
 
     batch_size: int
@@ -125,7 +164,7 @@ class FeedPlan:
     skips: bool = False
 
     def __post_init__(self) -> None:
-        """Check them."""
+        """Validate the options."""
         _check("batch_size", self.batch_size, 1, MAX_SAMPLES)
         _check("slices", self.slices, 1, self.batch_size)
         _check("prefetch", self.prefetch, 0, MAX_PREFETCH)
@@ -134,16 +173,16 @@ class FeedPlan:
                 raise UsageError(f"{name} is {flag!r}, expected True or False.")
         if self.slices > 1 and not self.leases:
             raise UsageError(
-                f"slices={self.slices} are parts of a batch that are dealt out one by one: leave out leases=False, or "
+                f"slices={self.slices} are parts of a batch that workers get one by one: leave out leases=False, or "
                 "slices."
             )
 
 
 class FedLoader:
-    """The batches of this worker, from a source that all workers share. Iterating it is one epoch, or what is left.
+    """This worker's batches of a source that all workers share. Iterating it reads one epoch, or the rest of one.
 
-    A pass while gradients are off is for evaluation: this worker's own batches of a whole epoch, without leases; it
-    counts as nothing and leaves no trace. Made by `paceline.feed`.
+    A pass while gradients are off is for evaluation: it reads this worker's own batches of a whole epoch, without
+    leases, and leaves the position unchanged. Made by `paceline.feed`.
     """
 
     def __init__(self, reader: Reader, plan: FeedPlan, sharding: Sharding, slicing: Slicing, trace: Trace) -> None:
@@ -155,10 +194,10 @@ class FedLoader:
         self._order = EpochOrder(reader.num_samples, plan.batch_size, plan.drop_last, plan.shuffle)
         self._check()
         sharding.note_size(self._order.num_batches, f"batches of a source of {self.num_samples} samples")
-        self._bookmark = Bookmark(terms_of(self._order, sharding.seed), self._order.num_batches)
+        self._tracker = PositionTracker(terms_of(self._order, sharding.seed), self._order.num_batches)
         self._work = slicing.name_next() if plan.leases else ""
-        self._next_pass = 0  # as the dealer counts
-        self._walk: Walk | None = None  # the one under way
+        self._next_pass = 0  # as the server counts
+        self._walk: SliceWalk | None = None  # of the current pass
 
     def __repr__(self) -> str:
         here, order = self._sharding, self._order
@@ -171,73 +210,70 @@ class FedLoader:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples that a worker has for a clock; the last batch of an epoch may be smaller."""
+        """Number of samples of a batch; the last one of an epoch may be smaller."""
         return self._order.batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass is of."""
-        return self._bookmark.next.epoch
+        """Epoch of the next pass."""
+        return self._tracker.next.epoch
 
     def __len__(self) -> int:
-        """Return the number of batches, or slices, that are this worker's own in the pass that comes next.
-
-        With leases it may be dealt more, or fewer.
-        """
-        batches = self._order.unshuffled()[self._bookmark.next.num_done + self._sharding.rank :: self._sharding.size]
+        """Return the number of this worker's own batches or slices in the next pass; it may get others with leases."""
+        batches = self._order.unshuffled()[self._tracker.next.num_done + self._sharding.rank :: self._sharding.size]
         return num_slices(batches, self._plan.slices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Continue with this epoch's shuffle, from its beginning unless it is under way; to be said by all workers."""
-        self._bookmark.set_epoch(epoch)
+        """Shuffle by this epoch from the next pass on, from its start unless under way; call it on all workers."""
+        self._tracker.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return how far reading has come, as plain numbers.
+        """Return the position, as plain numbers; another number of workers may continue there.
 
-        Without leases a batch counts in the loop that has it, and those of others with it. With leases all counts that
-        is in clocks which this worker has finished: ask after `step()`. Another number of workers may continue there.
+        Without leases it includes, inside a loop, the current batch of every worker. With leases it is the end of the
+        last clock that this worker has finished: call it after `step()`.
         """
         self._note()
-        return self._bookmark.state_dict()
+        return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there with the next pass; all workers are to be given the same state.
+        """Continue at this position with the next pass; all workers need the same state.
 
         Raises:
-            UsageError: it is of another source, another seed, or another way to cut it; the values are named.
+            UsageError: the state is of another source, seed or way to cut it; the message names the values.
         """
-        self._bookmark.load_state_dict(state)
+        self._tracker.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of files, connections and memory, now and not with the session; batches stay valid."""
+        """Release files, connections and memory before the session does; batches stay valid."""
         self._reader.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches of one epoch, or of the rest of one."""
         if self._plan.leases and torch.is_grad_enabled():
-            yield from self._dealt()
+            yield from self._iterate_slices()
         else:
             yield from self.through(lambda batches: batches)
 
     # -- fixed shares ------------------------------------------------------------------------------------------------
 
     def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
-        """Yield own batches of one epoch after a stage that may read ahead; a batch counts when it is handed out.
+        """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded.
 
-        Instead of one of which no record could be decoded, a clock is finished empty-handed.
+        For a batch without a decodable record, a clock is finished without a gradient.
 
         Raises:
-            UsageError: batches are dealt, and which comes next is known only when it is asked for.
+            UsageError: with leases, as the next batch is known only when it is requested.
         """
         epoch, size = self.epoch, self._sharding.size
         if not torch.is_grad_enabled():
             yield from (batch.content for batch in self._read_all(epoch, self._own(0)) if batch.num_samples)
             return
         if self._plan.leases:
-            raise UsageError("which batch comes next is known only when it is asked for: give feed leases=False.")
-        own, tally = self._own(self._bookmark.next.num_done), SampleTally(self._sharding.rank, epoch)
-        num_rounds = -(-(self._order.num_batches - self._bookmark.start_pass().num_done) // size)
-        waiting: deque[Batch] = deque()  # read, and not handed out
+            raise UsageError("the next batch is known only when it is requested: give feed leases=False.")
+        own, tally = self._own(self._tracker.next.num_done), SampleTally(self._sharding.rank, epoch)
+        num_rounds = -(-(self._order.num_batches - self._tracker.start_pass().num_done) // size)
+        waiting: deque[Batch] = deque()  # read, and not yielded yet
         try:
             for content in stage(_contents(self._read_all(epoch, own), waiting)):
                 while not self._settle(waiting.popleft(), tally):
@@ -249,28 +285,28 @@ class FedLoader:
                 self._sharding.on_missing()
         finally:
             self._tell(tally)
-        self._bookmark.end()
+        self._tracker.end()
 
     def _own(self, start: int) -> Batches:
-        """Return this worker's own batches of the epoch that comes next, but for so many that all have had together."""
+        """Return this worker's own batches of the next epoch, from batch `start` of all workers on."""
         return self._order.batches(self._sharding.seed, self.epoch)[start + self._sharding.rank :: self._sharding.size]
 
     def _read_all(self, epoch: int, batches: Iterable[list[int]]) -> Iterator[Batch]:
-        """Read batches one by one, while those that follow are made."""
-        asks = (BatchRequest(epoch, tuple(indices)) for indices in batches)
-        window = deque(islice(asks, self._plan.prefetch + 1))
+        """Read batches one by one, while the following ones are made."""
+        requests = (BatchRequest(epoch, tuple(indices)) for indices in batches)
+        window = deque(islice(requests, self._plan.prefetch + 1))
         self._reader.expect(window)
         while window:
             batch = self._reader.read(window.popleft())
-            window.extend(islice(asks, 1))
+            window.extend(islice(requests, 1))
             self._reader.expect(window)
             yield batch
 
     def _settle(self, batch: Batch, tally: SampleTally) -> bool:
-        """Count a batch whose turn has come; say whether there is something in it to hand out."""
+        """Count a batch; return whether it has samples."""
         tally.num_samples += batch.num_samples
         tally.num_skipped += batch.num_skipped
-        self._bookmark.reach(self._bookmark.reached.num_done + self._sharding.size)
+        self._tracker.reach(self._tracker.reached.num_done + self._sharding.size)
         if batch.num_samples:
             self._sharding.on_samples(batch.num_samples)
         else:
@@ -279,7 +315,7 @@ class FedLoader:
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
-    def _dealt(self) -> Iterator[Any]:
+    def _iterate_slices(self) -> Iterator[Any]:
         tally = SampleTally(self._sharding.rank, self.epoch)
         batches = self._begin(tally)
         self._walk = batches.walk
@@ -287,7 +323,7 @@ class FedLoader:
             for batch in batches:
                 self._sharding.on_samples(batch.num_samples)
                 yield batch.content
-        except BaseException:  # by break, or as something went wrong
+        except BaseException:  # also GeneratorExit, after a break
             self._slicing.leave()
             raise
         finally:
@@ -295,35 +331,35 @@ class FedLoader:
             self._note()
             self._walk = None
             self._tell(tally)
-        self._bookmark.end()
+        self._tracker.end()
 
-    def _begin(self, tally: SampleTally) -> DealtBatches:
-        """Begin a pass. The dealer knows it by its epoch, or where that was read before by the next number."""
+    def _begin(self, tally: SampleTally) -> SlicedBatches:
+        """Start a pass. The server knows it by its epoch, or by the next number where that epoch was read before."""
         order, plan, sharding = self._order, self._plan, self._sharding
         number = max(self._next_pass, self.epoch)
         batches = order.batches(sharding.seed, self.epoch)
-        rounds = EpochRounds(batches, sharding.size, plan.slices, self._bookmark.next.num_done)
-        dealt = self._slicing.deal(self._work, order, sharding.seed, plan.slices, self.epoch)
-        walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
-        own = DealtBatches(walk, self._reader, sharding.rank, plan.prefetch, tally, plan.skips)
+        rounds = EpochRounds(batches, sharding.size, plan.slices, self._tracker.next.num_done)
+        slice_queue = self._slicing.open_queue(self._work, order, sharding.seed, plan.slices, self.epoch)
+        walk = SliceWalk(slice_queue, rounds, number, sharding.on_missing, sharding.size)
+        own = SlicedBatches(walk, self._reader, sharding.rank, plan.prefetch, tally, plan.skips)
         try:
             self._slicing.start(own)
         except UsageError as error:
             raise UsageError(f"{error} {_FIXED}") from error
         self._next_pass = number + 1
-        self._bookmark.start_pass()
+        self._tracker.start_pass()
         return own
 
     def _note(self) -> None:
-        """Note how far the pass under way has come."""
+        """Record the position of the current pass."""
         if self._walk is not None:
-            self._bookmark.reach(self._walk.num_done)
+            self._tracker.reach(self._walk.num_done)
 
     # -- both --------------------------------------------------------------------------------------------------------
 
     def _tell(self, tally: SampleTally) -> None:
-        """Tell what became of the samples of an epoch, whether it has ended or was left."""
-        tally.tell(self._trace, self._sharding.tell, self._reader.faults().reasons)
+        """Report the sample counts of an epoch that has ended or was left."""
+        tally.tell(self._trace, self._sharding.tell, self._reader.skipped().reasons)
 
     def _check(self) -> None:
         if not self._order.num_batches:
@@ -342,7 +378,7 @@ class FedLoader:
 
 
 def _contents(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[Any]:
-    """Yield what is in those batches that have something; all are noted as waiting to be handed out."""
+    """Yield the contents of the batches that have samples; append every batch to `waiting`."""
     for batch in batches:
         waiting.append(batch)
         if batch.num_samples:

@@ -12,7 +12,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import overload
 
 from paceline.data.partition import DataCut, Sharding
-from paceline.data.sources.files import WholePaths
+from paceline.data.sources.input_files import WholePaths
 from paceline.errors import DataError, UsageError
 
 _MOST_LISTED = 5  # files that a message names
@@ -20,11 +20,11 @@ _MOST_LISTED = 5  # files that a message names
 
 @dataclass(frozen=True, slots=True)
 class Files(Sequence[Path]):
-    """Files in the order of their names, with the sizes that they had when they were listed.
+    """Files sorted by name, with their sizes when they were listed.
 
     Args:
-        paths: as they were asked for.
-        sizes_bytes: of each.
+        paths: of the files, as they were named.
+        sizes_bytes: the size of each file.
     """
 
     paths: tuple[Path, ...]
@@ -57,25 +57,25 @@ class Files(Sequence[Path]):
         return sum(self.sizes_bytes)
 
     def pick(self, indices: Iterable[int]) -> Files:
-        """Return those at these indices, in this order."""
+        """Return the files at these indices, in this order."""
         chosen = list(indices)
         return Files(tuple(self.paths[k] for k in chosen), tuple(self.sizes_bytes[k] for k in chosen))
 
 
 def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Files:
-    """Return the files that patterns match, sorted by name, each once; for `paceline.shard` to deal out whole.
+    """Return the files that patterns match, sorted by name, each once; `paceline.shard` shards them as whole files.
 
-    A file that is there under several names, by links or another spelling, has the first of them.
+    A file that has several names, by links or another spelling, is listed under the first.
 
-    Every file is looked at at once, so that a missing one is told before training begins.
+    Every file is checked at once, so that a missing one is reported before training starts.
 
     Args:
         patterns: paths, as text or `Path`, with `*`, `?`, `[...]` and `**` for any folders in between; or lists of
-            these. What is there under exactly such a name is that file.
+            these. A file whose name is exactly the pattern is that file.
 
     Raises:
-        UsageError: nothing is asked for.
-        DataError: a pattern that matches no file, or files that are not there, are folders, or cannot be read.
+        UsageError: no pattern is given.
+        DataError: a pattern matches no file, or a file is missing, is a folder or cannot be read.
 
     Example:
         >>> import tempfile, pathlib, paceline
@@ -87,7 +87,7 @@ def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
     """
     asked = [os.fspath(pattern) for pattern in _flat(patterns)]
     if not asked:
-        raise UsageError("files is given nothing to look for: name files, or patterns such as 'data/*.csv'.")
+        raise UsageError("files is given no patterns: name files, or patterns such as 'data/*.csv'.")
     names = _each_once(name for pattern in asked for name in _matches(pattern))
     faults = {name: fault for name in names if (fault := _fault(name)) is not None}
     if faults:
@@ -98,7 +98,7 @@ def files(*patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
 
 
 def shard_files(source: Files, sharding: Sharding, cut: DataCut) -> Files:
-    """Return the files that are this worker's: about as many bytes as others have, unless cut otherwise."""
+    """Return this worker's files: about as many bytes as other workers have, unless a partition is given."""
     sharding.note_size(len(source), "files")
     if cut.partition is None:
         homes = balance(source, sharding.size)
@@ -109,7 +109,7 @@ def shard_files(source: Files, sharding: Sharding, cut: DataCut) -> Files:
 
 
 def balance(source: Files, size: int) -> list[int]:
-    """Return whose each file is, so that all get about as many bytes: the largest first, to whoever has least.
+    """Return the rank of each file's worker, so that all get about as many bytes: largest first, to the least loaded.
 
     >>> balance(Files(tuple(map(Path, "abcd")), (5, 9, 3, 4)), 2)
     [1, 0, 0, 1]
@@ -144,18 +144,18 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _each_once(names: Iterable[str]) -> list[str]:
-    """Return names in order, the first of those that are one file."""
+    """Return names in order, for each file the first of its names."""
     whole = WholePaths()
     files = {whole.of(name): name for name in sorted(set(names), reverse=True)}
     return sorted(files.values())
 
 
 def _fault(name: str) -> str | None:
-    """Say why a file cannot be read; None if it can."""
+    """Return why a file cannot be read; None if it can."""
     try:
         mode = os.stat(name).st_mode
         if not S_ISREG(mode):
-            return f"a folder: name what is in it, {name}/*" if S_ISDIR(mode) else "no regular file"
+            return f"a folder: name what is in it, {name}/*" if S_ISDIR(mode) else "not a regular file"
         with open(name, "rb"):
             return None
     except OSError as error:

@@ -1,29 +1,29 @@
-"""Global sequence of the batches of an epoch, independent of the number of workers."""
+"""Global sequence of the batches of an epoch, whatever the number of workers, and the rounds it is dealt in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, overload
 
 import torch
 from torch import Tensor
 
-_EPOCHS_OF_A_SEED = 1_000_003  # before they would be those of the next seed
+_EPOCHS_OF_A_SEED = 1_000_003  # later epochs repeat the shuffles of the next seed
 MAX_SEED = 1 << 42  # so that the seeds of its epochs have 63 bits
 
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """What the global sequences of batches of all epochs follow from, together with the seed.
+    """Parameters that determine, with the seed, the global sequence of batches of every epoch.
 
-    Clock c of W workers has the batches c*W to c*W + W - 1 of it, and worker r's own is c*W + r.
+    In clock c, W workers have the batches c*W to c*W + W - 1; that of worker r is c*W + r.
 
     Args:
-        num_samples: of an epoch.
+        num_samples: samples of an epoch.
         batch_size: samples of a batch.
-        drop_last: leave out a last batch that would be smaller.
-        shuffled: by seed and epoch; else ascending.
+        drop_last: leaves out a smaller last batch.
+        shuffled: whether samples are shuffled, by seed and epoch; else ascending.
     """
 
     num_samples: int
@@ -33,35 +33,35 @@ class EpochOrder:
 
     @property
     def num_batches(self) -> int:
-        """Count the batches of an epoch."""
+        """Number of batches of an epoch."""
         whole, rest = divmod(self.num_samples, self.batch_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
     def batches(self, seed: int, epoch: int) -> Batches:
-        """Return the batches of an epoch. Eight bytes a sample are kept where it is shuffled, else none."""
+        """Return the batches of an epoch. A shuffled epoch takes 8 bytes of memory a sample, others none."""
         shuffled = shuffle(self.num_samples, seed, epoch) if self.shuffled else None
         return replace(self.unshuffled(), shuffled=shuffled)
 
     def unshuffled(self) -> Batches:
-        """Return the batches of an epoch in ascending order: as many, and as large, as those of every epoch."""
+        """Return the batches of an epoch in ascending order; every epoch has as many, of the same sizes."""
         return Batches(self.num_samples, self.batch_size, range(self.num_batches), None)
 
 
 def shuffle(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the indices of all samples, (samples) int64, as this seed shuffles them in this epoch."""
+    """Return the indices of all samples, (num_samples,) int64, shuffled by this seed for this epoch."""
     generator = torch.Generator().manual_seed(seed * _EPOCHS_OF_A_SEED + epoch)
     return torch.randperm(num_samples, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
 class Batches(Sequence[list[int]]):
-    """Batches as lists of the indices of their samples, which are made when they are asked for.
+    """Batches as lists of sample indices; each list is made on access.
 
     Args:
-        num_samples: of the epoch.
+        num_samples: samples of the epoch.
         batch_size: samples of a batch; the last one of the epoch may have fewer.
-        numbers: which batches of the epoch these are.
-        shuffled: (samples) in their order; None where that is ascending.
+        numbers: the numbers of these batches in the epoch.
+        shuffled: (num_samples,), the shuffled indices; None for ascending order.
 
     Example:
         >>> batches = EpochOrder(num_samples=5, batch_size=2, drop_last=False, shuffled=False).batches(seed=0, epoch=0)
@@ -92,9 +92,80 @@ class Batches(Sequence[list[int]]):
         return cast("list[int]", self.shuffled[indices.start : indices.stop].tolist())
 
     def size(self, index: int) -> int:
-        """Return the number of samples of one of them."""
+        """Return the number of samples of one batch."""
         return len(self._places(index))
 
     def _places(self, index: int) -> range:
         first = self.numbers[index] * self.batch_size
         return range(first, min(first + self.batch_size, self.num_samples))
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRounds:
+    """The rounds of an epoch, or of the rest of one: the batches of all workers for one clock, each cut into slices.
+
+    Indices are made on access.
+
+    Args:
+        batches: of the whole epoch.
+        num_workers: the number of shares of a round, a batch each; in the last round some may be empty.
+        slices: the number of slices of a share.
+        start: the number of batches before the first round.
+    """
+
+    batches: Batches
+    num_workers: int
+    slices: int
+    start: int = 0
+
+    def __len__(self) -> int:
+        return -(-(len(self.batches) - self.start) // self.num_workers)
+
+    def sizes(self, number: int) -> tuple[int, ...]:
+        """Return the number of slices in each worker's share of a round; empty after the last round."""
+        first = self.num_before(number)
+        own = [num_slices(self.batches[at : at + 1], self.slices) for at in range(first, first + self.num_workers)]
+        return tuple(own) if any(own) else ()
+
+    def num_samples(self, number: int) -> int:
+        """Return the number of samples of a round; after the last round, as many as in the last one."""
+        first = self.num_before(min(number, len(self) - 1))
+        return sum(self.batches.size(at) for at in range(first, min(first + self.num_workers, len(self.batches))))
+
+    def slice(self, number: int, home: int, index: int) -> list[int]:
+        """Return the sample indices of one slice of a worker's share of a round."""
+        return part(self.batches[self.num_before(number) + home], self.slices, index)
+
+    def slices_of(self, home: int, number: int, index: int = 0) -> Iterator[list[int]]:
+        """Yield the slices of one worker's shares, from a slice of a round to the end of the epoch."""
+        for batch in self.batches[self.start + number * self.num_workers + home :: self.num_workers]:
+            yield from (part(batch, self.slices, at) for at in range(index, min(self.slices, len(batch))))
+            index = 0
+
+    def starting(self, start: int) -> EpochRounds:
+        """Return the rounds of the same epoch that start after `start` batches."""
+        return replace(self, start=start)
+
+    def num_before(self, number: int) -> int:
+        """Return the number of batches of the epoch before a round."""
+        return min(self.start + number * self.num_workers, len(self.batches))
+
+
+def part(batch: list[int], slices: int, index: int) -> list[int]:
+    """Return one of `slices` parts of a batch, as even as possible; a smaller batch has a part for each sample.
+
+    >>> [part([5, 6, 7, 8, 9], slices=3, index=index) for index in range(3)]
+    [[5], [6, 7], [8, 9]]
+    """
+    num, parts = len(batch), min(slices, len(batch))
+    return batch[num * index // parts : num * (index + 1) // parts]
+
+
+def num_slices(batches: Batches, slices: int) -> int:
+    """Return the number of slices of some batches of an epoch, in ascending order; only the last may be smaller.
+
+    >>> from paceline.data.order import EpochOrder
+    >>> num_slices(EpochOrder(num_samples=8, batch_size=6, drop_last=False, shuffled=False).unshuffled(), slices=3)
+    5
+    """
+    return (len(batches) - 1) * slices + min(slices, batches.size(-1)) if batches else 0

@@ -1,38 +1,74 @@
-"""Partition of the data among workers: a function of the number of workers and the seed, the same on all of them."""
+"""Partition of the data among workers: a function of the number of workers, the seed and stable hashes of keys."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal, cast, get_args
 
-from paceline.data.hashing import Key, fixed_hash
 from paceline.data.order import MAX_SEED, shuffle
 from paceline.errors import UsageError
+
+Key = int | str | bytes | tuple["Key", ...]
+
+_NUM_BYTES = 8
+
+
+def fixed_hash(key: Key) -> int:
+    """Return a 64-bit hash of a key; keys of different types have different hashes.
+
+    Raises:
+        UsageError: the type of the key is not supported.
+
+    >>> hex(fixed_hash("a name"))
+    '0xda5fcfabe6d6add2'
+    """
+    return int.from_bytes(blake2b(_encoded(key), digest_size=_NUM_BYTES).digest(), "big")
+
+
+def _encoded(key: object) -> bytes:
+    """Encode a key uniquely: its type, its length and its content."""
+    match key:
+        case int():
+            text = b"%d" % key
+            return b"i%d:%b" % (len(text), text)
+        case str():
+            text = key.encode("utf-8", "surrogatepass")
+            return b"s%d:%b" % (len(text), text)
+        case bytes():
+            return b"b%d:%b" % (len(key), key)
+        case tuple():
+            return b"t%d:%b" % (len(key), b"".join(map(_encoded, key)))
+        case _:
+            raise UsageError(
+                f"the key of a sample is a {type(key).__name__}, expected an int, a str, bytes or a tuple of these."
+            )
+
 
 Partition = Literal["strided", "contiguous", "hashed"]
 
 
 def tell(text: str) -> None:
-    """Say something to the user."""
+    """Write a line for the user to stderr."""
     sys.stderr.write(f"paceline: {text}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which part of the data is this worker's.
+    """The share of one worker in the data, and what reading it calls.
 
     Args:
         rank: number of this worker.
         size: number of workers.
         seed: of the shuffle; the same on all workers, so that the global order does not depend on their number.
-        on_samples: called with the number of samples of each batch that is handed out for training.
-        on_missing: called when an epoch of training ends for which others have one more batch than this worker.
-        tell: says something to the user.
+        on_samples: called with the number of samples of each batch that the training loop gets.
+        on_missing: called at the end of an epoch of training in which other workers have one more batch.
+        tell: writes a line for the user.
 
     Raises:
-        UsageError: a seed that is no whole number, or a very large one.
+        UsageError: the seed is not a whole number, or too large.
     """
 
     rank: int
@@ -43,27 +79,27 @@ class Sharding:
     tell: Callable[[str], None] = tell
 
     def __post_init__(self) -> None:
-        """Refuse seeds that generators have no use for."""
+        """Validate the seed."""
         if not isinstance(self.seed, int) or abs(self.seed) > MAX_SEED:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"seed is {self.seed!r}, expected a whole number from {-MAX_SEED} to {MAX_SEED}.")
 
     def note_size(self, num: int, of: str) -> None:
-        """Say it, once for all workers, if there is not one for each of them."""
+        """Warn, on worker 0 alone, if there are fewer things than workers."""
         if self.rank == 0 and num < self.size:
             self.tell(f"{self.size - num} of {self.size} workers get nothing: there are {num} {of}.")
 
 
 @dataclass(frozen=True, slots=True)
 class DataCut:
-    """How data are cut into the parts of workers.
+    """How data are cut into the shards of workers.
 
     Args:
-        partition: which part is whose; by default by size for files, else strided.
-        shuffled: by the seed, before they are cut.
-        key: of a sample, for a hashed partition; by default its place.
+        partition: the kind of partition; by default by size for files, else strided.
+        shuffled: whether data are shuffled by the seed before they are cut.
+        key: returns the key of a sample, for a hashed partition; by default its index.
 
     Raises:
-        UsageError: no such partition, or a key that nothing is hashed by.
+        UsageError: the partition is not valid, or a key is given for one that is not hashed.
     """
 
     partition: Partition | None = None
@@ -71,23 +107,23 @@ class DataCut:
     key: Callable[[Any], Key] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Validate the options."""
         if self.partition is not None and self.partition not in get_args(Partition):
             raise UsageError(f"partition is {self.partition!r}, expected one of {', '.join(get_args(Partition))}.")
         if self.key is not None and self.partition != "hashed":
             raise UsageError('samples are dealt out by key in partition="hashed" alone: say that, or leave out key.')
 
     def order(self, num: int, seed: int) -> Sequence[int]:
-        """Return the indices of so many things in the order in which they are cut."""
+        """Return the indices of `num` items in the order in which they are cut."""
         return cast("list[int]", shuffle(num, seed, 0).tolist()) if self.shuffled else range(num)
 
     def own(self, num: int, sharding: Sharding, key_at: Callable[[int], Key]) -> slice | list[int]:
-        """Return which of so many things are this worker's, in order.
+        """Return the indices of this worker's items, in order.
 
         Args:
-            num: of all workers together.
-            sharding: whose part.
-            key_at: returns the key of the one at an index.
+            num: number of items of all workers together.
+            sharding: the share of this worker.
+            key_at: returns the key of the item at an index.
         """
         if self.partition == "hashed":
             return [index for index in self.order(num, sharding.seed) if is_hashed_to(key_at(index), sharding)]
@@ -96,7 +132,7 @@ class DataCut:
 
 
 def run(num: int, sharding: Sharding) -> slice:
-    """Return this worker's part of so many things in a row; those of the first workers may be longer by one."""
+    """Return this worker's contiguous run of `num` items; the runs of the first workers may be longer by one."""
     each, num_longer = divmod(num, sharding.size)
     start = each * sharding.rank + min(sharding.rank, num_longer)
     return slice(start, start + each + (sharding.rank < num_longer))

@@ -9,19 +9,19 @@ from typing import Any
 from paceline.data.order import EpochOrder
 from paceline.errors import UsageError
 
-# What a position is of, by name: it means something only where all of it is the same.
+# The parameters of a sequence of batches, by name: a position is valid only for equal ones.
 Terms = Mapping[str, int]
 
-_HINT = "Give it what state_dict() of the same source returned, or begin anew without it."
+_HINT = "Give it what state_dict() of the same source returned, or start without a state."
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in the sequence of an epoch those who read it together are.
+    """How far the workers have read an epoch together.
 
     Args:
-        epoch: under way, or next.
-        num_done: batches of it (items, of an iterable) that were handed out, by all workers together.
+        epoch: the current one, or the next one.
+        num_done: batches of it (or items of an iterable) that all workers together were given.
     """
 
     epoch: int = 0
@@ -29,12 +29,12 @@ class Position:
 
 
 @dataclass(slots=True)
-class Bookmark:
-    """How far a source has been read, pass by pass, and where the next pass begins.
+class PositionTracker:
+    """The position reached in a source, and the start of the next pass.
 
     Args:
-        terms: what positions in the source are of.
-        most: `num_done` at the end of an epoch, if known.
+        terms: the parameters that positions in the source depend on.
+        most: `num_done` at the end of an epoch; None if not known.
     """
 
     terms: Terms
@@ -43,23 +43,23 @@ class Bookmark:
     next: Position = Position()
 
     def start_pass(self) -> Position:
-        """Begin a pass: return where, and let the one after it be of the epoch that follows."""
+        """Begin a pass: return its start; the pass after it is of the following epoch."""
         self.reached, self.next = self.next, Position(self.next.epoch + 1)
         return self.reached
 
     def reach(self, num_done: int) -> None:
-        """Note that so much of the epoch under way was handed out."""
+        """Record how much of the current epoch was given out."""
         self.reached = Position(self.reached.epoch, num_done if self.most is None else min(num_done, self.most))
 
     def end(self) -> None:
-        """Note that the epoch under way is over."""
+        """Record the end of the current epoch."""
         self.reached = Position(self.reached.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be of this epoch: what is left of it if it is to be continued, else all of it.
+        """Make the next pass one of this epoch: the rest of it if it is under way, else all of it.
 
         Raises:
-            UsageError: there is no such epoch.
+            UsageError: the number of the epoch is not valid.
         """
         if not isinstance(epoch, int) or epoch < 0:  # pyright: ignore[reportUnnecessaryIsInstance] - from callers
             raise UsageError(f"the next epoch of a source is to be {epoch!r}, expected a whole number, from 0 on.")
@@ -67,24 +67,24 @@ class Bookmark:
             self.reached = self.next = Position(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return where reading can be continued: plain integers and booleans, under names.
+        """Return the position, as plain integers and booleans by name.
 
-        >>> Bookmark({"num_samples": 1000, "shuffled": True}).state_dict()
+        >>> PositionTracker({"num_samples": 1000, "shuffled": True}).state_dict()
         {'epoch': 0, 'num_done': 0, 'num_samples': 1000, 'shuffled': True}
         """
         return {"epoch": self.reached.epoch, "num_done": self.reached.num_done, **self.terms}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there with the next pass.
+        """Continue at this position with the next pass.
 
         Raises:
-            UsageError: it is the state of something else, or of nothing; both values are named.
+            UsageError: the state is not valid, or is of another source; the message names both values.
         """
         self.reached = self.next = _read(state, self.terms, self.most)
 
 
 def terms_of(order: EpochOrder, seed: int) -> dict[str, int]:
-    """Return what a position in batches is of."""
+    """Return the parameters that a position in batches depends on."""
     return {
         "num_samples": order.num_samples,
         "batch_size": order.batch_size,
@@ -108,7 +108,7 @@ def _read(state: Mapping[str, Any], terms: Terms, most: int | None) -> Position:
     if min(position.epoch, position.num_done) < 0 or (most is not None and position.num_done > most):
         raise UsageError(
             f"a state of a source is in epoch {position.epoch} after {position.num_done} of "
-            f"{'any number' if most is None else most}, where nobody can be. {_HINT}"
+            f"{'any number' if most is None else most}, which is not a position in it. {_HINT}"
         )
     return position
 

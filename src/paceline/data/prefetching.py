@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.fed import FedLoader
-from paceline.data.loader import ShardedLoader
+from paceline.data.sharding import ShardedLoader
 from paceline.data.slicing import SlicedLoader
 from paceline.errors import UsageError
 
@@ -18,26 +18,26 @@ Batch = TypeVar("Batch")
 
 
 class Prefetches(Protocol):
-    """What can ask for rows ahead: `paceline.Embedding` and `paceline.EmbeddingBag`."""
+    """Requests rows ahead: `paceline.Embedding` and `paceline.EmbeddingBag`."""
 
     def prefetch(self, ids: Tensor, *, ahead: int = 1) -> None:
-        """Ask for the rows of these ids, for use so many clocks from now."""
+        """Request the rows of these ids, for use `ahead` clocks from now."""
         ...
 
 
 def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Batch], Tensor]]) -> Iterable[Batch]:
-    """Return the same batches; while one is worked on, the rows that embeddings need for the next are on their way.
+    """Return the same batches; during each step the embedding rows of the next batch are requested.
 
-    A step a batch is expected: rows are asked for the clock after the one under way. Where a batch is skipped, or takes
-    part of a step, the rows that were asked for it are left and forward pulls others; nothing else changes. Under bsp
-    values are the same, bit by bit, as without. While gradients are off nothing is asked.
+    One step a batch is expected: rows are requested for the clock after the current one. If a batch is skipped, or
+    takes part of a step, its prefetched rows are not used and forward pulls others; nothing else changes. Under bsp
+    values are the same, bit by bit, as without. While gradients are off nothing is requested.
 
     Args:
-        batches: what to read from, one batch ahead: a loader from `paceline.shard` or `feed`, for example, or a list.
-        ids_of: for each embedding, what returns the ids that it will be given for a batch.
+        batches: read one batch ahead: a loader from `paceline.shard` or `feed`, for example, or a list.
+        ids_of: for each embedding, a function that returns the ids that it will be given for a batch.
 
     Returns:
-        What can be iterated as often as `batches`, and has its length.
+        An iterable with the length of `batches`, which can be iterated as often.
 
     Example:
         >>> import torch, paceline
@@ -54,7 +54,7 @@ def prefetch(batches: Iterable[Batch], ids_of: Mapping[Prefetches, Callable[[Bat
 
 @dataclass(frozen=True, slots=True)
 class _Ahead(Generic[Batch]):
-    """Batches, and what asks for the rows of each."""
+    """Batches whose embedding rows are requested one batch ahead."""
 
     batches: Iterable[Batch]
     ids_of: Mapping[Prefetches, Callable[[Batch], Tensor]]
@@ -65,13 +65,13 @@ class _Ahead(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of one epoch."""
         if isinstance(self.batches, SlicedLoader):
-            raise UsageError("which slice comes next is known only when it is asked for: leave out prefetch or slices.")
+            raise UsageError("the next slice is known only when it is requested: leave out prefetch or slices.")
         if isinstance(self.batches, ShardedLoader | FedLoader):
             return self.batches.through(self._ask_ahead)
         return self._ask_ahead(iter(self.batches))
 
     def _ask_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        held: list[Any] = []  # at most one: that before the one just read
+        held: list[Any] = []  # at most one: the batch before the one just read
         for following in batches:
             if held:
                 self._ask(following)

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from paceline.data.sources.reader import Reader
     from paceline.data.sources.recipe import BatchRecipe
 
-# Opens a recipe, of which so many batches are to be made before they are read. What reads is imported by whoever is
-# fed: others need not wait for it when they start.
+# Opens a recipe, of which so many batches are made before they are read. The modules that read are imported only when a
+# reader is opened, so that processes without one start faster.
 OpenReader: TypeAlias = "Callable[[BatchRecipe, int], Reader]"
 
 
 def read_here(recipe: BatchRecipe, _prefetch: int) -> Reader:
-    """Read in this process, and only what is asked for."""
+    """Return a reader in this process, which makes a batch when it is read."""
     from paceline.data.sources.reader import LocalReader
 
     return LocalReader(recipe)
@@ -24,13 +24,13 @@ def read_here(recipe: BatchRecipe, _prefetch: int) -> Reader:
 
 @dataclass(slots=True)
 class SessionReaders:
-    """Opens readers, and closes them with the session."""
+    """The readers of a session, closed with it."""
 
     open_reader: OpenReader = read_here
     _opened: list[Reader] = field(default_factory=list["Reader"])
 
     def open(self, recipe: BatchRecipe, prefetch: int) -> Reader:
-        """Open a reader; what it raises is said by `Reader`."""
+        """Open a reader; raises as opening the recipe does."""
         reader = self.open_reader(recipe, prefetch)
         self._opened.append(reader)
         return reader

@@ -2,19 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    get_worker_info,
+)
 
 from paceline.data.files import Files, shard_files
-from paceline.data.hashing import Key
-from paceline.data.loader import ShardedLoader
-from paceline.data.partition import DataCut, Sharding, is_hashed_to
-from paceline.data.position import Bookmark
+from paceline.data.order import Batches, EpochOrder
+from paceline.data.partition import DataCut, Key, Sharding, is_hashed_to, run
+from paceline.data.position import PositionTracker, terms_of
 from paceline.errors import UsageError
+
+
+class ShardedLoader:
+    """This worker's batches of a loader, used in its place. Iterating it reads one epoch, or the rest of one.
+
+    A pass while gradients are off is for evaluation: it always reads a whole epoch and leaves the position unchanged.
+    Where the partition is strided, worker r gets the batches r, r + size, ... of the rest of the global sequence, and
+    another number of workers may continue it; where it is contiguous, a run of the whole, and the number is fixed.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
+        _require_shardable(loader, cut or DataCut())
+        self._loader = loader
+        self._sharding = sharding
+        self._is_strided = cut is None or cut.partition != "contiguous"
+        self._order = EpochOrder(
+            num_samples=_size(loader),
+            batch_size=cast("int", loader.batch_size),
+            drop_last=loader.drop_last,
+            shuffled=isinstance(loader.sampler, RandomSampler),
+        )
+        sharding.note_size(self._order.num_batches, f"batches of a DataLoader over {self._order.num_samples} samples")
+        terms = terms_of(self._order, sharding.seed)
+        self.tracker = PositionTracker(
+            terms if self._is_strided else {**terms, "num_workers_of_runs": sharding.size}, self._order.num_batches
+        )
+
+    def __repr__(self) -> str:
+        here, order = self._sharding, self._order
+        return f"ShardedLoader({order.num_batches} batches of {order.batch_size}, worker {here.rank} of {here.size})"
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The whole dataset, of all workers."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples of a batch; the last one of an epoch may be smaller."""
+        return self._order.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next pass."""
+        return self.tracker.next.epoch
+
+    @property
+    def order(self) -> EpochOrder:
+        """Parameters that, together with the seed, determine the global sequences of batches."""
+        return self._order
+
+    def __len__(self) -> int:
+        """Return the number of this worker's batches in the next pass."""
+        return len(self._own(self._order.unshuffled(), self.tracker.next.num_done))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle by this epoch from the next pass on, from its start unless it is under way. Default: count passes."""
+        self.tracker.set_epoch(epoch)
+
+    def batches(self) -> Batches:
+        """Return the batches of all workers in the whole next epoch, in their global order."""
+        return self._order.batches(self._sharding.seed, self.epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position, as plain numbers; inside a loop it includes the current batch of every worker.
+
+        It is the same on all workers that have taken part in the same number of clocks. Another number of workers may
+        continue there, unless the partition is contiguous.
+        """
+        return self.tracker.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at this position with the next pass; all workers need the same state.
+
+        Raises:
+            UsageError: the state is of another source, seed or partition; the message names the values.
+        """
+        self.tracker.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches of one epoch, or of the rest of one."""
+        return self.through(lambda batches: batches)
+
+    def through(self, stage: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of one epoch through a stage that may read ahead; a batch counts when it is yielded."""
+        sharding, batches, is_training = self._sharding, self.batches(), torch.is_grad_enabled()
+        start = self.tracker.start_pass().num_done if is_training else 0
+        own = self._own(batches, start)
+        for number, (indices, batch) in enumerate(zip(own, stage(self.load(own)), strict=True), 1):
+            if is_training:
+                self.tracker.reach(start + number * sharding.size)
+                sharding.on_samples(len(indices))
+            yield batch
+        if is_training:
+            if -(-(len(batches) - start) // sharding.size) > len(own):  # others have one more
+                sharding.on_missing()
+            self.tracker.end()
+
+    def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
+        """Yield the batches with these sample indices, as the loader makes them."""
+        loader = self._loader
+        return iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=batches,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=loader.generator,
+                prefetch_factor=loader.prefetch_factor,
+            )
+        )
+
+    def _own(self, batches: Batches, num_done: int) -> Batches:
+        """Return this worker's batches of an epoch, after the workers together have been given `num_done`."""
+        size = self._sharding.size
+        if self._is_strided:
+            return batches[num_done + self._sharding.rank :: size]
+        return batches[run(len(batches), self._sharding)][-(-num_done // size) :]
+
+
+def _require_shardable(loader: DataLoader[Any], cut: DataCut) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError("cannot shard a DataLoader over an iterable dataset: shard the dataset, then make the loader.")
+    sampler = loader.sampler
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UsageError(
+            f"cannot shard a DataLoader with {type(sampler).__name__} and batch size {loader.batch_size}: "
+            "use shuffle=True or False with a batch size, or shard the dataset and sample from that."
+        )
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != _size(loader)):
+        raise UsageError(
+            "cannot shard a DataLoader that draws with replacement or not every sample once: "
+            "use shuffle=True, or shard the dataset and sample from that."
+        )
+    if not _size(loader):
+        raise UsageError(f"there is nothing to shard: the {type(loader.dataset).__name__} of the DataLoader is empty.")
+    if cut.partition == "hashed":
+        raise UsageError(
+            "a DataLoader is cut by batches, whose samples would be of different workers if they were hashed: "
+            "shard the dataset, then make the loader."
+        )
+    if cut.shuffled:
+        raise UsageError("a DataLoader says itself whether it is shuffled: make that with shuffle=True instead.")
+
+
+def _size(loader: DataLoader[Any]) -> int:
+    return len(cast("Sized", loader.dataset))
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -26,11 +184,11 @@ class ShardedStream(IterableDataset[Any]):
 
     def __init__(self, source: Iterable[Any], sharding: Sharding, cut: DataCut | None = None) -> None:
         self._cut = cut or DataCut()
-        _check(self._cut)
+        _require_streamable(self._cut)
         self._source = source
         self._sharding = sharding
         by_hash = {"worker": sharding.rank, "num_workers": sharding.size}
-        self._bookmark = Bookmark(by_hash if self._cut.partition == "hashed" else {})
+        self._tracker = PositionTracker(by_hash if self._cut.partition == "hashed" else {})
         self._has_noted_size = False
 
     def __repr__(self) -> str:
@@ -38,24 +196,24 @@ class ShardedStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Read the iterable from the current position, and yield this worker's items."""
-        start = self._bookmark.start_pass().num_done
+        start = self._tracker.start_pass().num_done
         place, num_places = _place_among_readers(self._source)
         num_own, number = 0, -1
         for number, item in enumerate(self._source):
             if number >= start and self._is_own(number - start, number, item):
                 if num_own % num_places == place:
-                    self._bookmark.reach(self._num_done(start, number))
+                    self._tracker.reach(self._num_done(start, number))
                     yield item
                 num_own += 1
         self._check_size(number + 1)
-        self._bookmark.end()
+        self._tracker.end()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: all items up to the last one that this worker was given.
 
         Items that a `DataLoader` reads in processes of its own are not known here, and items read ahead count as given.
         """
-        return self._bookmark.state_dict()
+        return self._tracker.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at this position with the next iteration; items before it are read and skipped.
@@ -63,7 +221,7 @@ class ShardedStream(IterableDataset[Any]):
         Raises:
             UsageError: the state is not of such a source.
         """
-        self._bookmark.load_state_dict(state)
+        self._tracker.load_state_dict(state)
 
     def _is_own(self, place: int, number: int, item: object) -> bool:
         """Return whether an item is this worker's: by hash, or by its place since the position of the start."""
@@ -90,11 +248,11 @@ class ShardedStream(IterableDataset[Any]):
             self._sharding.note_size(num_items, f"items of a {type(self._source).__name__}")
 
 
-def _check(cut: DataCut) -> None:
+def _require_streamable(cut: DataCut) -> None:
     if cut.partition == "contiguous" or cut.shuffled:
         what = "shuffled" if cut.shuffled else 'cut by partition="contiguous"'
         raise UsageError(
-            f"an iterable cannot be {what}, as nobody knows how long it is: leave that out, or give a sequence."
+            f"an iterable cannot be {what}, as its length is not known: leave that out, or give a sequence."
         )
 
 

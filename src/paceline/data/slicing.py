@@ -11,11 +11,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.core.work_queue import WorkAnswer, WorkRound
-from paceline.data.loader import ShardedLoader
-from paceline.data.order import EpochOrder
+from paceline.data.order import EpochOrder, EpochRounds, num_slices
 from paceline.data.partition import DataCut, Sharding
 from paceline.data.position import terms_of
-from paceline.data.rounds import EpochRounds, num_slices
+from paceline.data.sharding import ShardedLoader
 from paceline.errors import UsageError
 from paceline.server.work_queue import WorkQueueEntry, read_answer
 from paceline.wire.malformed import read_answer_of
@@ -53,7 +52,7 @@ class ClockSlices(Protocol):
         ...
 
 
-class Banks(Protocol):
+class AccumulatesSlices(Protocol):
     """Distributed optimizer that adds up the gradients of slices."""
 
     def accumulate_slices(self, slices: ClockSlices) -> None:
@@ -78,7 +77,7 @@ class Slicing:
 
     num_workers: int
     calls: Rpc
-    optimizers: Collection[Banks]
+    optimizers: Collection[AccumulatesSlices]
     clock: Callable[[], int]
     _num_loaders: int = 0
     _slices: ClockSlices | None = None  # those of the most recent loop
@@ -88,9 +87,9 @@ class Slicing:
         self._num_loaders += 1
         return f"the slices of loader {self._num_loaders}"
 
-    def deal(self, work: str, order: EpochOrder, seed: int, slices: int, epoch: int) -> Dealt:
+    def open_queue(self, work: str, order: EpochOrder, seed: int, slices: int, epoch: int) -> SliceQueue:
         """Return the work queue of this name for an epoch of this order."""
-        return Dealt(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
+        return SliceQueue(self.calls, self.clock, work, (*map(int, terms_of(order, seed).values()), slices, epoch))
 
     def start(self, slices: ClockSlices) -> None:
         """Make optimizers add up the gradients of these slices.
@@ -116,7 +115,7 @@ class Slicing:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class SliceQueue:
     """Work queue on a server, by name, with the parameters that all workers have to agree on."""
 
     calls: Rpc
@@ -133,14 +132,14 @@ class Dealt:
             ),
         )
 
-    def answer(self, asked: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
+    def wait_answer(self, requested: Future[memoryview], place: WorkRound) -> WorkQueueEntry:
         """Return the result of a request; blocks for one round trip, and at the end of an epoch for all workers."""
         what = f"{self.work}: those of round {place.number} of pass {place.epoch} or its end"
-        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.wait_answer(asked, what))
+        return read_answer_of(_WORK_HOST, what, read_answer, self.calls.wait_answer(requested, what))
 
 
 @dataclass(slots=True)
-class Walk:
+class SliceWalk:
     """A worker's progress through the rounds of one epoch, slice by slice.
 
     A round holds the batches of all workers for one clock. This worker requests its slices one by one, and the step
@@ -149,7 +148,7 @@ class Walk:
     holds slices that another could start.
     """
 
-    dealt: Dealt
+    slice_queue: SliceQueue
     rounds: EpochRounds
     epoch: int  # as the server counts; it never decreases
     on_missing: Callable[[], None]  # finishes a clock without a gradient
@@ -157,7 +156,7 @@ class Walk:
     num_samples: int = 0  # of the current slice
     _number: int = 0  # of the round
     _taken: WorkAnswer | None = None  # the answer with the current slice
-    _asked: Future[memoryview] | None = None  # request for the slice after the current one
+    _requested: Future[memoryview] | None = None  # request for the slice after the current one
     _next: WorkAnswer | None = None  # its answer, once known
     _has_stepped: bool = False  # after the last slice of the round, with the step that finishes the clock
 
@@ -214,7 +213,7 @@ class Walk:
                     indices = self.rounds.slice(answer.round.number, answer.home, answer.index)
                     self._taken, self.num_samples, self._has_stepped = answer, len(indices), False
                     if answer.num_left >= _MANY * self.num_workers:
-                        self._ask()
+                        self._request()
                     yield indices
                 case "rest":
                     self._finish_round()
@@ -223,23 +222,23 @@ class Walk:
                 case _:
                     return
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         sizes = self.rounds.sizes(self._number)
-        self._asked = self.dealt.request(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
+        self._requested = self.slice_queue.request(WorkRound(self.epoch, self._number), sizes, self.rounds.start)
 
     def _answer(self) -> WorkAnswer:
         """Return the next answer for this worker; blocks until it is there.
 
         For a worker that was started again, the answer may name another first batch of the rounds.
         """
-        if self._asked is None:
-            self._ask()
-        asked, self._asked = self._asked, None
-        assert asked is not None, "asked above"
-        dealing = self.dealt.answer(asked, WorkRound(self.epoch, self._number))
-        if dealing.answer.round.epoch == self.epoch:
-            self.rounds = self.rounds.starting(dealing.start)
-        return dealing.answer
+        if self._requested is None:
+            self._request()
+        requested, self._requested = self._requested, None
+        assert requested is not None, "asked above"
+        entry = self.slice_queue.wait_answer(requested, WorkRound(self.epoch, self._number))
+        if entry.answer.round.epoch == self.epoch:
+            self.rounds = self.rounds.starting(entry.start)
+        return entry.answer
 
     def _finish_round(self) -> None:
         """Go on to the next round; a clock in which this worker got no slice is finished without a gradient."""
@@ -261,7 +260,7 @@ class SlicedLoader:
         self._slicing = slicing
         self._work = slicing.name_next()
         self._next_pass = 0  # as the server counts
-        self._walk: Walk | None = None  # the pass under way
+        self._walk: SliceWalk | None = None  # the pass under way
 
     def __repr__(self) -> str:
         return f"SlicedLoader({self._slices} slices a worker of {self._whole!r})"
@@ -283,7 +282,7 @@ class SlicedLoader:
 
     def __len__(self) -> int:
         """Return the number of slices in this worker's own shares of one epoch; it may get more, or fewer."""
-        num_done, sharding = self._whole.bookmark.next.num_done, self._sharding
+        num_done, sharding = self._whole.tracker.next.num_done, self._sharding
         return num_slices(self._whole.order.unshuffled()[num_done + sharding.rank :: sharding.size], self._slices)
 
     def set_epoch(self, epoch: int) -> None:
@@ -295,7 +294,7 @@ class SlicedLoader:
         if not torch.is_grad_enabled():
             yield from self._whole
             return
-        walk, bookmark = self._begin(), self._whole.bookmark
+        walk, tracker = self._begin(), self._whole.tracker
         self._walk = walk
         try:
             for batch in self._whole.load(walk):
@@ -308,7 +307,7 @@ class SlicedLoader:
             walk.num_samples = 0
             self._note()
             self._walk = None
-        bookmark.end()
+        tracker.end()
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, as plain numbers: the end of the last clock that this worker has finished.
@@ -330,17 +329,17 @@ class SlicedLoader:
     def _note(self) -> None:
         """Record the position of the current pass."""
         if self._walk is not None:
-            self._whole.bookmark.reach(self._walk.num_done)
+            self._whole.tracker.reach(self._walk.num_done)
 
-    def _begin(self) -> Walk:
+    def _begin(self) -> SliceWalk:
         """Start a pass. The server knows it by its epoch, or by the next number where that epoch was read before."""
         sharding, whole, number = self._sharding, self._whole, max(self._next_pass, self._whole.epoch)
-        dealt = self._slicing.deal(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
-        rounds = EpochRounds(whole.batches(), sharding.size, self._slices, whole.bookmark.next.num_done)
-        walk = Walk(dealt, rounds, number, sharding.on_missing, sharding.size)
+        slice_queue = self._slicing.open_queue(self._work, whole.order, sharding.seed, self._slices, whole.epoch)
+        rounds = EpochRounds(whole.batches(), sharding.size, self._slices, whole.tracker.next.num_done)
+        walk = SliceWalk(slice_queue, rounds, number, sharding.on_missing, sharding.size)
         self._slicing.start(walk)
         self._next_pass = number + 1
-        whole.bookmark.start_pass()
+        whole.tracker.start_pass()
         return walk
 
 
@@ -355,7 +354,9 @@ def slice_source(
     if not isinstance(source, DataLoader):
         raise UsageError(f"slices are parts of the batches of a DataLoader, and this is a {type(source).__name__}.")
     if (cut or DataCut()).partition not in (None, "strided"):
-        raise UsageError("slices go to whoever has time for them, from batches in their order: leave out partition.")
+        raise UsageError(
+            "slices go to the workers that have time for them, from batches in their order: leave out partition."
+        )
     return cast("_Source", SlicedLoader(cast("DataLoader[Any]", source), sharding, slices, slicing, cut))
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from paceline.data.service.server import FeedNode
+from paceline.data.service.server import DataServer
 from paceline.job.addresses import address_path
 from paceline.job.carriers import listen_address, make_transport
 from paceline.job.credentials.holders import Holder
@@ -26,7 +26,7 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
     listener = transport.listen(listen_address(spec, rank, host, role="data"))
     run_dir = Path(spec.run_dir)
     trace = Trace(trace_path(run_dir, "data", rank), spec.trace_bytes)
-    node = FeedNode(
+    node = DataServer(
         rank,
         listener,
         transport,
@@ -41,7 +41,7 @@ def serve(spec: ClusterSpec, rank: int, host: str = LOOPBACK) -> None:
         node.run()
 
 
-def _obey(node: FeedNode) -> None:
+def _obey(node: DataServer) -> None:
     for words in read_orders():
         match words:
             case ["stop"]:

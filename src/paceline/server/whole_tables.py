@@ -17,8 +17,7 @@ from paceline.server.dense_tables import DenseTables
 from paceline.server.memory_check import require_memory
 from paceline.server.row_tables import RowTables, ServedRowTable
 from paceline.update.functions import MAX_RESULT_BYTES, function_at
-from paceline.update.rows.layout import IDS, VALUES
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import IDS, VALUES, RowPiece
 from paceline.update.rows.walk import RowWalk, piece_slots
 from paceline.update.shard import Shard
 from paceline.update.summing import num_nonfinite

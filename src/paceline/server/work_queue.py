@@ -90,7 +90,7 @@ class WorkQueueHost:
         answer = WorkAnswer("elsewhere", WorkRound(request.epoch, 0))  # claimed again from there
         if start == request.start:
             place = WorkRound(request.epoch, request.round)
-            answer = self._works[request.work].ask(life, place, request.sizes, request.clock)
+            answer = self._works[request.work].claim(life, place, request.sizes, request.clock)
         if answer is None:
             return False
         del self._waiting[life]
@@ -119,7 +119,7 @@ class WorkQueueHost:
         self._answers.pop(life, None)
         self._at.pop(life, None)
         for work_queue in self._works.values():
-            work_queue.end(life)
+            work_queue.end_life(life)
 
     def _go_to(self, life: Life, work: str) -> None:
         """Move a worker to this queue; its pieces of another queue count as done."""

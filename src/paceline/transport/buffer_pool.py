@@ -30,11 +30,11 @@ def is_poisoned(memory: memoryview) -> bool:
 class Pieces(Protocol):
     """The free memory of a pool. Used under the lock of the pool."""
 
-    def take(self, size_bytes: int) -> memoryview:
+    def allocate(self, size_bytes: int) -> memoryview:
         """Return memory of at least this size, allocated if need be; raises what the allocation raises."""
         ...
 
-    def give(self, memory: memoryview) -> None:
+    def free(self, memory: memoryview) -> None:
         """Take memory back."""
         ...
 
@@ -51,12 +51,12 @@ class ExactPieces:
         self._make = make
         self._free: dict[int, list[memoryview]] = {}
 
-    def take(self, size_bytes: int) -> memoryview:
-        """Return memory of this size; see `Pieces.take`."""
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Return memory of this size; see `Pieces.allocate`."""
         free = self._free.get(size_bytes)
         return free.pop() if free else self._make(size_bytes)
 
-    def give(self, memory: memoryview) -> None:
+    def free(self, memory: memoryview) -> None:
         """Take memory back."""
         self._free.setdefault(memory.nbytes, []).append(memory)
 
@@ -124,7 +124,7 @@ class BufferPool:
     def lend(self, size_bytes: int) -> Buffer:
         """Lend memory of this size with arbitrary content; raises what its allocation raises."""
         with self._lock:
-            buffer = Buffer(self._pieces.take(size_bytes), size_bytes, self)
+            buffer = Buffer(self._pieces.allocate(size_bytes), size_bytes, self)
             self._lent.add(buffer)
         return buffer
 
@@ -136,7 +136,7 @@ class BufferPool:
             self._lent.discard(buffer)
             if self._poisons:
                 poison(buffer.whole)
-            self._pieces.give(buffer.whole)
+            self._pieces.free(buffer.whole)
 
     def clear(self) -> None:
         """Drop all free memory."""

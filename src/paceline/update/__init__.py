@@ -30,14 +30,12 @@ if TYPE_CHECKING:
         Merging,
         Proximal,
         RowwiseAdagrad,
-        RuleSpec,
-        UpdateRule,
-        from_optimizer,
         granularity,
         resolve,
         rule,
-        torch_optim,
     )
+    from paceline.update.rules import RuleSpec, UpdateRule
+    from paceline.update.torch_rule import from_optimizer, torch_optim
 
 __all__ = [
     "FTRL",
@@ -65,7 +63,8 @@ def __getattr__(name: str) -> object:
     """Import a rule when it is first named: rules need torch, the plain data beside them does not."""
     if name not in __all__:
         raise AttributeError(f"module 'paceline.update' has no attribute {name!r}")
-    return getattr(import_module("paceline.update.named_rules"), name)
+    home = "torch_rule" if name == "from_optimizer" else "named_rules"
+    return getattr(import_module(f"paceline.update.{home}"), name)
 
 
 def __dir__() -> list[str]:

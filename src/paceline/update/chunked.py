@@ -13,10 +13,9 @@ from torch.nn.functional import pad
 
 from paceline.errors import UsageError
 from paceline.update.kernels import Kernel, Numbers, Operands
-from paceline.update.pieces import SegmentPiece
 from paceline.update.rules import Hyper
 from paceline.update.summing import CHUNK, Contribution, combine_stretch, divisor_of
-from paceline.update.table import NonFinite, Scale
+from paceline.update.table import NonFinite, Scale, SegmentPiece
 from paceline.update.thread_pool import ThreadPool
 from paceline.update.torch_rule import require_count
 
@@ -261,7 +260,7 @@ class Chunked:
 
     def apply(self, contributions: Sequence[Contribution], hyper: tuple[Hyper, ...]) -> int:
         """Update the values once; return how many elements of gradients were taken as 0."""
-        self._listen(hyper)
+        self._set_hyper(hyper)
         self._begin()
         chunks = self._planned(contributions)
         steps: list[float] = self._steps.tolist()
@@ -340,7 +339,7 @@ class Chunked:
             call.run(self._kernel, gradient, scratch, steps[call.piece], self._numbers[call.age.group], divisor)
         return num_zeroed
 
-    def _listen(self, hyper: tuple[Hyper, ...]) -> None:
+    def _set_hyper(self, hyper: tuple[Hyper, ...]) -> None:
         """Take over the hyperparameters of an update; those that are left out stay as they are."""
         if hyper is self._told:
             return

@@ -1,16 +1,4 @@
-"""Update rules for the user to choose. Each function returns plain data; the servers run the rule that it names.
-
-Example:
-    >>> import paceline
-    >>> paceline.update.SGD(lr=0.1, momentum=0.9).name
-    'torch.optim.SGD'
-    >>> paceline.update.torch_optim("NAdam", lr=2e-3).name
-    'torch.optim.NAdam'
-    >>> paceline.update.rule("my_package.rules:Lion", lr=1e-4).name
-    'my_package.rules:Lion'
-    >>> paceline.update.FTRL(alpha=0.1, l1=1.0).name  # row tables only, as are RowwiseAdagrad and a few more
-    'ftrl'
-"""
+"""Update rules for the user to choose. Each function returns plain data; the servers run the rule that it names."""
 
 from __future__ import annotations
 
@@ -22,29 +10,8 @@ from paceline.errors import UsageError
 from paceline.update import torch_rule
 from paceline.update.kernels import OWN_NUMBERS, Kernel, kernel_of
 from paceline.update.rules import Granularity, Hyper, Number, Quorum, RuleSpec, UpdateRule
-from paceline.update.torch_rule import PREFIX, TorchRule, check_groups, from_optimizer, torch_optim
+from paceline.update.torch_rule import PREFIX, TorchRule, check_groups, torch_optim
 from paceline.update.user_code import build_own, missing_members, own_code, split_path
-
-__all__ = [
-    "FTRL",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "AdaptiveRevision",
-    "Add",
-    "DelayedNesterov",
-    "Merging",
-    "Proximal",
-    "RowwiseAdagrad",
-    "RuleSpec",
-    "UpdateRule",
-    "from_optimizer",
-    "granularity",
-    "resolve",
-    "rule",
-    "torch_optim",
-]
 
 _MEMBERS = ("granularity", "update", "state", "load_state")
 _ROWS_ONLY = {

@@ -12,9 +12,9 @@ import torch
 from paceline.errors import ProtocolBug
 from paceline.update.chunked import Chunked
 from paceline.update.kernels import Kernel
-from paceline.update.pieces import cut
 from paceline.update.rules import Hyper, Quorum, UpdateRule
 from paceline.update.summing import Contribution, num_missing, num_nonfinite
+from paceline.update.table import cut
 from paceline.update.thread_pool import ThreadPool
 from paceline.update.whole_tensors import WholeTensors
 
@@ -38,10 +38,10 @@ class Merger:
         >>> import torch
         >>> kept = Merger(Quorum(num_pushes=2, grace_s=0.0, num_workers=4), now=lambda: 0.0)
         >>> kept.keep([Contribution(torch.ones(1), worker=0)])
-        >>> len(kept.take_due())
+        >>> len(kept.pop_due())
         0
         >>> kept.keep([Contribution(torch.ones(1), worker=3)])
-        >>> len(kept.take_due())
+        >>> len(kept.pop_due())
         2
     """
 
@@ -56,15 +56,15 @@ class Merger:
         if self._reached_at is None and len(self._kept) >= self.quorum.num_pushes:
             self._reached_at = self.now()
 
-    def take_due(self) -> list[Contribution]:
+    def pop_due(self) -> list[Contribution]:
         """Remove and return the contributions that are due, in the order of arrival; empty before the quorum is due."""
         if self._reached_at is None:
             return []
         is_complete = len({each.worker for each in self._kept}) >= self.quorum.num_workers
         is_over = self.now() >= self._reached_at + self.quorum.grace_s
-        return self.take_all() if is_complete or is_over else []
+        return self.pop_all() if is_complete or is_over else []
 
-    def take_all(self) -> list[Contribution]:
+    def pop_all(self) -> list[Contribution]:
         """Remove and return all kept contributions, due or not."""
         kept, self._kept, self._reached_at = self._kept, [], None
         return kept
@@ -174,7 +174,7 @@ class Shard:
         Every access to the values calls it first, so the update is visible from the time it was due.
         """
         if self._merger is not None:
-            due = self._merger.take_all() if all_kept else self._merger.take_due()
+            due = self._merger.pop_all() if all_kept else self._merger.pop_due()
             if due:
                 self._update(due)
 
@@ -223,7 +223,7 @@ class Shard:
         self._require_fit(state[VALUES], "values")
         self._updates.load_state(named)
         if self._merger is not None:
-            self._merger.take_all()  # they belong to the values of before
+            self._merger.pop_all()  # they belong to the values of before
         self.store(state[VALUES])
         self.version = version
 

@@ -1,4 +1,4 @@
-"""Conversion between the shards of a table and plain torch: named values, and the `state_dict` of an optimizer.
+"""Conversion between the shards of a table and the `state_dict` of a plain torch optimizer.
 
 Training continues under a plain `torch.optim` optimizer, or from one, bit for bit.
 """
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from paceline.core.partition import Range
 from paceline.errors import ProtocolBug, UsageError
-from paceline.update.pieces import SegmentPiece, cut
 from paceline.update.rules import Hyper
 from paceline.update.shard import VALUES
-from paceline.update.table import TableSpec
-from paceline.update.torch_rule import hyper_of
+from paceline.update.table import SegmentPiece, TableSpec, cut
 
 Part: TypeAlias = tuple[Range, Mapping[str, Tensor]]
 
@@ -28,37 +26,6 @@ class OptimizerState(TypedDict):
 
     state: dict[int, dict[str, Tensor]]
     param_groups: list[dict[str, object]]
-
-
-def gather_values(spec: TableSpec, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Return a copy of the parameters by name, in their shapes, from the `Shard.state` of every range.
-
-    Raises:
-        UsageError: the ranges do not cover the table.
-    """
-    flat = torch.cat([state[VALUES] for _, state in _in_order(spec, parts)])
-    whole = Range(0, 0, spec.numel)
-    return {spec.segments[piece.segment].name: piece.view(flat) for piece in cut(spec, whole)}
-
-
-def split_values(spec: TableSpec, named: Mapping[str, Tensor], span: Range) -> Tensor:
-    """Return the flat values of one range, to `Shard.store` or under "values" to `Shard.load_state`.
-
-    Raises:
-        UsageError: a parameter is missing from `named`, or has another shape or dtype.
-    """
-    flat = torch.empty(span.length, dtype=getattr(torch, spec.dtype))
-    for piece in cut(spec, span):
-        segment = spec.segments[piece.segment]
-        found = named.get(segment.name)
-        expected = f"expected shape {segment.shape} of {spec.dtype}"
-        if found is None:
-            raise UsageError(f"Table '{spec.name}': the values lack parameter '{segment.name}', {expected}.")
-        if tuple(found.shape) != segment.shape or found.dtype != flat.dtype:
-            got = f"shape {tuple(found.shape)} of {str(found.dtype).removeprefix('torch.')}"
-            raise UsageError(f"Table '{spec.name}': parameter '{segment.name}' has {got}, {expected}.")
-        piece.view(flat).copy_(_cut_out(found.detach(), piece))
-    return flat
 
 
 def gather_optimizer(spec: TableSpec, parts: Sequence[Part], hyper: Sequence[Hyper] = ()) -> OptimizerState:
@@ -100,11 +67,6 @@ def split_optimizer(spec: TableSpec, state_dict: OptimizerState, span: Range) ->
         for name, value in cast("dict[str, object]", state_dict["state"].get(ids[piece.segment], {})).items()
         if value is not None
     }
-
-
-def hyper_of_state(state_dict: OptimizerState) -> tuple[Hyper, ...]:
-    """Return the hyperparameters of each group of a plain torch optimizer's state."""
-    return tuple(hyper_of(group) for group in state_dict["param_groups"])
 
 
 def _ids(spec: TableSpec) -> list[int]:

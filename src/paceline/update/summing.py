@@ -85,9 +85,9 @@ def combine(
         out: (n,), overwritten; at most a chunk of elements for speed.
         gradients: (n,) each, at least one; added as ((g1 + g2) + g3) + ...
         counts: samples behind each of the gradients.
-        everyone: samples of every contribution to the update, those without these elements too: they count as zeros.
+        everyone: samples of every contribution to the update; those without these elements count as zeros.
         scale: see `TableSpec`.
-        divide: whether to divide by `divisor_of` these, or leave that to whoever goes through the sum next.
+        divide: whether to divide by `divisor_of` these, or leave that to the caller.
     """
     if _is_weighted(everyone, scale):
         gradients = [gradient * count for gradient, count in zip(gradients, counts, strict=True)]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.update.pieces import SegmentPiece
 from paceline.update.rules import Hyper, UpdateRule
 from paceline.update.summing import CHUNK, Contribution, combine_stretch
-from paceline.update.table import NonFinite, Scale
+from paceline.update.table import NonFinite, Scale, SegmentPiece
 from paceline.update.thread_pool import ThreadPool, stretches
 from paceline.update.torch_rule import TorchRule
 from paceline.update.user_code import own_code

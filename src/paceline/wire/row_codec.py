@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.errors import PeerError
 from paceline.update.filters.encoding import RowEncoding, codec_of
 from paceline.update.placement import torch_dtype
-from paceline.update.rows.rule import RowRule
+from paceline.update.rows.rules import RowRule
 from paceline.update.rows.spec import RowTableSpec
 
 ID_BYTES = 8

@@ -10,9 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.update.rows.layout import IDS, VALUES
-from paceline.update.rows.piece import RowPiece
-from paceline.update.rows.statistics import RowStatistics
+from paceline.update.rows.layout import IDS, VALUES, RowPiece, RowStatistics
 from paceline.update.rules import Hyper
 from paceline.wire.malformed import read_answer_of
 from paceline.wire.requests import COUNT_BYTES, NEXT_SLOT, CallFunction, CountRows, ReadRows, TableCall, WriteRows

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from paceline import sources
 from paceline.data.service.client import ReaderOptions, RemoteReader
-from paceline.data.service.server import FeedNode
-from paceline.data.service.source_cache import OpenRecords
-from paceline.data.sources.batch_layout import Prepared, TensorColumn
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.service.server import DataServer
+from paceline.data.service.source_cache import RecipeOpener
+from paceline.data.sources.batch import Batch, BatchRequest, PreparedBatch, SkippedRecords, TensorColumn
 from paceline.data.sources.recipe import BatchRecipe
-from paceline.data.sources.records import Faults
 from paceline.errors import DataError, RecordError
 from paceline.transport import FaultPlan, FaultyTransport, Transport
 from paceline.wire.messages import Hello
@@ -51,7 +49,7 @@ class Numbers:
     def fingerprint(self) -> str:
         return self.label
 
-    def prepare(self, ask: BatchRequest, max_bytes: int | None = None) -> Prepared:
+    def prepare(self, ask: BatchRequest, max_bytes: int | None = None) -> PreparedBatch:
         self.asked.append(ask)
         if self.gate is not None:
             assert self.gate.wait(DEADLINE_S)
@@ -61,12 +59,12 @@ class Numbers:
         indices = [index for index in ask.indices if index not in bad]
         self.num_skipped += len(bad)
         if not indices:
-            return Prepared(None, 0, len(bad))
+            return PreparedBatch(None, 0, len(bad))
         column = TensorColumn(torch.float64, (len(indices), WIDTH), lambda out: out.copy_(values(ask.epoch, indices)))
-        return Prepared(column, len(indices), len(bad))
+        return PreparedBatch(column, len(indices), len(bad))
 
-    def faults(self) -> Faults:
-        return Faults(self.num_skipped, ("sample 0 is odd",) if self.num_skipped else ())
+    def skipped(self) -> SkippedRecords:
+        return SkippedRecords(self.num_skipped, ("sample 0 is odd",) if self.num_skipped else ())
 
     def close(self) -> None:
         self.is_closed = True
@@ -107,16 +105,16 @@ class Feeders:
     kind: str
     directory: Path
     transport: Transport
-    nodes: dict[int, FeedNode] = field(default_factory=dict)
+    nodes: dict[int, DataServer] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
     _threads: dict[int, threading.Thread] = field(default_factory=dict)
     _num_started: int = 0
 
-    def start(self, server: int, open_records: OpenRecords = open_numbers, **options: Any) -> FeedNode:
+    def start(self, server: int, open_records: RecipeOpener = open_numbers, **options: Any) -> DataServer:
         """Run a data server, at an address that no earlier one had."""
         listener = self.transport.listen(address_of(self.kind, self.directory, self._num_started))
         self._num_started += 1
-        node = FeedNode(
+        node = DataServer(
             server, listener, self.transport, GENERATION, open_records=open_records, checks_memory=True, **options
         )
         self.addresses[server : server + 1] = [listener.address]
@@ -151,7 +149,7 @@ def feeders(
     kind: str,
     directory: Path,
     num: int = 1,
-    open_records: OpenRecords = open_numbers,
+    open_records: RecipeOpener = open_numbers,
     plan: FaultPlan | None = None,
     **options: Any,
 ) -> Iterator[Feeders]:

@@ -84,9 +84,9 @@ def test_the_memory_that_is_kept_for_later_has_a_bound_in_bytes(monkeypatch: pyt
     monkeypatch.setattr("paceline.data.service.buffer_pool.MAX_FREE_BYTES", 100 << 12)
     pool, made = BatchPool(lambda size: memoryview(bytearray(size))), list[int]()
     for pages in range(1, 60):
-        pieces = [pool.take(pages << 12) for _ in range(3)]
+        pieces = [pool.allocate(pages << 12) for _ in range(3)]
         for piece in pieces:
-            pool.give(piece)
+            pool.free(piece)
         made.append(sum(piece.nbytes for piece in pool._free))
     assert max(made) <= 100 << 12
     assert MAX_FREE_BYTES > 100 << 12

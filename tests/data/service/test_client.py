@@ -120,7 +120,7 @@ def test_the_work_is_shared_out(tmp_path: Path) -> None:
         running.reader() as reader,
     ):
         reader.read(ask(0))
-        until(lambda: all(source.is_open for source in reader._sources))
+        until(lambda: all(source.is_open for source in reader._states))
         for number in range(40):
             reader.expect([ask(number + ahead) for ahead in range(3)])
             reader.read(ask(number))
@@ -191,7 +191,7 @@ def test_a_wait_ends_at_its_deadline(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded, match=r"worker 3 waited 0\.2 s for a batch of 8 .* data server 0 at"):
             reader.read(ask(1))
         gate.set()
-        until(lambda: bool(reader._orders._of[ask(1)].outcome))
+        until(lambda: bool(reader._pending._of[ask(1)].outcome))
         assert is_right(reader.read(ask(1)), ask(1)), "what comes late is there for who asks again"
 
 
@@ -205,7 +205,7 @@ def test_what_nobody_waits_for_any_more_gives_way(tmp_path: Path) -> None:
         with pytest.raises(PeerError):
             reader.read(ask(1))
         gate.set()
-        until(lambda: bool(reader._orders._of[ask(1)].outcome))
+        until(lambda: bool(reader._pending._of[ask(1)].outcome))
         reader.expect([ask(2)])
         until(lambda: ask(2) in numbers.asked)
 
@@ -285,8 +285,8 @@ def test_records_that_are_skipped_are_counted_and_the_first_reason_told(tmp_path
         assert (batch.num_samples, batch.num_skipped) == (6, 2)
         nothing = reader.read(ask(7, num=1))
         assert (nothing.content, nothing.num_samples, nothing.num_skipped) == (None, 0, 1)
-        assert reader.faults().num_skipped == 3
-        assert reader.faults().reasons == ("sample 0 is odd",)
+        assert reader.skipped().num_skipped == 3
+        assert reader.skipped().reasons == ("sample 0 is odd",)
 
 
 def test_what_cannot_be_opened_is_said_by_name(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_data_servers_that_see_different_files_are_told_apart(tmp_path: Path) ->
 def test_an_index_that_is_no_sample_is_refused_and_the_next_is_read(tmp_path: Path) -> None:
     with feeders("memory", tmp_path) as running, running.reader() as reader:
         for number in (NUM_SAMPLES, -1):
-            with pytest.raises(UsageError, match="none of the 10000 samples"):
+            with pytest.raises(UsageError, match="outside of the 10000 samples"):
                 reader.read(ask(number))
         assert is_right(reader.read(ask(0)), ask(0))
 
@@ -363,7 +363,7 @@ def test_closing_ends_a_wait(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
-        until(lambda: bool(reader._orders._of))
+        until(lambda: bool(reader._pending._of))
         reader.close()
         thread.join(10.0)
         gate.set()
@@ -381,7 +381,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
 def test_batches_that_are_not_there_any_more_are_not_kept_alive(tmp_path: Path) -> None:
     with feeders("shm", tmp_path) as running, running.reader() as reader:
         batch = reader.read(ask(0))
-        (source,) = reader._sources
+        (source,) = reader._states
         content: torch.Tensor = batch.content
         del batch
         assert not source.returned

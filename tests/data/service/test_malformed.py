@@ -16,15 +16,15 @@ from tests.data.service.speaking import Caller, body_of, caller, recipe_body
 
 from paceline.data.service.messages import (
     _CODEC,
+    BatchAnswer,
     BatchFailed,
-    BatchParcel,
     Message,
     OpenSource,
     ReadBatches,
     SourceOpened,
     encode,
 )
-from paceline.data.sources.batch_layout import BatchLayout
+from paceline.data.sources.batch import BatchLayout
 from paceline.errors import PeerError
 
 NUM_CONNECTIONS = 60
@@ -35,7 +35,7 @@ SAID: list[Message] = [
     *[ReadBatches(9, 0, 0, 2, urgent=False, returned=(0,))] * 6,
     *[OpenSource(3)] * 2,
     SourceOpened(0, 3, "f00d"),
-    BatchParcel(3, -1, BatchLayout(None, 0, 1, 0)),
+    BatchAnswer(3, -1, BatchLayout(None, 0, 1, 0)),
     BatchFailed(3, "usage", "no"),
 ]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.data.service.messages import (
     _CODEC,
+    BatchAnswer,
     BatchFailed,
-    BatchParcel,
     Message,
     OpenSource,
     ReadBatches,
@@ -17,7 +17,7 @@ from paceline.data.service.messages import (
     decode,
     encode,
 )
-from paceline.data.sources.batch_layout import BatchLayout, DictPart, TensorPart, TextPart
+from paceline.data.sources.batch import BatchLayout, DictPart, TensorPart, TextPart
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 
 PARTS = DictPart(("x", "y"), (TensorPart("float32", (3, 2), 0), TextPart("str", 3, 5, 64)))
@@ -26,7 +26,7 @@ MESSAGES: list[Message] = [
     OpenSource(0),
     SourceOpened(0, 60_000, "f00d"),
     ReadBatches(3, 0, 7, 3, urgent=True, returned=(4, 5)),
-    BatchParcel(3, 9, LAYOUT, ("sample 0 is odd",)),
+    BatchAnswer(3, 9, LAYOUT, ("sample 0 is odd",)),
     BatchFailed(3, "record", "sample 0 is odd"),
 ]
 

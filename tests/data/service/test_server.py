@@ -26,8 +26,8 @@ from paceline.data.service.messages import (
     MAX_RECIPE_BYTES,
     MAX_SAMPLES,
     MAX_UNANSWERED,
+    BatchAnswer,
     BatchFailed,
-    BatchParcel,
     Message,
     OpenSource,
     ReadBatches,
@@ -36,7 +36,7 @@ from paceline.data.service.messages import (
 )
 from paceline.data.service.server import _place
 from paceline.data.service.source_cache import MAX_OPEN, MAX_OPEN_BY_WORKER, CachedSource, SourceCache
-from paceline.data.sources.batch_layout import Prepared
+from paceline.data.sources.batch import PreparedBatch
 from paceline.data.sources.recipe import BatchRecipe, encode_recipe
 from paceline.errors import PeerError, UsageError
 from paceline.server.acceptor import Incoming
@@ -68,10 +68,10 @@ def test_who_asks_for_much_does_not_keep_others_waiting(tmp_path: Path) -> None:
             modest.reads(ask(100))
             until(lambda: sum(map(len, node._queue._waiting.values())) == 20)
             gate.set()
-            modest.hear(BatchParcel)
+            modest.hear(BatchAnswer)
             assert numbers.asked.index(ask(100)) <= 2
             for _ in range(20):
-                greedy.hear(BatchParcel)
+                greedy.hear(BatchAnswer)
 
 
 def test_what_a_loop_waits_for_goes_before_what_it_has_made_ahead(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_a_loop_waits_for_goes_before_what_it_has_made_ahead(tmp_path: Path
             worker.reads(ask(9), 9, urgent=True)
             until(lambda: sum(map(len, node._queue._waiting.values())) == 5)
             gate.set()
-            assert [worker.hear(BatchParcel).number for _ in range(6)] == [1, 9, 2, 3, 4, 5]
+            assert [worker.hear(BatchAnswer).number for _ in range(6)] == [1, 9, 2, 3, 4, 5]
 
 
 def test_who_takes_in_nothing_does_not_keep_others_waiting(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_connection_that_ends_is_forgotten(tmp_path: Path) -> None:
             for number in range(1, 6):
                 worker.reads(ask(number), number)
             until(lambda: bool(node._queue._waiting))
-        until(lambda: not node._callers)
+        until(lambda: not node._readers)
         assert not node._queue._waiting
         assert not next(iter(node._source_cache._sources.values())).readers
         gate.set()
@@ -241,7 +241,7 @@ def test_what_was_said_before_an_end_means_nothing_after_it(tmp_path: Path) -> N
         rogue.say(b"")
         assert rogue.is_cut_off()
         node._handle(Incoming(connection, Frame(encode(OPEN), EMPTY)))
-        assert not node._callers
+        assert not node._readers
 
 
 def test_large_bodies_are_refused_before_they_come() -> None:
@@ -268,7 +268,7 @@ def test_a_batch_that_is_too_large_is_refused_to_who_asked_for_it(tmp_path: Path
 def test_whatever_happens_to_a_batch_the_next_one_is_made(error: BaseException, tmp_path: Path) -> None:
     numbers = Numbers(RECIPE)
 
-    def fail(*_: object) -> Prepared:
+    def fail(*_: object) -> PreparedBatch:
         raise error
 
     with feeders("memory", tmp_path, open_records=lambda *_: numbers) as running, running.reader() as reader:

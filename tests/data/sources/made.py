@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import DTYPES, BatchLayout, Prepared, unpack
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import DTYPES, Batch, BatchLayout, BatchRequest, PreparedBatch, unpack
 from paceline.data.sources.collating import collate, flatten
 from paceline.data.sources.records import Records
 
@@ -69,12 +68,12 @@ def alike(draw: st.DrawFn) -> list[Any]:
     return draw(st.lists(draw(kinds()), min_size=1, max_size=4))
 
 
-def prepared_of(records: list[Any], num_skipped: int = 0) -> Prepared:
+def prepared_of(records: list[Any], num_skipped: int = 0) -> PreparedBatch:
     """These records, about to be written."""
-    return Prepared(collate([flatten(record) for record in records]), len(records), num_skipped)
+    return PreparedBatch(collate([flatten(record) for record in records]), len(records), num_skipped)
 
 
-def through_memory(prepared: Prepared, *, readonly: bool = False) -> Batch:
+def through_memory(prepared: PreparedBatch, *, readonly: bool = False) -> Batch:
     """What another process reads: the layout as it travels, and memory that held something else before."""
     memory = memoryview(bytearray(b"\xa5" * (prepared.size_bytes + 7)))
     prepared.fill(memory)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.data.sources.made import prepared_of, same, through_memory
 
-from paceline.data.sources.collating import Unfit, describe, flatten
+from paceline.data.sources.collating import UnfitRecord, describe, flatten
 
 DEEP: object = []
 for _ in range(40):
@@ -34,7 +34,7 @@ for _ in range(40):
     ],
 )
 def test_what_cannot_go_into_a_batch(record: object, why: str) -> None:
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(UnfitRecord, match=why):
         flatten(record)
 
 

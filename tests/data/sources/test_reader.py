@@ -16,7 +16,7 @@ from tests.data.sources.made import same
 from tests.nodes.cluster import CARRIERS
 
 from paceline import sources
-from paceline.data.sources.batches import BatchRequest
+from paceline.data.sources.batch import BatchRequest
 from paceline.data.sources.reader import LocalReader, Reader
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import open_recipe
@@ -133,8 +133,8 @@ def test_records_that_are_left_out_are_counted(readers: Readers) -> None:
         some, none = reader.read(BatchRequest(0, (3, 4, 5))), reader.read(BatchRequest(0, (4,)))
         assert (some.content.tolist(), some.num_samples, some.num_skipped) == ([9, 25], 2, 1)
         assert (none.content, none.num_samples, none.num_skipped) == (None, 0, 1)
-        assert reader.faults().num_skipped == 2
-        assert "on_error='skip'" in reader.faults().reasons[0]
+        assert reader.skipped().num_skipped == 2
+        assert "on_error='skip'" in reader.skipped().reasons[0]
 
 
 @pytest.mark.parametrize("index", [-1, NUM])

@@ -18,7 +18,7 @@ from tests.data.sources.made import read, same
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import sources
-from paceline.data.sources.batches import BatchRequest
+from paceline.data.sources.batch import BatchRequest
 from paceline.data.sources.recipe import BatchRecipe
 from paceline.data.sources.records import Records, open_recipe
 from paceline.errors import DataError, RecordError, UsageError
@@ -146,7 +146,7 @@ def damaged() -> None:
         (lambda: sources.arrays("words.npy"), "array of <U1, expected numbers"),
         (lambda: sources.arrays("swapped.npy"), "native byte order"),
         (lambda: sources.tensors("none.safetensors", "a"), "cannot be read"),
-        (lambda: sources.tensors("short.safetensors", "images"), "no whole safetensors file"),
+        (lambda: sources.tensors("short.safetensors", "images"), "not a complete safetensors file"),
         (lambda: sources.tensors("both.safetensors", "a", "labels"), "no tensor a, only images, labels"),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_record_that_does_not_decode_is_named() -> None:
     assert read(records, 3, 0).content.tolist() == [4, 1]
     with pytest.raises(RecordError, match=r"line 3 of a.txt could not .*: ValueError: could not convert.*'three'"):
         read(records, 3, 2)
-    assert records.faults().num_skipped == 0
+    assert records.skipped().num_skipped == 0
     records.close()
 
 
@@ -259,15 +259,15 @@ def test_a_record_that_does_not_decode_is_skipped_and_counted() -> None:
     assert (batch.content.tolist(), batch.num_samples, batch.num_skipped) == ([4, 1], 2, 2)
     batch = read(records, 2, 4)
     assert (batch.content, batch.num_samples, batch.num_skipped) == (None, 0, 2)
-    assert records.faults().num_skipped == 4
-    assert "line 3 of a.txt could not be made part of a batch: UnicodeDecodeError" in records.faults().reasons[0]
+    assert records.skipped().num_skipped == 4
+    assert "line 3 of a.txt could not be made part of a batch: UnicodeDecodeError" in records.skipped().reasons[0]
     records.close()
 
 
 def test_only_the_first_reasons_are_kept() -> None:
     records = opened(sources.dataset(f"{OWN}:squares", num=9), f"{OWN}:half", skip=True)
     assert read(records, *range(9)).num_skipped == 9
-    assert (records.faults().num_skipped, len(records.faults().reasons)) == (9, 5)
+    assert (records.skipped().num_skipped, len(records.skipped().reasons)) == (9, 5)
 
 
 def test_no_more_is_decoded_than_a_batch_may_have() -> None:
@@ -285,7 +285,7 @@ def test_records_unlike_most_of_their_batch() -> None:
     with closing(opened(source, f"{OWN}:letters", skip=True)) as records:
         assert same(read(records, 1, 0, 4).content, [["ab", "fg"], torch.tensor([2, 2])])
         assert read(records, 3, 0).content == ["#e"]  # of as many, the first
-        assert records.faults().num_skipped == 2
+        assert records.skipped().num_skipped == 2
     unlike = r"line 2 of a.txt .* it is str, and most .* are \[str, int\]"
     with closing(opened(source, f"{OWN}:letters")) as records, pytest.raises(RecordError, match=unlike):
         read(records, 1, 0, 4)
@@ -398,4 +398,4 @@ def test_names_that_are_no_text_can_be_told() -> None:
     with closing(opened(sources.lines("odd*.txt"), f"{OWN}:number", skip=True)) as records:
         assert records.fingerprint()
         assert read(records, 0, 1).num_skipped == 1
-        assert records.faults().reasons[0].startswith("line 2 of odd\\udcff.txt could not")
+        assert records.skipped().reasons[0].startswith("line 2 of odd\\udcff.txt could not")

@@ -17,6 +17,17 @@ def pipeline_of(
     return FilterPipeline(filters, width, dtype, row_ops("torch"), worker)
 
 
+def num_kept(pipeline: FilterPipeline) -> int:
+    """How many rows are kept back."""
+    return len(pipeline.state()["ids"])
+
+
+def rest(pipeline: FilterPipeline) -> tuple[Tensor, Tensor]:
+    """What is kept back: ids ascending, rows."""
+    kept = pipeline.state()
+    return kept["ids"], kept["rows"]
+
+
 class Account:
     """Adds rows up by id, in the order given."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.update.filters.filtering import one, pipeline_of, row
+from tests.update.filters.filtering import num_kept, one, pipeline_of, rest, row
 from torch import Tensor
 
 from paceline.errors import ProtocolBug
@@ -34,7 +34,7 @@ def test_a_row_is_left_out_if_the_rule_holds_for_each_of_its_numbers(
     sifted = pipeline.sift(one(5), gradient, 1, lambda _: weights)
     dropped = all(stays_zero(weight, number, 1.0, margin / 8) for weight, number in pairs)
     assert len(sifted.ids) == 1 - dropped
-    assert (pipeline.counts.dropped, pipeline.num_kept) == (dropped, 0)
+    assert (pipeline.counts.dropped, num_kept(pipeline)) == (dropped, 0)
 
 
 def test_everything_is_sent_every_so_many_clocks() -> None:
@@ -58,7 +58,7 @@ def test_a_dropped_row_leaves_what_was_kept_back_of_it() -> None:
     pipeline.sift(torch.tensor([1, 2]), torch.cat((row(0.5, 0.5), row(9.0, 9.0))), 1, values)
     weights[1] = row(0.0, 0.0)
     assert len(pipeline.sift(one(1), row(0.25, 0.25), 2, values).ids) == 0
-    ids, rows = pipeline.rest()
+    ids, rows = rest(pipeline)
     assert (ids.tolist(), rows.tolist()) == ([1], [[0.5, 0.5]])
 
 

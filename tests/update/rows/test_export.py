@@ -13,7 +13,7 @@ from paceline.errors import ProtocolBug, UsageError
 from paceline.update.named_rules import SGD, Add
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.export import load_rows, save_rows
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import RowPiece
 from paceline.update.rows.rules import row_rule
 from paceline.update.rows.spec import Lifecycle, RowTableSpec
 from paceline.update.rows.store import RowStore

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.update.rows.stores import held, ids_of, push, push_of, rows_of, store_of
 
-from paceline.update.rows import candidates
+from paceline.update.rows import lifecycle as candidates
 from paceline.update.rows.contribution import RowContribution
 from paceline.update.rows.lifecycle import HALVE_AFTER
 from paceline.update.rows.ops import row_ops
@@ -68,7 +68,7 @@ def test_candidates_take_bounded_memory_and_are_never_counted_too_often() -> Non
         again = torch.cat([ids, ids - 3 * limit])  # what was pushed so long ago is forgotten
         admitted = waiting.admit([push_of_ids(again)], absent)
         assert len(admitted.ripe) == 0
-        waiting.settle(admitted)
+        waiting.count(admitted)
         assert len(waiting) <= 2 * limit
         assert waiting.memory_bytes <= candidates.most_candidate_bytes(life)
     waiting.close()

@@ -44,7 +44,7 @@ def test_what_was_taken_and_what_waits_are_what_was_added(
         else:
             assert isinstance(what, int)
             late = {key for key in waits if since[key] <= number}
-            taken = rows.take(what, number)
+            taken = rows.pop(what, number)
             ids = taken.ids.tolist()
             assert len(set(ids)) == len(ids) == min(what, len(waits))
             assert late <= set(ids) or set(ids) <= late  # what is due goes first
@@ -57,7 +57,7 @@ def test_what_was_taken_and_what_waits_are_what_was_added(
         assert rows.num_due(clock - 3) == sum(began <= clock - 3 for began in since.values())
         keys = torch.tensor([*EXTREMES, *range(13)])
         assert rows.read(keys)[:, 1].tolist() == [waits.get(key, 0.0) for key in keys.tolist()]
-    rest = rows.take(len(rows), 0)
+    rest = rows.pop(len(rows), 0)
     assert taken_sum + float(rest.rows[:, 0].sum()) == added_sum
     rows.close()
 
@@ -66,17 +66,17 @@ def test_the_rows_that_have_changed_most_since_they_were_sent_go_first() -> None
     rows = pending()
     add(rows, [1, 2, 3], 0, [1.0, 5.0, 3.0])
     add(rows, [1, 3], 0, [3.0, 3.0])  # now 4, 5 and 6
-    assert rows.take(1, -1).ids.tolist() == [3]
+    assert rows.pop(1, -1).ids.tolist() == [3]
     add(rows, [3], 0, [4.5])  # its weight began anew
-    assert rows.take(2, -1).ids.tolist() == [2, 3]
-    assert rows.take(9, -1).ids.tolist() == [1]
+    assert rows.pop(2, -1).ids.tolist() == [2, 3]
+    assert rows.pop(9, -1).ids.tolist() == [1]
 
 
 def test_first_in_first_out_goes_by_the_oldest_part_of_a_row() -> None:
     rows = pending("fifo")
     for key in (5, 6, 7, 5):
         add(rows, [key], 0, [float(key)])
-    assert [rows.take(1, -1).ids.tolist() for _ in range(3)] == [[5], [6], [7]]
+    assert [rows.pop(1, -1).ids.tolist() for _ in range(3)] == [[5], [6], [7]]
 
 
 def test_random_draws_give_every_row_its_chance_and_follow_the_seed() -> None:
@@ -84,8 +84,8 @@ def test_random_draws_give_every_row_its_chance_and_follow_the_seed() -> None:
         rows, drawn = pending("random", seed=seed), list[int]()
         for _ in range(400):
             add(rows, [1, 2, 3, 4], 0, [1e9, 1.0, 1.0, 1.0])
-            drawn += rows.take(1, -1).ids.tolist()
-            rows.take(9, -1)
+            drawn += rows.pop(1, -1).ids.tolist()
+            rows.pop(9, -1)
         return drawn
 
     drawn = draws(3)
@@ -100,9 +100,9 @@ def test_the_oldest_push_of_which_something_waits_is_known(ops: str) -> None:
     add(rows, [1, 2], 0, [1.0, 1.0])
     add(rows, [2, 3], 1, [1.0, 1.0])
     assert (rows.oldest_push, rows.num_pushes) == (0, 2)
-    rows.take(2, -1)
+    rows.pop(2, -1)
     assert rows.oldest_push == 1
-    rows.take(1, -1)
+    rows.pop(1, -1)
     assert rows.oldest_push == 2
 
 

@@ -11,12 +11,11 @@ from tests.update.rows.stores import RANDOM_FIRST, Model, held, ids_of, push, pu
 
 from paceline.errors import ProtocolBug, UsageError
 from paceline.update.named_rules import FTRL, SGD, Adagrad, Adam, AdaptiveRevision, Add, RowwiseAdagrad
-from paceline.update.rows.columns import PIECE_ROWS
 from paceline.update.rows.contribution import RowContribution
-from paceline.update.rows.layout import index_bytes, row_bytes
+from paceline.update.rows.layout import RowStatistics, index_bytes, row_bytes
+from paceline.update.rows.memory import PIECE_ROWS
 from paceline.update.rows.native_ops import load_library
 from paceline.update.rows.rules import row_rule
-from paceline.update.rows.statistics import RowStatistics
 
 RULES = (
     Add(),

@@ -35,7 +35,8 @@ def stored(world: World) -> torch.Tensor:
 
 def kept(table: RowTable) -> torch.Tensor:
     out = torch.zeros(40, 2, dtype=torch.float64)
-    ids, rows = table.opened.pipeline.rest()
+    left = table.opened.pipeline.state()
+    ids, rows = left["ids"], left["rows"]
     out[ids] = rows
     return out
 

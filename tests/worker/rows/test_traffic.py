@@ -60,7 +60,8 @@ def test_t25_what_is_sent_and_what_is_kept_back_are_what_was_given(
             given += rows
             node.tick()
         table.flush().result(timeout=5)
-        ids, kept = table.opened.pipeline.rest()
+        left = table.opened.pipeline.state()
+        ids, kept = left["ids"], left["rows"]
         whole = stored(servers, IDS)
         whole[ids] += kept
         assert torch.allclose(whole, given, rtol=0, atol=1e-12)

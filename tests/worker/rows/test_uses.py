@@ -13,7 +13,7 @@ from tests.worker.rows.world import World
 
 from paceline.core.events import Died
 from paceline.server.row_tables import ServedRowTable
-from paceline.update.rows.lifecycle import NUM_USES
+from paceline.update.rows.layout import NUM_USES
 from paceline.update.rows.spec import Lifecycle
 from paceline.worker.rows.client import MAX_REPORTS
 from paceline.worker.rows.opened import CacheOptions

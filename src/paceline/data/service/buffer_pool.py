@@ -1,4 +1,4 @@
-"""Buffers in which batches travel to one worker: reused, but never while the worker may still read them."""
+"""Pools of buffers in which batches travel to one worker; a buffer is reused once the worker no longer reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.transport.peer_memory import PeerMemory
 def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:
     """Return a view of memory (not empty), and call `on_returned` when the last reference to any part of it is gone.
 
-    The call comes from whatever thread drops that reference, at any point of its code: it must not lock.
+    The call comes on the thread that drops the reference, at any point of its code, so it must not lock.
 
     >>> returned = []
     >>> view = borrowed(memoryview(bytearray(b"abcd")), lambda: returned.append(1))
@@ -38,9 +38,9 @@ def borrowed(memory: memoryview, on_returned: Callable[[], None]) -> memoryview:
 
 
 def forget_writes(memory: memoryview) -> None:
-    """Make what the data server has written visible, also where a loop has written to an earlier batch in this memory.
+    """Drop the writes of this process to shared memory, which would hide what the data server has written there since.
 
-    Such writes stay private to this process, and hide what the data server writes there later.
+    A loop may write to its batches; such writes are private to this process.
     """
     if isinstance(memory.obj, PeerMemory) and memory.obj.was_written_anywhere():
         memory.obj.reread()
@@ -63,7 +63,7 @@ class BatchPool:
     make: Callable[[int], memoryview]
     _free: list[memoryview] = field(default_factory=list[memoryview])  # the smallest first
 
-    def take(self, size_bytes: int) -> memoryview:
+    def allocate(self, size_bytes: int) -> memoryview:
         """Return a buffer of at least this size: the smallest free one that fits, or a new one in place of one."""
         fitting = self._fitting(size_bytes)
         if fitting is not None:
@@ -77,7 +77,7 @@ class BatchPool:
         fitting = self._fitting(size_bytes)
         return _rounded(size_bytes) if fitting is None else self._free[fitting].nbytes
 
-    def give(self, memory: memoryview) -> None:
+    def free(self, memory: memoryview) -> None:
         """Free a buffer for reuse; the largest ones are kept, up to the limits."""
         free = sorted([*self._free, memory], key=_size)[-MAX_FREE:]
         while sum(map(_size, free)) > MAX_FREE_BYTES:

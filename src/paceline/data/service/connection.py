@@ -24,11 +24,11 @@ class ServiceConnection:
     """Receives frames from a data server on a thread of its own, and reconnects.
 
     Args:
-        server: its rank among the data servers, which its certificate has to name where there is one.
-        address: returns its address, before each attempt: a restarted server has another.
+        server: rank of the data server, which its certificate, if it has one, must name.
+        address: returns the address, before each attempt: a restarted server has a new one.
         greeting: header and body of the first frame on each connection.
-        on_frame: called with each frame; a PeerError that it raises ends the connection.
-        on_lost: called with the reason when a connection has ended or could not be made, before the next attempt.
+        on_frame: called with each frame; ends the connection by raising a PeerError.
+        on_lost: called with the reason when a connection has ended or failed, before the next attempt.
     """
 
     server: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from paceline.data.sources.batch_layout import BatchLayout
+from paceline.data.sources.batch import BatchLayout
 from paceline.errors import DataError, PacelineError, PeerError, RecordError, UsageError
 from paceline.wire.codec import MessageCodec
 
@@ -66,7 +66,7 @@ class ReadBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchParcel:
+class BatchAnswer:
     """Answer with a batch, which is the body.
 
     Args:
@@ -104,10 +104,10 @@ class BatchFailed:
         return kind(f"{who}: {self.text}")
 
 
-Message: TypeAlias = OpenSource | SourceOpened | ReadBatches | BatchParcel | BatchFailed
+Message: TypeAlias = OpenSource | SourceOpened | ReadBatches | BatchAnswer | BatchFailed
 
 # The position is the kind byte: append, never reorder.
-_CODEC: Final = MessageCodec[Message](OpenSource, SourceOpened, ReadBatches, BatchParcel, BatchFailed)
+_CODEC: Final = MessageCodec[Message](OpenSource, SourceOpened, ReadBatches, BatchAnswer, BatchFailed)
 
 encode = _CODEC.encode
 decode = _CODEC.decode

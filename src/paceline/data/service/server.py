@@ -11,10 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from paceline.data.service.batch_builder import BatchBuilder
+from paceline.data.service.batch_builder import BatchBuilder, FairQueue, Indices, QueuedRead
 from paceline.data.service.buffer_pool import BatchBuffers, LendingLimit
-from paceline.data.service.callers import Caller, accept_caller
-from paceline.data.service.fair_queue import FairQueue, Indices, WorkerTurn
 from paceline.data.service.messages import (
     INDEX_BYTES,
     MAX_RECIPE_BYTES,
@@ -26,8 +24,8 @@ from paceline.data.service.messages import (
     decode,
     encode,
 )
-from paceline.data.service.send_queue import ServiceAnswer
-from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource, OpenRecords, SourceCache
+from paceline.data.service.reader_connection import ReaderConnection, ServiceAnswer, accept_reader
+from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource, RecipeOpener, SourceCache
 from paceline.data.sources.records import open_recipe
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.observe.trace import Refusal, Trace
@@ -51,11 +49,11 @@ class _SourceSettled:
 
 @dataclass(frozen=True, slots=True)
 class _BuilderEnded:
-    """Event: the thread that makes batches has ended."""
+    """Event: the thread of the batch builder has ended."""
 
 
 @dataclass(slots=True)
-class FeedNode:
+class DataServer:
     """One data server of a job. `run` blocks until `stop` is called from another thread.
 
     It is stateless: a batch is a function of the recipe and of the request, and the assignment of samples to workers is
@@ -69,9 +67,9 @@ class FeedNode:
         allowed_paths: limits which datasets and transforms may be imported by path; None allows all.
         trace: records refused workers, and the totals of the work at the end.
         open_records: opens a recipe.
-        max_batch_bytes: a larger batch is refused.
-        checks_memory: overwrite buffers that become free, so that late reads of them show.
-        num_workers: of the job: others are refused; None where that is not known.
+        max_batch_bytes: larger batches are refused.
+        checks_memory: overwrites buffers that become free, so that late reads of them are noticed.
+        num_workers: of the job, which has no others; None if not known.
 
     Raises:
         ProtocolBug: by `run`; the thread that makes batches has failed.
@@ -83,7 +81,7 @@ class FeedNode:
     generation: int
     allowed_paths: AbstractSet[str] | None = None
     trace: Trace = field(default_factory=lambda: Trace(None))
-    open_records: OpenRecords = open_recipe
+    open_records: RecipeOpener = open_recipe
     max_batch_bytes: int = 2 << 30
     checks_memory: bool = False
     num_workers: int | None = None
@@ -91,7 +89,8 @@ class FeedNode:
     _source_cache: SourceCache = field(init=False)
     _queue: FairQueue = field(default_factory=FairQueue)
     _builder: BatchBuilder = field(init=False)
-    _callers: dict[int, Caller] = field(default_factory=dict[int, Caller])  # by the id of their connection
+    # By the id of their connection.
+    _readers: dict[int, ReaderConnection] = field(default_factory=dict[int, ReaderConnection])
     _limit: LendingLimit = field(default_factory=LendingLimit)  # for the lent buffers of all of them
 
     def __post_init__(self) -> None:
@@ -141,9 +140,9 @@ class FeedNode:
 
     def _close(self, thread: threading.Thread) -> None:
         self._queue.close()
-        for caller in self._callers.values():
-            caller.close()
-        self._callers.clear()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
         self._acceptor.close()
         deadline = Deadline.after(_CLOSING_TIMEOUT_S)
         thread.join(deadline.remaining_s())
@@ -151,7 +150,7 @@ class FeedNode:
         self.trace.record(self._builder.record(self.rank))
         self.trace.close()
 
-    # -- taking in ---------------------------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _handle(self, item: Incoming) -> None:
         """Handle a frame; a worker that violates the protocol loses its connection, without effect on others."""
@@ -160,91 +159,91 @@ class FeedNode:
             if item.frame is None:
                 self._forget(connection)
                 return
-            caller = self._callers.get(id(connection)) or self._meet(connection)
-            if caller is not None:
-                self._dispatch(caller, decode(item.frame.header), item.frame.body)
+            reader = self._readers.get(id(connection)) or self._accept(connection)
+            if reader is not None:
+                self._dispatch(reader, decode(item.frame.header), item.frame.body)
         except PeerError as error:
             self.trace.record(Refusal(time.monotonic(), self.rank, -1, "", f"{connection.peer}: {error}"))
             self._forget(connection)
 
-    def _meet(self, connection: Connection) -> Caller | None:
+    def _accept(self, connection: Connection) -> ReaderConnection | None:
         """Register the worker of a new connection; None for a frame that came before the connection was ended here."""
         if all(known is not connection for known in self._acceptor.connections()):
             return None
-        caller = accept_caller(
+        reader = accept_reader(
             connection,
             self.generation,
             self.num_workers,
             self._queue.wake,
             BatchBuffers(self.transport, self._limit, self.checks_memory),
         )
-        self._callers[id(connection)] = caller
-        rank = caller.hello.rank
-        if sum(other.hello.rank == rank for other in self._callers.values()) > _MAX_CONNECTIONS:
+        self._readers[id(connection)] = reader
+        rank = reader.hello.rank
+        if sum(other.hello.rank == rank for other in self._readers.values()) > _MAX_CONNECTIONS:
             raise PeerError(f"worker {rank} makes more than {_MAX_CONNECTIONS} connections")
-        return caller
+        return reader
 
-    def _dispatch(self, caller: Caller, message: object, body: memoryview) -> None:
+    def _dispatch(self, reader: ReaderConnection, message: object, body: memoryview) -> None:
         if isinstance(message, ReadBatches):
-            caller.count_request()
-            self._on_read(caller, message, body)
+            reader.count_request()
+            self._on_read(reader, message, body)
         elif isinstance(message, OpenSource):
-            caller.count_request()
-            self._on_open(caller, message, body)
+            reader.count_request()
+            self._on_open(reader, message, body)
         else:
-            raise PeerError(f"a worker may not say {type(message).__name__}")
+            raise PeerError(f"a worker may not send {type(message).__name__}")
 
-    def _on_open(self, caller: Caller, message: OpenSource, body: memoryview) -> None:
-        if message.number in caller.sources or len(caller.sources) >= MAX_OPEN_BY_WORKER:
+    def _on_open(self, reader: ReaderConnection, message: OpenSource, body: memoryview) -> None:
+        if message.number in reader.sources or len(reader.sources) >= MAX_OPEN_BY_WORKER:
             raise PeerError(f"a connection opens more than {MAX_OPEN_BY_WORKER} sources, or one under a number twice")
         if body.nbytes > MAX_RECIPE_BYTES:
             raise PeerError(f"a recipe has {body.nbytes} bytes, expected at most {MAX_RECIPE_BYTES}")
-        answer = partial(_answer_open, caller, message.number)
+        answer = partial(_answer_open, reader, message.number)
         try:
-            caller.sources[message.number] = self._source_cache.open(bytes(body), caller.hello.rank, answer)
+            reader.sources[message.number] = self._source_cache.open(bytes(body), reader.hello.rank, answer)
         except UsageError as error:
-            caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
+            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, error, story(error)))))
 
-    def _on_read(self, caller: Caller, message: ReadBatches, body: memoryview) -> None:
+    def _on_read(self, reader: ReaderConnection, message: ReadBatches, body: memoryview) -> None:
         for lent_buffer in message.returned:
-            if not caller.batch_buffers.release(lent_buffer):
-                raise PeerError(f"a worker returns loan {lent_buffer}, which it does not have")
-        source = caller.sources.get(message.source)
+            if not reader.batch_buffers.release(lent_buffer):
+                raise PeerError(f"a worker returns buffer {lent_buffer}, which is not lent to it")
+        source = reader.sources.get(message.source)
         if source is None or not source.settled or source.problem is not None:
-            raise PeerError(f"a worker reads source {message.source}, which it has not been told to be open")
+            raise PeerError(f"a worker reads source {message.source}, which is not open")
         indices = _indices(message, body)
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < source.num_samples:
-            text = f"a batch has an index that is none of the {source.num_samples} samples of the source"
-            caller.outbox.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
+            text = f"a batch has an index outside of the {source.num_samples} samples of the source"
+            reader.send_queue.put(ServiceAnswer(encode(BatchFailed.of(message.number, UsageError(text), text))))
             return
-        self._queue.put(WorkerTurn(caller, message.number, source, message.epoch, indices), urgent=message.urgent)
+        self._queue.put(QueuedRead(reader, message.number, source, message.epoch, indices), urgent=message.urgent)
 
     def _forget(self, connection: Connection) -> None:
         """Free everything that belongs to a connection."""
-        caller = self._callers.pop(id(connection), None)
+        reader = self._readers.pop(id(connection), None)
         self._acceptor.drop(connection)
-        if caller is None:
+        if reader is None:
             return
-        self._queue.forget(caller)
-        caller.close()
-        for source in caller.sources.values():
-            self._source_cache.leave(source, caller.hello.rank)
+        self._queue.forget(reader)
+        reader.close()
+        for source in reader.sources.values():
+            self._source_cache.leave(source, reader.hello.rank)
 
     def _expel(self, order: Expel) -> None:
         for connection in self._acceptor.expel(order.names):
             self._forget(connection)
 
 
-def _answer_open(caller: Caller, number: int, source: CachedSource) -> None:
+def _answer_open(reader: ReaderConnection, number: int, source: CachedSource) -> None:
     if source.problem is None:
         answer = encode(SourceOpened(number, source.num_samples, source.fingerprint))
     else:
         answer = encode(BatchFailed.of(number, source.problem, story(source.problem)))
-    caller.outbox.put(ServiceAnswer(answer))
+    reader.send_queue.put(ServiceAnswer(answer))
 
 
 def _place(header: bytes, size_bytes: int) -> None:
-    """Leave bodies to the transport; raises PeerError for an invalid size, before memory is allocated."""
+    """Leave the place of bodies to the transport; raises PeerError for an invalid size, before memory is allocated."""
     if size_bytes > _SMALL_BYTES:
         message = decode(header)
         is_batch = (
@@ -257,5 +256,5 @@ def _place(header: bytes, size_bytes: int) -> None:
 def _indices(message: ReadBatches, body: memoryview) -> Indices:
     """Return the requested samples, in private memory that the worker cannot change."""
     if not 0 <= message.num <= MAX_SAMPLES or body.nbytes != message.num * INDEX_BYTES:
-        raise PeerError(f"a batch of {message.num} samples is asked for by {body.nbytes} bytes of indices")
+        raise PeerError(f"a batch of {message.num} samples came with {body.nbytes} bytes of indices")
     return np.frombuffer(bytes(body), dtype=np.int64)

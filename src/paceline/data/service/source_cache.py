@@ -19,11 +19,11 @@ from paceline.wire.malformed import MISHAPS
 MAX_OPEN: Final = 64
 MAX_OPEN_BY_WORKER: Final = 16
 # Errors that user-defined datasets and transforms may raise.
-CODE_MISHAPS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
+USER_CODE_ERRORS: Final = (*MISHAPS, SystemExit, KeyboardInterrupt, GeneratorExit)
 _DIGEST_BYTES: Final = 32
 _CLOSING_TIMEOUT_S: Final = 5.0
 
-OpenRecords: TypeAlias = Callable[[BatchRecipe, AbstractSet[str] | None], Records]
+RecipeOpener: TypeAlias = Callable[[BatchRecipe, AbstractSet[str] | None], Records]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class CachedSource:
     records: Records | None = None
     num_samples: int = 0
     fingerprint: str = ""
-    problem: BaseException | None = None
+    problem: BaseException | None = None  # why it could not be opened
     settled: bool = False  # whether opening has ended, successfully or not
     lock: threading.Lock = field(default_factory=threading.Lock)
     # One rank for each connection that has it open.
@@ -66,10 +66,10 @@ class SourceCache:
     Args:
         open_records: opens a recipe.
         allowed_paths: the import paths that may be loaded; None allows all.
-        tell: called with a source when opening has ended, in the thread that opened it; call `settle` then.
+        tell: called when opening a source has ended, on the thread that opened it; it must have `settle` called.
     """
 
-    open_records: OpenRecords
+    open_records: RecipeOpener
     allowed_paths: AbstractSet[str] | None
     tell: Callable[[CachedSource], None]
     _sources: dict[bytes, CachedSource] = field(
@@ -95,7 +95,7 @@ class SourceCache:
         return source
 
     def settle(self, source: CachedSource) -> None:
-        """Answer the workers that wait for this source; one that failed is forgotten, so that it can be retried."""
+        """Answer the workers that wait for this source; a failed one is dropped, so that it can be retried."""
         source.settled = True
         waiting, source.waiting = source.waiting, []
         if source.problem is not None:
@@ -118,8 +118,7 @@ class SourceCache:
     def _begin(self, key: bytes, recipe: BatchRecipe, rank: int) -> CachedSource:
         if sum(map(partial(_is_of, rank), self._sources.values())) >= MAX_OPEN_BY_WORKER:
             raise UsageError(
-                f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that have been "
-                "read"
+                f"worker {rank} reads more than {MAX_OPEN_BY_WORKER} sources at once: close the loaders that are done"
             )
         retired = self._make_room()
         source = CachedSource(key, rank)
@@ -129,7 +128,7 @@ class SourceCache:
         try:
             thread.start()
         except RuntimeError:
-            raise PeerError("there is no thread to open a source by") from None
+            raise PeerError("the system refuses a thread to open a source") from None
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
         return source
 
@@ -153,7 +152,7 @@ class SourceCache:
             records = self.open_records(recipe, self.allowed_paths)
             source.num_samples, source.fingerprint = records.num_samples, records.fingerprint()
             source.records, source.problem = records, None
-        except CODE_MISHAPS as error:
+        except USER_CODE_ERRORS as error:
             source.problem = error
         finally:
             self.tell(source)

@@ -1,7 +1,7 @@
-"""Records side by side: how each is made up, and the columns of those that are made up alike.
+"""Collation of records: the kind of each record, and the columns of records of one kind.
 
-It is torch's `default_collate` for plain records: tensors and arrays are stacked, numbers become a tensor, texts a
-list, and tuples, lists and dicts are gone through.
+It does what torch's `default_collate` does for plain records: tensors and arrays are stacked, numbers become a tensor,
+texts a list, and tuples, lists and dicts are collated item by item.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import (
+from paceline.data.sources.batch import (
     DTYPES,
     MAX_DEPTH,
     MAX_DIMENSIONS,
@@ -23,25 +23,25 @@ from paceline.data.sources.batch_layout import (
     TensorColumn,
     TextColumn,
     encode_text,
+    tensor_over,
 )
-from paceline.data.sources.views import tensor_over
 
 _NUMBERS: Final = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 _NUMBER_BYTES: Final = 8
 _KNOWN: Final = "tensors, numpy arrays, numbers, bool, str, bytes, and tuples, lists and dicts of these"
 
-# What records have in common that go into one batch: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
+# The structure that all records of a batch share: ("tensor", dtype, shape), ("int",), ("list", kinds...), ...
 Kind: TypeAlias = tuple[Any, ...]
 Leaf: TypeAlias = Tensor | np.generic | bool | int | float | bytes
 
 
-class Unfit(ValueError):
-    """A record, or a part of one, cannot go into a batch."""
+class UnfitRecord(ValueError):
+    """A record has a part that batches do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatRecord:
-    """A record taken apart: how it is made up, and its values one after the other."""
+    """A record as its kind and the flat list of its values."""
 
     record: object
     kind: Kind
@@ -49,24 +49,24 @@ class FlatRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of the values."""
         return sum(map(_num_bytes, self.leaves))
 
 
 def flatten(record: object) -> FlatRecord:
-    """Take a record apart; raises Unfit when it has something in it that cannot go into a batch."""
+    """Return a record as kind and values; raises UnfitRecord for parts that batches do not support."""
     leaves: list[Leaf] = []
     return FlatRecord(record, _take(record, leaves, 0), leaves)
 
 
 def collate(records: Sequence[FlatRecord]) -> Column:
-    """Return the columns of records that are all of the kind of the first one."""
+    """Return the columns of records of one kind."""
     leaves = zip(*(record.leaves for record in records), strict=True)
     return _ordered_as(records[0].record, _column(records[0].kind, leaves, len(records)))
 
 
 def describe(kind: Kind) -> str:
-    """Say what a record is, for a message: "[tensor of float32 (64,), int]" for example."""
+    """Return a description of a kind for messages: "[tensor of float32 (64,), int]" for example."""
     match kind:
         case ("tensor", dtype, shape):
             return f"tensor of {str(dtype).removeprefix('torch.')} {shape}"
@@ -81,9 +81,9 @@ def describe(kind: Kind) -> str:
 
 
 def _take(value: object, leaves: list[Leaf], depth: int) -> Kind:
-    """Append the values in `value`, and return what it is."""
+    """Append the values in `value` to `leaves`, and return its kind."""
     if depth > MAX_DEPTH:
-        raise Unfit(f"it has more than {MAX_DEPTH} lists and dicts in each other")
+        raise UnfitRecord(f"it has more than {MAX_DEPTH} lists and dicts in each other")
     match value:
         case np.generic() if value.dtype.name in DTYPES:
             leaves.append(value)
@@ -105,7 +105,7 @@ def _take(value: object, leaves: list[Leaf], depth: int) -> Kind:
         case dict():
             return _take_dict(value, leaves, depth)
         case _:
-            raise Unfit(f"it has a {type(value).__name__} in it, expected {_KNOWN}")
+            raise UnfitRecord(f"it has a {type(value).__name__} in it, expected {_KNOWN}")
 
 
 def _take_number(value: float, leaves: list[Leaf]) -> Kind:
@@ -115,17 +115,17 @@ def _take_number(value: float, leaves: list[Leaf]) -> Kind:
     if isinstance(value, float):
         return ("float",)
     if not -(1 << 63) <= value < 1 << 63:
-        raise Unfit(f"it has the number {value} in it, which no int64 can hold")
+        raise UnfitRecord(f"it has the number {value} in it, which no int64 can hold")
     return ("int",)
 
 
 def _take_dict(value: dict[Any, Any], leaves: list[Leaf], depth: int) -> Kind:
     for name in value:
         if not isinstance(name, str):
-            raise Unfit(f"it has a dict with the key {name!r}, expected only str as keys")
+            raise UnfitRecord(f"it has a dict with the key {name!r}, expected only str as keys")
         if not (name.isascii() or _is_text(name)):  # names of files need not be any
-            raise Unfit(f"it has a dict with the key {name!r}, which is not valid text")
-    # By name: dicts that were filled in another order are alike.
+            raise UnfitRecord(f"it has a dict with the key {name!r}, which is not valid text")
+    # By name: dicts that were filled in another order are of the same kind.
     names = tuple(sorted(value))
     return ("dict", names, *(_take(value[name], leaves, depth + 1) for name in names))
 
@@ -141,18 +141,20 @@ def _is_text(name: str) -> bool:
 def _plain_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     tensor = value.detach() if isinstance(value, Tensor) else _from_numpy(value)
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-        raise Unfit(
+        raise UnfitRecord(
             f"it has a tensor of layout {tensor.layout} on {tensor.device}, expected a dense one in main memory"
         )
     if tensor.dtype not in DTYPES.values() or tensor.dim() >= MAX_DIMENSIONS:
-        raise Unfit(f"it has a tensor of {tensor.dtype} with {tensor.dim()} dimensions, which batches do not have")
+        raise UnfitRecord(
+            f"it has a tensor of {tensor.dtype} with {tensor.dim()} dimensions, which batches do not have"
+        )
     return tensor
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if array.dtype.name not in DTYPES:
-        raise Unfit(f"it has an array of {array.dtype} in it, expected numbers that torch has")
-    # What torch takes as it is: native order, and no axis that runs backwards.
+        raise UnfitRecord(f"it has an array of {array.dtype} in it, expected numbers that torch has")
+    # Torch supports native byte order and no axis that runs backwards.
     return tensor_over(np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C"))
 
 
@@ -160,7 +162,7 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _column(kind: Kind, leaves: Iterator[tuple[Any, ...]], num: int) -> Column:
-    """Return the columns of a part of the records, whose values come next."""
+    """Return the columns of one part of the records, from the next leaves."""
     match kind:
         case ("list", *items):
             return [_column(item, leaves, num) for item in items]
@@ -183,7 +185,7 @@ def _num_bytes(leaf: Leaf) -> int:
 
 
 def _ordered_as(record: Any, column: Column) -> Column:  # noqa: ANN401 - whatever a record is
-    """Return the columns with the names of dicts in the order that they have in this record."""
+    """Return the columns with dict keys in the order of this record."""
     if isinstance(column, dict):
         return {name: _ordered_as(record[name], column[name]) for name in record}
     if isinstance(column, list):

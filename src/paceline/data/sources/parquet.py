@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.data.sources.collating import Unfit
+from paceline.data.sources.collating import UnfitRecord
 from paceline.data.sources.declared import Parquet
-from paceline.data.sources.files import FixedFiles, find_files, reading
+from paceline.data.sources.input_files import FixedFiles, find_files, reading
 from paceline.errors import DataError, UsageError
 
 _MOST_DECODED_BYTES: Final = 256 << 20
@@ -22,7 +22,7 @@ _MOST_DECODED_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A row group: the file it is in, and which one of that it is."""
+    """A row group: its file, and its number there."""
 
     path: str
     number: int
@@ -33,10 +33,10 @@ class _Decoded:
     """A row group in memory.
 
     Args:
-        size_bytes: of all that is held.
+        size_bytes: of everything.
         numbers: the columns of numbers.
-        missing: which of their rows have none.
-        others: texts and lists, as Arrow has them: as objects of Python short texts take many times as much.
+        missing: for columns with nulls, which rows are null.
+        others: texts and lists, as Arrow arrays: short texts as Python objects take many times as much memory.
     """
 
     size_bytes: int
@@ -46,18 +46,18 @@ class _Decoded:
 
 
 class _Damaged(Exception):
-    """The content of a file is not as it should be."""
+    """The content of a file is damaged."""
 
 
 class TableRows:
-    """The rows of Parquet files. Row groups are decoded when a row of them is wanted, and the last ones are kept."""
+    """The rows of Parquet files. A row group is decoded when one of its rows is read; the last ones used are kept."""
 
     def __init__(self, source: Parquet) -> None:
         self._arrow, self._parquet = _pyarrow()
         paths = find_files(source.paths)
         self._files = FixedFiles(paths)
         self._kept: OrderedDict[int, _Decoded] = OrderedDict()
-        self._damaged: dict[int, str] = {}  # why these groups cannot be decoded
+        self._damaged: dict[int, str] = {}  # why groups cannot be decoded, by number
         self._groups: list[_Group] = []
         self._metadata: dict[str, Any] = {}
         self._schema: Any = None
@@ -67,11 +67,11 @@ class TableRows:
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return self._firsts[-1]
 
     def gather(self, indices: Sequence[int]) -> None:
-        """Return None: each row may have something missing."""
+        """Return None: any row may have nulls, so rows are read one by one."""
 
     def record(self, index: int) -> dict[str, object]:
         """Return one row."""
@@ -80,13 +80,13 @@ class TableRows:
         return {name: self._value(group, name, row) for name in self._columns}
 
     def name(self, index: int) -> str:
-        """Say which record this is."""
+        """Return the name of a record."""
         number, row = self._place(index)
         group = self._groups[number]
         return f"row {row} of row group {group.number} of {group.path}"
 
     def check(self) -> None:
-        """Do nothing: nothing is mapped, and a file is looked at when a row group of it is decoded."""
+        """Do nothing: decoding a row group checks its file."""
 
     def describe(self) -> object:
         """Return names, sizes, columns and types."""
@@ -94,13 +94,13 @@ class TableRows:
         return [self._files.describe(), types, self._firsts]
 
     def close(self) -> None:
-        """Drop what is decoded; the files are open only while they are read."""
+        """Drop the decoded row groups; files are open only while they are read."""
         self._kept.clear()
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def _open(self, path: str, columns: tuple[str, ...] | None) -> list[int]:
-        """Note the row groups of a file, and return the number of rows of each."""
+        """Record the row groups of a file, and return the number of rows of each."""
         try:
             with self._reading(path), self._file(path) as file:
                 schema, metadata = file.schema_arrow, file.metadata
@@ -166,10 +166,10 @@ class TableRows:
             self._kept.move_to_end(number)
             return self._kept[number]
         if number in self._damaged:
-            raise Unfit(self._damaged[number])
+            raise UnfitRecord(self._damaged[number])
         try:
             decoded = self._kept[number] = self._decode(self._groups[number])
-        except Unfit as error:
+        except UnfitRecord as error:
             self._damaged[number] = str(error)
             raise
         while len(self._kept) > 1 and sum(group.size_bytes for group in self._kept.values()) > _MOST_DECODED_BYTES:
@@ -188,14 +188,14 @@ class TableRows:
         return _Decoded(size_bytes, values, missing, others)
 
     def _table(self, group: _Group) -> Any:  # noqa: ANN401 - pyarrow has no types
-        """Read a row group; raises Unfit when what is in the file there is damaged."""
+        """Read a row group; raises UnfitRecord if the file is damaged there."""
         metadata = self._metadata[group.path]
         try:
             with self._reading(group.path), self._file(group.path, metadata=metadata) as file:
                 table = file.read_row_group(group.number, columns=list(self._columns), use_threads=False)
         except _Damaged as error:
             self._files.check_one(group.path)  # if it was changed, that is why
-            raise Unfit(f"the whole row group cannot be decoded: {error}") from error
+            raise UnfitRecord(f"the whole row group cannot be decoded: {error}") from error
         self._files.check_one(group.path)
         return table
 
@@ -203,7 +203,7 @@ class TableRows:
         return self._parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True, **options)
 
     def _numbers(self, column: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - pyarrow has no types
-        """Return the values of a column, with 0 for what is missing, so that the type stays."""
+        """Return the values of a column, with 0 for nulls, which keeps the dtype."""
         filled = column.fill_null(False if self._arrow.types.is_boolean(column.type) else 0)
         return filled.to_numpy(zero_copy_only=False)
 
@@ -215,19 +215,19 @@ class TableRows:
         elif name not in group.missing or not group.missing[name][row]:
             value = group.numbers[name][row]
         if value is None:
-            raise Unfit(f"column {name} has no value in it")
+            raise UnfitRecord(f"column {name} has no value in it")
         return value
 
     def _list(self, found: Any, name: str) -> np.ndarray[Any, Any] | None:  # noqa: ANN401 - pyarrow has no types
         if not found.is_valid:
             return None
         if found.values.null_count:
-            raise Unfit(f"the list in column {name} has a value missing")
+            raise UnfitRecord(f"the list in column {name} has a value missing")
         return found.values.to_numpy(zero_copy_only=False)
 
     @contextmanager
     def _reading(self, path: str) -> Generator[None]:
-        """Tell what pyarrow says of the content of a file, as _Damaged, from what the system says of the file."""
+        """Turn errors of pyarrow about content into _Damaged, and errors of the system into DataError."""
         with reading(path):
             try:
                 yield
@@ -240,7 +240,7 @@ class TableRows:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    """Import what reads Parquet files, which the package itself does not bring along."""
+    """Import pyarrow, an optional dependency."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet

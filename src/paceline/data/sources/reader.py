@@ -7,44 +7,43 @@ from typing import Protocol
 
 import torch
 
-from paceline.data.sources.batch_layout import unpack
-from paceline.data.sources.batches import Batch, BatchRequest
+from paceline.data.sources.batch import Batch, BatchRequest, unpack
 from paceline.data.sources.recipe import BatchRecipe
-from paceline.data.sources.records import Faults, open_recipe
+from paceline.data.sources.records import SkippedRecords, open_recipe
 from paceline.errors import UsageError
 
 
 class Reader(Protocol):
-    """Gives batches of one recipe. One thread at a time."""
+    """Reads the batches of one recipe. For one thread at a time."""
 
     @property
     def num_samples(self) -> int:
         """Number of samples of the source; blocks, with a deadline, until it is known."""
         ...
 
-    def expect(self, asks: Sequence[BatchRequest]) -> None:
-        """Say what will most likely be read next, in this order, instead of what was expected before.
+    def expect(self, requests: Sequence[BatchRequest]) -> None:
+        """Announce the batches that will probably be read next, in this order, in place of those expected before.
 
-        Does not block, and costs nothing but time where it is wrong.
+        Does not block. A wrong announcement only costs time.
         """
         ...
 
-    def read(self, ask: BatchRequest) -> Batch:
+    def read(self, request: BatchRequest) -> Batch:
         """Return this batch; blocks, with a deadline, until it is there.
 
         Raises:
-            RecordError: a record could not be decoded, and the recipe skips none.
+            RecordError: a record cannot be decoded, and the recipe skips none.
             DataError: the source cannot be read.
             UsageError: the reader is closed.
         """
         ...
 
-    def faults(self) -> Faults:
-        """Return what was skipped in batches that have arrived here, and why the first records of the source were."""
+    def skipped(self) -> SkippedRecords:
+        """Return the number of records skipped in the batches received, and the reasons for the first ones."""
         ...
 
     def close(self) -> None:
-        """Let go of files, connections and memory; batches that were read stay valid. May be repeated."""
+        """Release files, connections and memory; batches that were read stay valid. May be repeated."""
         ...
 
 
@@ -52,8 +51,8 @@ class LocalReader:
     r"""Makes the batches of a recipe in this process, when they are read: bit for bit those of a data server.
 
     Raises:
-        UsageError: the recipe makes no sense, or code it names cannot be imported.
-        DataError: what it names cannot be read.
+        UsageError: the recipe is not valid, or code that it names cannot be imported.
+        DataError: a file that it names cannot be read.
 
     Example:
         >>> import tempfile
@@ -76,23 +75,23 @@ class LocalReader:
         """Number of samples of the source."""
         return self._records.num_samples
 
-    def expect(self, asks: Sequence[BatchRequest]) -> None:
+    def expect(self, requests: Sequence[BatchRequest]) -> None:
         """Do nothing: a batch is made when it is read."""
 
-    def read(self, ask: BatchRequest) -> Batch:
+    def read(self, request: BatchRequest) -> Batch:
         """Make this batch; see `Reader.read`."""
         if self._closed:
-            raise UsageError("a reader of training examples is closed: nothing can be read from it any more")
-        prepared = self._records.prepare(ask)
+            raise UsageError("a reader of training examples is closed and cannot be read")
+        prepared = self._records.prepare(request)
         memory = torch.empty(prepared.size_bytes, dtype=torch.uint8).numpy().data
         prepared.fill(memory)
         return unpack(prepared.layout, memory)
 
-    def faults(self) -> Faults:
-        """Return what was skipped so far, and why the first records were."""
-        return self._records.faults()
+    def skipped(self) -> SkippedRecords:
+        """Return the number of records skipped so far, and the reasons for the first ones."""
+        return self._records.skipped()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._closed = True
         self._records.close()

@@ -13,13 +13,13 @@ OnError: TypeAlias = Literal["raise", "skip"]
 
 
 class BatchRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is read, and what is made of each record of it.
+    """A source, and what is done with each record of it.
 
     Args:
-        source: as the functions of `paceline.sources` give it.
-        transform: "module:function", which gets a record and returns one; None takes records as they are. Where it has
-            a parameter named `generator`, it is given a `torch.Generator` that depends on seed, epoch and index alone.
-        on_error: what becomes of a record that cannot be decoded: "raise" fails the batch, "skip" leaves it out.
+        source: made by a function of `paceline.sources`.
+        transform: "module:function", which takes a record and returns one; None leaves records as they are. A parameter
+            named `generator` gets a `torch.Generator` that depends on seed, epoch and index alone.
+        on_error: for a record that cannot be decoded, "raise" fails the batch and "skip" leaves the record out.
         seed: of those generators.
     """
 
@@ -38,10 +38,10 @@ def encode_recipe(recipe: BatchRecipe) -> bytes:
 
 
 def decode_recipe(data: bytes | memoryview) -> BatchRecipe:
-    """Read a recipe that another process encoded. Whether it makes sense is seen when it is opened.
+    """Decode a recipe of another process; opening it validates it.
 
     Raises:
-        PeerError: it is none.
+        PeerError: the data are not a recipe.
     """
     try:
         return _DECODER.decode(data)

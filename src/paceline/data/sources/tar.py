@@ -1,7 +1,7 @@
 """Samples of tar files, as WebDataset has them.
 
-The library of that name reads tar files from the front to the back, shuffles in a window, and knows no sample by its
-number. Here any sample may be wanted at any time, so the files are found once by `tarfile` and then read by position.
+The library of that name reads tar files from front to back, shuffles in a window, and has no index of samples. Here
+samples are read in any order, so files are found once by `tarfile` and then read by position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, cast
 from zlib import crc32
 
 from paceline.data.sources.declared import WebDataset
-from paceline.data.sources.files import OpenFiles, find_files, reading
+from paceline.data.sources.input_files import OpenFiles, find_files, reading
 from paceline.errors import DataError
 
 _END_BYTES: Final = 2 * BLOCKSIZE  # zeros, with which an archive ends
@@ -30,9 +30,9 @@ _PACK_ANEW: Final = "which is not a file in the archive: pack it anew, with 'tar
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The bytes of a file: its size, and where pieces of it lie, as (offset in the file, offset in the archive, size).
+    """The bytes of a file: its size, and its pieces, as (offset in the file, offset in the archive, size).
 
-    Between and after the pieces are zeros: a file that was stored without its holes has several pieces, any other one.
+    Between and after the pieces are zeros: a sparse file has several pieces, any other file one.
     """
 
     size_bytes: int
@@ -41,7 +41,7 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Where a sample lies: the number of the tar file, and the name and content of each of its files."""
+    """The location of a sample: the number of the tar file, and the name and content of each of its files."""
 
     number: int
     key: str
@@ -49,7 +49,7 @@ class _Sample:
 
 
 class TarSamples:
-    """The samples of tar files, found once, read when they are wanted."""
+    """The samples of tar files, found once and read on request."""
 
     def __init__(self, source: WebDataset) -> None:
         self._files = OpenFiles(find_files(source.paths))
@@ -59,27 +59,27 @@ class TarSamples:
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return len(self._samples)
 
     def gather(self, indices: Sequence[int]) -> None:
-        """Return None: what is in the files is to be decoded."""
+        """Return None: records are read one by one."""
 
     def record(self, index: int) -> dict[str, str | bytes]:
-        """Return the files of one sample by what comes after the first dot of their names."""
+        """Return the files of one sample, by the extension after the first dot of their names."""
         sample = self._samples[index]
         return {"__key__": sample.key, **{name: self._read(sample.number, content) for name, content in sample.files}}
 
     def name(self, index: int) -> str:
-        """Say which record this is."""
+        """Return the name of a record."""
         sample = self._samples[index]
         return f"sample {sample.key} of {self._files.paths[sample.number]}"
 
     def check(self) -> None:
-        """Do nothing: a file is looked at whenever a piece of it is read."""
+        """Do nothing: each read checks its file."""
 
     def describe(self) -> object:
-        """Return names and sizes, the number of samples, and a checksum of what they are made of."""
+        """Return names and sizes of files, the number of samples, and a checksum of their files."""
         checksum = 0
         for sample in self._samples:
             checksum = crc32(
@@ -130,7 +130,7 @@ class _Index:
     _targets: dict[str, str] = field(default_factory=dict[str, str])  # of symbolic links
 
     def __post_init__(self) -> None:
-        """Look at how large the tar file is."""
+        """Read the size of the tar file."""
         self._size_bytes = os.fstat(self.file.fileno()).st_size
 
     def files(self) -> Iterator[tuple[str, str, _Content]]:
@@ -154,7 +154,7 @@ class _Index:
                 yield folder + slash + stem, extension.lower(), content or self._followed(name)
 
     def _is_file(self, member: TarInfo) -> bool:
-        """Return whether a member belongs to the samples; raises DataError where it should, and cannot be read."""
+        """Return whether a member is a file or a link; raises DataError unless it is one of these or a folder."""
         if member.isdir() or member.type == _VOLUME_LABEL:
             return False
         if not (member.isreg() or member.islnk() or member.issym()):
@@ -162,7 +162,7 @@ class _Index:
         return True
 
     def _content(self, member: TarInfo, end: int) -> _Content | None:
-        """Return what is in a file, whose bytes lie before `end`, and remember it for links to it."""
+        """Return the content of a file, which ends before `end`, and record it for links to it."""
         name = posixpath.normpath(member.name)
         self._contents.pop(name, None)
         self._targets.pop(name, None)
@@ -221,10 +221,10 @@ class _Index:
         return _Content(member.size, tuple(pieces))
 
     def _end_of_archive(self, position: int) -> int:
-        """Return where the next archive begins behind the end of one, or the size of the file.
+        """Return the start of the next archive after the end of one, or the size of the file.
 
         Raises:
-            DataError: this is no end: `tarfile` takes a damaged header, and a file that is cut, for one.
+            DataError: the archive is damaged or cut off there, which `tarfile` takes for an end.
         """
         self.file.seek(position)
         found = self.file.read(_END_BYTES)
@@ -247,7 +247,7 @@ class _Index:
 
     @contextmanager
     def _blaming(self, start: int) -> Generator[None]:
-        """Turn what `tarfile` says of an archive, or does not expect in one, into a DataError that names the place."""
+        """Turn errors of `tarfile` into a DataError that names the position."""
         try:
             yield
         except (TarError, ValueError, IndexError, OverflowError, RecursionError) as error:

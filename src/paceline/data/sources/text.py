@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.sources.declared import Lines
-from paceline.data.sources.files import OpenFiles, find_files, reading
+from paceline.data.sources.input_files import OpenFiles, find_files, reading
 
 _CHUNK_BYTES: Final = 16 << 20
-_WITH_MARK, _WITHOUT_MARK = "utf-8-sig", "utf-8"  # in the latter a mark is a character as any other
+_WITH_MARK, _WITHOUT_MARK = "utf-8-sig", "utf-8"  # in the latter a byte order mark is an ordinary character
 _LINE_FEED: Final = ord("\n")
 
 
 class TextLines:
-    """The lines of files, found once, read when they are wanted.
+    """The lines of files, found once and read on request.
 
-    Read, and not mapped: a mapped file that shrinks would end the process.
+    Files are read and not mapped, as a mapped file that shrinks would end the process.
     """
 
     def __init__(self, source: Lines) -> None:
@@ -38,11 +38,11 @@ class TextLines:
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """Number of lines."""
         return self._firsts[-1]
 
     def gather(self, indices: Sequence[int]) -> None:
-        """Return None: each line is decoded."""
+        """Return None: lines are decoded one by one."""
 
     def record(self, index: int) -> str | bytes:
         """Return one line."""
@@ -56,12 +56,12 @@ class TextLines:
         return data.decode(self._encoding if self._encoding != _WITH_MARK or line == 0 else _WITHOUT_MARK)
 
     def name(self, index: int) -> str:
-        """Say which record this is."""
+        """Return the name of a record."""
         number, line = self._place(index)
         return f"line {line + 1} of {self._files.paths[number]}"
 
     def check(self) -> None:
-        """Do nothing: a file is looked at whenever a piece of it is read."""
+        """Do nothing: each read checks its file."""
 
     def describe(self) -> object:
         """Return names, sizes, numbers of lines and checksums."""
@@ -77,7 +77,7 @@ class TextLines:
 
 
 def _scan(path: str) -> tuple[NDArray[np.int64], int]:
-    """Return where the lines of a file begin, and a checksum of it."""
+    """Return the starts of the lines of a file, and its checksum."""
     found = [np.zeros(1, dtype=np.int64)]
     position, checksum = 0, 0
     with reading(path), open(path, "rb", buffering=0) as file:

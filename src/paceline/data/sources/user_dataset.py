@@ -14,7 +14,7 @@ from paceline.update.user_code import member_at
 
 @runtime_checkable
 class _MapStyle(Protocol):
-    """What a dataset has to have."""
+    """The methods that a dataset needs."""
 
     def __len__(self) -> int: ...
 
@@ -31,29 +31,29 @@ class DatasetSamples:
 
     @property
     def num_samples(self) -> int:
-        """How many there were when it was built."""
+        """Length of the dataset when it was built."""
         return self._num_samples
 
     def gather(self, indices: Sequence[int]) -> None:
-        """Return None: only the dataset knows what its records are."""
+        """Return None: records are read one by one."""
 
     def record(self, index: int) -> object:
-        """Return one record, as the dataset gives it."""
+        """Return one record of the dataset."""
         return self._dataset[index]
 
     def name(self, index: int) -> str:
-        """Say which record this is."""
+        """Return the name of a record."""
         return f"record {index} of {self._source.path}"
 
     def check(self) -> None:
-        """Do nothing: what is behind the dataset is not known."""
+        """Do nothing: the files of a dataset are not known."""
 
     def describe(self) -> object:
-        """Return what the dataset is made of, and its length."""
+        """Return path, arguments and length of the dataset."""
         return [self._source.path, self._source.arguments, self._num_samples]
 
     def close(self) -> None:
-        """Do nothing: a dataset ends when nobody holds it any more."""
+        """Do nothing: a dataset ends with the last reference to it."""
 
 
 def _build(source: OwnDataset, allowed: AbstractSet[str] | None) -> _MapStyle:
@@ -68,8 +68,8 @@ def _build(source: OwnDataset, allowed: AbstractSet[str] | None) -> _MapStyle:
         ) from error
     if not isinstance(made, _MapStyle):
         raise UsageError(
-            f"{source.path} gave a {type(made).__name__}, expected an object with __len__ and __getitem__: any sample "
-            "may be wanted at any time, so what can only be gone through from its beginning cannot be used."
+            f"{source.path} gave a {type(made).__name__}, expected an object with __len__ and __getitem__: samples "
+            "are read in any order, so an object that can only be iterated is not supported."
         )
     return made
 
@@ -78,12 +78,12 @@ def transform_at(path: str, allowed: AbstractSet[str] | None) -> tuple[Callable[
     """Return the transform at an import path, and whether it takes a generator.
 
     Raises:
-        UsageError: it may not be loaded, cannot be imported or cannot be called.
+        UsageError: the transform may not be loaded, cannot be imported or is not callable.
     """
     transform = _callable_at(path, allowed, "transform")
     try:
         takes_generator = "generator" in inspect.signature(transform).parameters
-    except ValueError:  # some callables of C do not say
+    except ValueError:  # some callables of C have no signature
         takes_generator = False
     return transform, takes_generator
 

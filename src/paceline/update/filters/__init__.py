@@ -1,12 +1,12 @@
-"""Filters of row tables: they leave rows out of pushes, or make pushes and pulls smaller. Each is plain data.
+"""Filters of row tables: they omit rows from pushes, or make pushes and pulls smaller. Each is plain data.
 
-A push goes through them in this order, however they are listed: `KKT` and `Significant` leave rows out, `TopK` picks
-among what is left, `RandomSkip` draws, and one of `Cast` and `Int8` makes the numbers smaller. What is left out or
-rounded off by `Significant`, `TopK`, `Cast` and `Int8` is kept back on the worker and added to the next push of its
-row, so that nothing is lost. Pulls know `Cast` and `Int8` alone; what these round off there is not kept. `KeyCache`
-makes ids smaller in both directions.
+A push passes them in this order, however they are listed: `KKT` and `Significant` omit rows, `TopK` selects from the
+rest, `RandomSkip` draws, and one of `Cast` and `Int8` shortens the numbers. Rows omitted by `Significant` and `TopK`,
+and rounding errors of `Cast` and `Int8`, are kept on the worker and added to the next push of the row (error feedback),
+so that nothing is lost. On pulls only `Cast` and `Int8` act, without error feedback. `KeyCache` shortens ids in both
+directions.
 
-Rows with NaN or infinity are sent as they are, whatever the filters say: the table decides about them.
+Rows with NaN or infinity are always sent as they are: the table's `nonfinite` decides about them.
 
 Example:
     >>> import paceline
@@ -51,12 +51,12 @@ _CASTS = ("bfloat16", "float16")
 def KeyCache(max_lists: int = 64, max_ids: int = 1 << 22) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends 16 bytes instead of a list of ids that the server has seen before.
 
-    Worth it where the same batch comes again, once an epoch for example: of ids and numbers of 8 bytes each it saves
-    half. It loses nothing: a server that no longer has the list asks for it.
+    Useful if batches repeat, once an epoch for example: of ids and numbers of 8 bytes each it saves half. It is
+    lossless: a server that no longer has the list requests it.
 
     Args:
-        max_lists: how many lists are remembered for each worker and server; the least recently used one goes first.
-        max_ids: how many ids these lists have together, 8 bytes each.
+        max_lists: number of lists kept for each worker and server; the least recently used list is dropped first.
+        max_ids: number of ids in these lists together, 8 bytes each.
 
     Raises:
         UsageError: a number is out of its range.
@@ -71,16 +71,16 @@ def KeyCache(max_lists: int = 64, max_ids: int = 1 << 22) -> FilterSpec:  # noqa
 def Cast(dtype: Literal["bfloat16", "float16"], on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends numbers as "bfloat16" or "float16", 2 bytes each.
 
-    On pushes, what is rounded off is kept back and added to the next push of its row: a worker keeps up to one row of
-    the table's dtype for each row that it ever pushed. "float16" ends at ±65504: greater numbers are sent as that, and
-    of a push the rest follows; for pulled values so great, take "bfloat16".
+    On pushes, rounding errors are added to the next push of the row: a worker keeps up to one row of the table's dtype
+    for each row that it ever pushed. "float16" saturates at ±65504; of a push, the rest follows later. For greater
+    pulled values, use "bfloat16".
 
     Args:
-        dtype: how numbers travel.
+        dtype: of the numbers that are sent.
         on: "push", "pull" or "both".
 
     Raises:
-        UsageError: `dtype` or `on` is none of those.
+        UsageError: `dtype` or `on` is not one of these.
 
     Example:
         >>> Cast("bfloat16", on="pull").numbers
@@ -94,14 +94,14 @@ def Cast(dtype: Literal["bfloat16", "float16"], on: On = "both") -> FilterSpec: 
 def Int8(on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends each number as one byte, and 4 bytes a row for their scale.
 
-    The scale of a row is its greatest magnitude / 127, and each number is off by half of that at most. On pushes, what
-    is rounded off is kept back as with `Cast`. Rows of a single float32 get longer by it.
+    The scale of a row is its greatest magnitude / 127; the error of a number is at most half of that. On pushes, errors
+    are added to the next push, as with `Cast`. Rows of a single float32 get longer.
 
     Args:
         on: "push", "pull" or "both".
 
     Raises:
-        UsageError: `on` is none of those.
+        UsageError: `on` is not one of these.
 
     Example:
         >>> Int8(on="push").numbers
@@ -113,11 +113,11 @@ def Int8(on: On = "both") -> FilterSpec:  # noqa: N802 - reads like a class
 def TopK(share: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends the rows of each push with the greatest Euclidean norm; the others are kept back.
 
-    A row that is kept back grows with each push of it, until it is among them.
+    A row that is kept back adds up its pushes until it is sent.
 
     Args:
-        share: of the rows of a push, in (0, 1]; rounded up, so that one row is sent at least.
-        max_age: a row that was kept back so many clocks goes with the next push, whatever its norm; 0 is no limit.
+        share: of the rows of a push, in (0, 1]; rounded up, so that at least one row is sent.
+        max_age: a row kept back for this many clocks is sent with the next push, whatever its norm; 0 means no limit.
 
     Raises:
         UsageError: a number is out of its range.
@@ -132,11 +132,11 @@ def TopK(share: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads li
 def Significant(threshold: float, max_age: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
     """Return the filter that sends rows with a number of a magnitude above `threshold`; the others are kept back.
 
-    A row that is kept back grows with each push of it, until it is significant.
+    A row that is kept back adds up its pushes until it is significant.
 
     Args:
         threshold: greater than 0, in the units of what is pushed.
-        max_age: a row that was kept back so many clocks goes with the next push, whatever it is; 0 is no limit.
+        max_age: a row kept back for this many clocks is sent with the next push, whatever it is; 0 means no limit.
 
     Raises:
         UsageError: a number is out of its range.
@@ -149,13 +149,13 @@ def Significant(threshold: float, max_age: int = 0) -> FilterSpec:  # noqa: N802
 
 
 def RandomSkip(keep: float, seed: int = 0) -> FilterSpec:  # noqa: N802 - reads like a class
-    """Return the filter that sends each row with probability `keep`, divided by it, and forgets the others.
+    """Return the filter that sends each row with probability `keep`, divided by `keep`, and drops the others.
 
-    What arrives is right on average, with more noise: a row that is skipped is gone and not kept back.
+    Pushes are right on average, with more noise: a skipped row is not kept back.
 
     Args:
         keep: in (0, 1].
-        seed: what makes one run differ from another; workers differ by themselves.
+        seed: of the draws, which also differ between workers.
 
     Raises:
         UsageError: a number is out of its range.
@@ -168,17 +168,17 @@ def RandomSkip(keep: float, seed: int = 0) -> FilterSpec:  # noqa: N802 - reads 
 
 
 def KKT(l1: float, margin: float = 0.0, reset_every: int = 10) -> FilterSpec:  # noqa: N802 - as in the literature
-    """Return the filter for models with an L1 penalty: rows that are zero and would stay so are not sent.
+    """Return the filter for models with an L1 penalty: rows that are zero and would stay zero are not sent.
 
-    A row is left out and forgotten if all its values are 0 and each number pushed for it is below `l1 - margin` in
-    magnitude. As a worker sees only its own share of the gradient, that may be wrong for a while: every `reset_every`
-    clocks everything is sent. A model has converged only if it still has after such a clock.
+    A row is dropped if all its values are 0 and each number pushed for it is below `l1 - margin` in magnitude. A worker
+    sees only its own share of the gradient, so this may be wrong for a while: every `reset_every` clocks all rows are
+    sent. A model has converged only if it still has after such a clock.
 
     Args:
         l1: the penalty, greater than 0, in the units of what one worker pushes: with `scale="sum"` and 4 workers, a
             quarter of that of the whole objective.
-        margin: in [0, l1), the greater the more is sent.
-        reset_every: clocks from one that sends everything to the next, 2 or more; clock 0 is the first such.
+        margin: in [0, l1); a greater margin sends more.
+        reset_every: clocks between those that send all rows, 2 or more; clock 0 is the first.
 
     Raises:
         UsageError: a number is out of its range.

@@ -16,7 +16,7 @@ DIRECTIONS = ("push", "pull")
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """What a number of a filter may be, in words and as a test."""
+    """The valid values of a number of a filter, in words and as a predicate."""
 
     words: str
     types: tuple[type, ...]
@@ -49,7 +49,7 @@ _FILTERS: Mapping[str, Mapping[str, _Number]] = {
 
 
 def check_filters(filters: Sequence[FilterSpec]) -> None:
-    """Raise UsageError for the first thing that makes no sense about the filters of one table.
+    """Raise UsageError for the first problem with the filters of one table.
 
     Example:
         >>> check_filters([FilterSpec("snappy", {})])
@@ -63,7 +63,7 @@ random_skip, bfloat16, float16, int8.
 
 
 def number(spec: FilterSpec, name: str) -> float:
-    """Return one number of a filter that `check_filters` has seen."""
+    """Return one number of a valid filter."""
     value = spec.numbers[name]
     if not isinstance(value, int | float):
         raise UsageError(f"Filter {spec.name}: {name} is {value}, expected a number.")

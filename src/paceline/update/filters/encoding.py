@@ -102,7 +102,7 @@ class Int8:
 
 
 def codec_of(filters: Sequence[FilterSpec], direction: Literal["push", "pull"]) -> RowEncoding:
-    """Return how numbers travel in one direction, by filters that `check_filters` has seen."""
+    """Return the encoding of numbers in one direction, by valid filters."""
     name = next((spec.name for spec in filters if spec.name in CODECS and spec.numbers[direction]), "")
     match name:
         case "bfloat16":
@@ -120,7 +120,7 @@ def _bytes_of(rows: Tensor) -> Tensor:
 
 
 def _numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that the bytes are, (n,); a copy where these do not lie as numbers must."""
+    """Return bytes as numbers, (n,); a copy if they are not aligned."""
     flat = data.reshape(-1)
     if flat.storage_offset() % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()

@@ -1,4 +1,4 @@
-"""Error feedback: the parts of its pushes that a worker keeps back, by id, each with the clock since when it waits."""
+"""Error feedback: the parts of pushes that a worker keeps back, by id, each with the clock since when it waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.update.rows.column import RowColumn
 from paceline.update.rows.index import RowIndex
 from paceline.update.rows.ops import RowOps
 
-NEVER = -1  # the clock of rows that wait for the next push of theirs, however late it is
+NEVER = -1  # the clock of rows that wait for their next push, however late
 
 
 class Kept(NamedTuple):
@@ -25,9 +25,9 @@ class Kept(NamedTuple):
 
 
 class KeptChange(NamedTuple):
-    """What a push changed of what is kept back: int64 ids [n], rows [n, width] before and after, and since when before.
+    """The change of the rows kept back by a push: int64 ids [n], rows [n, width] before and after, and the old clocks.
 
-    Enough to undo the push when it turns out to be refused.
+    It allows to undo a push that is refused.
     """
 
     ids: Tensor
@@ -42,14 +42,14 @@ class KeptChange(NamedTuple):
 
 @final
 class ErrorFeedback:
-    """Rows that are kept back, by id; a row of zeros is not kept at all.
+    """Rows that are kept back, by id; rows of zeros are not kept.
 
     A row takes its numbers, 8 bytes for its clock and what `RowIndex` says.
 
     Args:
         width: numbers a row.
         dtype: of the rows.
-        ops: what does the work.
+        ops: the operations on rows.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, ops: RowOps) -> None:
@@ -61,12 +61,12 @@ class ErrorFeedback:
     def __len__(self) -> int:
         return len(self._index)
 
-    def look(self, ids: Tensor) -> Kept:
-        """Return the rows of `ids`, in their order; where none is kept, zeros since `NEVER`."""
+    def read(self, ids: Tensor) -> Kept:
+        """Return the rows of `ids`, in order; zeros since `NEVER` for ids without one."""
         return self._read(ids, self._index.find(ids))
 
-    def take(self, ids: Tensor) -> Kept:
-        """Take out the rows of distinct `ids`, in their order; where none is kept, zeros since `NEVER`."""
+    def pop(self, ids: Tensor) -> Kept:
+        """Remove and return the rows of distinct `ids`, in order; zeros since `NEVER` for ids without one."""
         slots = self._index.find(ids)
         kept = self._read(ids, slots)
         slots = slots[slots >= 0]
@@ -75,7 +75,7 @@ class ErrorFeedback:
         return kept
 
     def keep(self, ids: Tensor, rows: Tensor, since: Tensor) -> None:
-        """Keep finite rows of distinct ids of which nothing is kept now; rows of zeros are left out."""
+        """Keep finite rows of distinct ids without a row now; rows of zeros are left out."""
         some = rows.any(dim=1)
         if not some.any():
             return
@@ -86,26 +86,26 @@ class ErrorFeedback:
         self._ops.scatter(self._since.tensor, slots, since[some].unsqueeze(1))
 
     def overdue(self, latest: int) -> Tensor:
-        """Return the ids of the rows that wait since the clock `latest` or an earlier one, ascending."""
+        """Return the ids of the rows that wait since clock `latest` or earlier, ascending."""
         since = self._since.tensor[: self._index.num_slots, 0]  # NEVER where a slot is free
         slots = ((since != NEVER) & (since <= latest)).nonzero().squeeze(1)
         return self._index.ids_of(slots).sort().values
 
-    def take_all(self) -> Kept:
-        """Take out everything, ids ascending."""
+    def pop_all(self) -> Kept:
+        """Remove and return all rows, ids ascending."""
         kept = self._everything()
         self._forget()
         return kept
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of what is kept, ids ascending, for a checkpoint."""
+        """Return copies of all rows, ids ascending, for a checkpoint."""
         return self._everything()._asdict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace what is kept by what `state` returned earlier.
+        """Replace all rows by those of a state.
 
         Raises:
-            UsageError: it is that of a table of another width or dtype.
+            UsageError: the state is of a table of another width or dtype.
         """
         ids, rows, since = state["ids"], state["rows"], state["since"]
         if rows.dtype != self._dtype or rows.shape != (len(ids), self._width) or since.shape != ids.shape:
@@ -118,7 +118,7 @@ class ErrorFeedback:
 
     def _everything(self) -> Kept:
         ids = self._index.ids_of(self._index.live_slots()).sort().values
-        return self.look(ids)
+        return self.read(ids)
 
     def _read(self, ids: Tensor, slots: Tensor) -> Kept:
         rows = torch.zeros(len(ids), self._width, dtype=self._dtype)

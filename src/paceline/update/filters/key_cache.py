@@ -18,15 +18,15 @@ DIGEST_BYTES = 16
 
 
 def digest(table: str, server: int, ids: Tensor) -> bytes:
-    """Return 16 bytes that stand for a list of ids of one table on one server: all of the list, in its order.
+    """Return a digest of 16 bytes of a list of ids of one table on one server; the order of ids matters.
 
     Args:
-        table: its name.
-        server: whose rows these are.
+        table: the name of the table.
+        server: the server of the rows.
         ids: int64 [n].
 
     Raises:
-        UsageError: `ids` are not of that type or shape.
+        UsageError: `ids` have another type or shape.
 
     Example:
         >>> digest("users", 0, torch.tensor([1, 2])) == digest("users", 0, torch.tensor([2, 1]))
@@ -43,11 +43,11 @@ def digest(table: str, server: int, ids: Tensor) -> bytes:
 
 @final
 class KeyLists:
-    """The lists that were used last, by their digest; both ends of a connection hold such, with the same bounds.
+    """The most recently used lists, by digest; both ends of a connection hold them, with the same limits.
 
     Args:
-        max_lists: how many lists are held.
-        max_ids: how many ids they have together; a list longer than that is not held at all.
+        max_lists: number of lists held.
+        max_ids: number of ids in all lists together; a longer list is not held.
 
     Example:
         >>> lists = KeyLists(max_lists=1, max_ids=100)
@@ -68,18 +68,18 @@ class KeyLists:
 
     @property
     def num_ids(self) -> int:
-        """How many ids all lists have together."""
+        """Number of ids in all lists together."""
         return self._num_ids
 
     def get(self, key: bytes) -> Tensor | None:
-        """Return the list of that digest and count it as used; None if it is not, or no longer, held."""
+        """Return the list of a digest and count it as used; None if it is not held."""
         if key not in self._lists:
             return None
         self._lists.move_to_end(key)
         return self._lists[key]
 
     def put(self, key: bytes, ids: Tensor) -> None:
-        """Hold a list under its digest, as the tensor that it is: do not change it afterwards."""
+        """Hold a list under its digest, without a copy: do not change it afterwards."""
         self._drop(key)
         if len(ids) > self._max_ids:
             return
@@ -89,7 +89,7 @@ class KeyLists:
             self._drop(next(iter(self._lists)))
 
     def clear(self) -> None:
-        """Forget all lists: the other end no longer has them."""
+        """Drop all lists, as the other end no longer has them."""
         self._lists.clear()
         self._num_ids = 0
 
@@ -100,7 +100,7 @@ class KeyLists:
 
 
 def key_lists_of(filters: Sequence[FilterSpec]) -> KeyLists | None:
-    """Return an empty `KeyLists` with the bounds that the table declares; None if it has no key cache."""
+    """Return an empty `KeyLists` with the limits that the table declares; None without a key cache."""
     spec = named(filters, "key_cache")
     if spec is None:
         return None

@@ -39,12 +39,12 @@ class Stationary:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which rows are worth sending now.
+    """Selection of the rows to send now.
 
     Args:
-        threshold: a number of the row must be greater in magnitude; None lets all through.
-        share: how many of these go, those of greatest Euclidean norm; 1 is all of them.
-        max_age: clocks after which a row goes whatever it is; 0 is never.
+        threshold: some number of a row must exceed it in magnitude; None selects all rows.
+        share: the share of these to send, by greatest Euclidean norm; 1 sends all.
+        max_age: clocks after which a row is sent anyway; 0 means never.
     """
 
     threshold: float | None = None
@@ -57,7 +57,7 @@ class Selection:
         return self.threshold is None and self.share == 1.0
 
     def mask(self, rows: Tensor) -> Tensor:
-        """Return which of the rows [n, width] go, bool [n]."""
+        """Return which of the rows [n, width] are sent, bool [n]."""
         chosen = torch.ones(len(rows), dtype=torch.bool)
         if self.threshold is not None:
             chosen = rows.abs().amax(dim=1) > self.threshold
@@ -68,11 +68,11 @@ class Selection:
 
 @final
 class Skip:
-    """Draws rows with probability `keep`; the draws go on where a checkpoint left them."""
+    """Draws rows with probability `keep`; a checkpoint can save and restore the generator."""
 
     def __init__(self, keep: float, seed: int, worker: int) -> None:
         self.keep = keep
-        # Torch looks at 32 bits of a seed: they must depend on all of both numbers.
+        # Torch uses 32 bits of a seed, which must depend on all bits of both numbers.
         mixed = random.Random(f"{seed}:{worker}").getrandbits(32)
         self._random = torch.Generator().manual_seed(mixed)
 
@@ -81,16 +81,16 @@ class Skip:
         return torch.rand(num_rows, generator=self._random, dtype=torch.float64) < self.keep
 
     def state(self) -> Tensor:
-        """Return where the draws are, uint8."""
+        """Return the state of the generator, uint8."""
         return self._random.get_state()
 
     def load_state(self, state: Tensor) -> None:
-        """Go on with the draws where `state` was called."""
+        """Restore a state of the generator."""
         self._random.set_state(state)
 
 
 def stationary_of(filters: Sequence[FilterSpec]) -> Stationary | None:
-    """Return the KKT condition that a table declares, if it does."""
+    """Return the KKT condition of a table, if declared."""
     spec = named(filters, "kkt")
     if spec is None:
         return None
@@ -98,7 +98,7 @@ def stationary_of(filters: Sequence[FilterSpec]) -> Stationary | None:
 
 
 def selection_of(filters: Sequence[FilterSpec]) -> Selection:
-    """Return what a table declares about significant and largest rows; the stricter age of the two counts."""
+    """Return the selection by `Significant` and `TopK` of a table, with the lower age of the two."""
     significant, largest = named(filters, "significant"), named(filters, "top_k")
     ages = [int(number(spec, "max_age")) for spec in (significant, largest) if spec is not None]
     return Selection(
@@ -109,13 +109,13 @@ def selection_of(filters: Sequence[FilterSpec]) -> Selection:
 
 
 def skip_of(filters: Sequence[FilterSpec], worker: int) -> Skip | None:
-    """Return the draws of one worker, if the table declares that rows are skipped."""
+    """Return the draws of one worker, if the table declares `RandomSkip`."""
     spec = named(filters, "random_skip")
     return None if spec is None else Skip(number(spec, "keep"), int(number(spec, "seed")), worker)
 
 
 def _largest(rows: Tensor, among: Tensor, share: float) -> Tensor:
-    """Return which rows are the largest share of those `among` the candidates, bool [n]."""
+    """Return the largest share of the rows where `among` is true, bool [n]."""
     places = among.nonzero().squeeze(1)
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     norms = torch.linalg.vector_norm(rows[places], dim=1, dtype=wide)
@@ -129,13 +129,13 @@ def _largest(rows: Tensor, among: Tensor, share: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FilteredPush:
-    """What is sent of one push.
+    """The part of a push that is sent.
 
     Args:
-        ids: int64 [m], distinct: those of the push that go, in its order, then rows that wait for too long.
-        encoded: uint8 [m, row_bytes], as they travel; may share memory with what was pushed.
-        decoded: [m, width], as the server will see them; may share memory with `encoded`.
-        change: of what is kept back, for `FilterPipeline.undo`; None where nothing was kept back, before or after.
+        ids: int64 [m], distinct: selected ids of the push, in its order, then overdue rows.
+        encoded: uint8 [m, row_bytes], as sent; may share memory with the push.
+        decoded: [m, width], as the server will decode them; may share memory with `encoded`.
+        change: of the rows kept back, for `FilterPipeline.undo`; None if there were none before and after.
     """
 
     ids: Tensor
@@ -146,15 +146,15 @@ class FilteredPush:
 
 @dataclass(slots=True)
 class FilterCounts:
-    """What became of all rows so far: `given` and `late` are `sent`, `dropped`, `kept_back` and `skipped` together.
+    """Counts of rows so far: `given + late == sent + dropped + kept_back + skipped`.
 
     Args:
-        given: rows that were pushed.
-        late: rows that were not pushed then, but were kept back before and went on.
-        sent: rows that went out.
-        dropped: rows that were zero and would have stayed so.
-        kept_back: rows that were not worth sending yet, once for each time.
-        skipped: rows that lost a draw.
+        given: pushed rows.
+        late: rows kept back earlier that a later push without them has sent.
+        sent: rows sent.
+        dropped: rows dropped by `KKT`.
+        kept_back: rows kept back, once for each time.
+        skipped: rows dropped by `RandomSkip`.
     """
 
     given: int = 0
@@ -169,18 +169,18 @@ class FilterCounts:
 class FilterPipeline:
     """The filters of one table on one worker, as they act on pushes.
 
-    What was sent, as the server sees it, and what is kept back add up to what was given; but for rows that would stay
-    zero, which are dropped, and for random skips, which are right on average.
+    The sums of rows sent, as the server decodes them, and of rows kept back equal those pushed, except for rows that
+    `KKT` drops and for `RandomSkip`, which is right on average.
 
     Args:
         filters: as `check_filters` has seen them.
         width: numbers a row.
         dtype: of the rows.
-        ops: what does the work.
+        ops: the operations on rows.
         worker: its rank, so that workers draw differently.
 
     Attributes:
-        counts: what became of all rows so far.
+        counts: counts of rows so far.
     """
 
     def __init__(
@@ -197,16 +197,11 @@ class FilterPipeline:
 
     @property
     def needs_values(self) -> bool:
-        """Whether `sift` must be able to look at current values."""
+        """Whether `sift` needs the current values."""
         return self._stationary is not None
 
-    @property
-    def num_kept(self) -> int:
-        """How many rows are kept back."""
-        return len(self._error_feedback)
-
     def must_send(self, clock: int) -> Tensor:
-        """Return the ids of rows that have waited for as long as they may, ascending; the next push has them."""
+        """Return the ids of overdue rows, ascending; the next push has them."""
         if not self._selection.max_age:
             return torch.empty(0, dtype=torch.int64)
         return self._error_feedback.overdue(clock - self._selection.max_age)
@@ -214,14 +209,13 @@ class FilterPipeline:
     def sift(
         self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None = None
     ) -> FilteredPush:
-        """Return what is sent of a push, and keep back or forget the rest of it.
+        """Return the part of a push to send; keep back or drop the rest.
 
         Args:
             ids: int64 [n], distinct.
             rows: [n, width] of the table's dtype; only read.
             clock: of the push; never lower than that of the push before.
-            values: what returns the current values [k, width] of some rows, with NaN for what is not known; called for
-                tables with `KKT` alone.
+            values: returns the current values [k, width] of rows, with NaN for unknown ones; called only for `KKT`.
         """
         self.counts.given += len(ids)
         ids, rows = self._drop(ids, rows, clock, values)
@@ -234,23 +228,18 @@ class FilterPipeline:
         return _joined(filtered, self._pack(ids[~finite], rows[~finite]))
 
     def flush(self) -> FilteredPush:
-        """Return everything that is kept back, to be sent now; what the codec rounds off of it stays."""
-        kept = self._error_feedback.take_all()
+        """Return all rows kept back, to be sent now; their rounding errors stay."""
+        kept = self._error_feedback.pop_all()
         self.counts.late += len(kept.ids)
         return self._with_change(self._send(kept.ids, kept.rows), kept)
 
-    def rest(self) -> tuple[Tensor, Tensor]:
-        """Take out everything that is kept back, as it is: ids ascending, rows [n, width]."""
-        kept = self._error_feedback.take_all()
-        return kept.ids, kept.rows
-
     def undo(self, change: KeptChange) -> None:
-        """Keep back what would be if a push that was refused had never been made: earlier ones keep their parts.
+        """Restore the rows kept back before a refused push.
 
-        Exact for rows that no later push has changed. If one has, and may have sent what the refused push kept back,
-        the difference is kept back, so that what is sent in all comes to what was pushed and not refused.
+        Exact for rows that no later push has changed. For others the difference is kept back, so that all rows sent add
+        up to the pushes that were not refused.
         """
-        now = self._error_feedback.take(change.ids)
+        now = self._error_feedback.pop(change.ids)
         untouched = (now.rows == change.after).all(dim=1)
         corrected = self._saturate(now.rows + (change.before - change.after))
         rows = torch.where(untouched.unsqueeze(1), change.before, corrected)
@@ -258,15 +247,15 @@ class FilterPipeline:
         self._error_feedback.keep(change.ids, rows, since)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is kept back, and where the draws are, for a checkpoint."""
+        """Return the rows kept back and the state of the draws, for a checkpoint."""
         state = self._error_feedback.state()
         return state if self._skip is None else state | {"draws": self._skip.state()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state` was called, with the same filters.
+        """Restore a state, with the same filters.
 
         Raises:
-            UsageError: the state is that of other filters or of another table.
+            UsageError: the state is of other filters or of another table.
         """
         expected = (*Kept._fields, *(() if self._skip is None else ("draws",)))
         if set(state) != set(expected):
@@ -285,7 +274,7 @@ class FilterPipeline:
     def _drop(
         self, ids: Tensor, rows: Tensor, clock: int, values: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Leave out the rows that are zero and would stay so."""
+        """Drop the rows that are zero and would stay zero."""
         if self._stationary is None or self._stationary.resets(clock):
             return ids, rows
         if values is None:
@@ -297,7 +286,7 @@ class FilterPipeline:
 
     def _sift_finite(self, ids: Tensor, rows: Tensor, clock: int) -> FilteredPush:
         late = self.must_send(clock)
-        kept = self._error_feedback.take(torch.cat((ids, late[~torch.isin(late, ids)])))
+        kept = self._error_feedback.pop(torch.cat((ids, late[~torch.isin(late, ids)])))
         before = kept._replace(rows=kept.rows.clone())
         self.counts.late += len(kept.ids) - len(ids)
         kept.rows[: len(ids)] += rows
@@ -312,8 +301,8 @@ class FilterPipeline:
         return self._with_change(self._send(kept.ids[chosen], kept.rows[chosen]), before)
 
     def _with_change(self, filtered: FilteredPush, before: Kept) -> FilteredPush:
-        """Return what is sent with what it took from these rows, which were all that it could change."""
-        after = self._error_feedback.look(before.ids).rows
+        """Return the part to send, with the change of the rows kept back; `before` has all that it could change."""
+        after = self._error_feedback.read(before.ids).rows
         return replace(filtered, change=KeptChange(before.ids, before.rows, before.since, after))
 
     def _keep_back(self, kept: Kept, waits: Tensor, clock: int) -> None:
@@ -322,7 +311,7 @@ class FilterPipeline:
         self.counts.kept_back += len(since)
 
     def _draw(self, skip: Skip, rows: Tensor, candidates: Tensor) -> Tensor:
-        """Return which candidates won, and scale their rows in place."""
+        """Return which candidates are drawn, and scale their rows in place."""
         places = candidates.nonzero().squeeze(1)
         won = places[skip.draw(len(places))]
         rows[won] = self._saturate(rows[won] / skip.keep)
@@ -338,7 +327,7 @@ class FilterPipeline:
         return filtered
 
     def _saturate(self, rows: Tensor) -> Tensor:
-        """Let no sum or quotient of finite numbers become infinite, in place: it would be refused for good."""
+        """Saturate in place, as servers would refuse infinite sums of finite numbers forever."""
         most = torch.finfo(self._dtype).max
         return rows.clamp_(-most, most)
 

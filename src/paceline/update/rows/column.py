@@ -1,7 +1,8 @@
-"""Growing memory for one column of rows, without copies: in main memory, or mapped from a file on disk."""
+"""Growing memory for one column of rows, in main memory or mapped from a file, and what a file maps at most."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAGE_BYTES: Final = mmap.PAGESIZE
-_PAGE_ENTRY_BYTES: Final = 8  # of /proc/self/pagemap; the sign bit says that the page is in memory
 _GROWTH: Final = 1.5
 
 
@@ -61,7 +61,7 @@ class RowColumn:
 
     @property
     def is_spilled(self) -> bool:
-        """Return whether the rows lie in a file."""
+        """Whether the rows lie in a file."""
         return self._descriptor is not None
 
     @property
@@ -89,14 +89,6 @@ class RowColumn:
             raise _no_room("memory", size_bytes, error) from error
         finally:
             self._tensor = self._view()
-
-    def resident_bytes(self) -> int:
-        """Return how many bytes of it are in this process's main memory; takes about 10 ms per GB."""
-        first = self.tensor.data_ptr() // _PAGE_BYTES * _PAGE_ENTRY_BYTES
-        length = self.size_bytes // _PAGE_BYTES * _PAGE_ENTRY_BYTES
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            entries = np.frombuffer(os.pread(pages.fileno(), length, first), dtype=np.int64)
-        return int((entries < 0).sum()) * _PAGE_BYTES
 
     def trim(self) -> None:
         """Release the memory of a column in a file; later reads get rows from the file.
@@ -156,6 +148,88 @@ def _close_all(descriptor: int | None) -> None:
 
 def _no_room(what: str, size_bytes: int, error: OSError) -> UsageError:
     return UsageError(
-        f"A row table needs {size_bytes} bytes of {what} for one of its columns, and they are not to be had "
-        f"({error.strerror}). Give it more, use more servers, or let rows go: expire_after, max_rows."
+        f"A row table needs {size_bytes} bytes of {what} for one of its columns, which are not available "
+        f"({error.strerror}). Give it more, use more servers, or remove rows: expire_after, max_rows."
     )
+
+
+# An access to a cached page also maps the pages around it: this many bytes, at addresses that are multiples of it. No
+# access maps more, as long as the system reads no further ahead than requested: it may map at once what it reads at
+# once.
+WINDOW_BYTES: Final = 64 * 1024
+
+
+@final
+class Windows:
+    """The parts of one column that may be mapped: those that were visited since the last trim.
+
+    Args:
+        column: in a file, and still empty; `trim` releases what is mapped of it.
+
+    Raises:
+        UsageError: the system does not support advice on how the file is read.
+    """
+
+    def __init__(self, column: RowColumn) -> None:
+        _read_page_by_page(column)
+        self._column = column
+        self._unit_bytes = unit_bytes(column.row_bytes)
+        self._visited = self._none()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The most bytes that may be mapped now."""
+        return int(self._visited.count_nonzero()) * self._unit_bytes
+
+    def visit(self, slots: Tensor) -> None:
+        """Count the windows of these rows as mapped."""
+        first = slots * self._column.row_bytes + self._shift()
+        self._visited.index_fill_(0, first // self._unit_bytes, True)
+        if WINDOW_BYTES % self._column.row_bytes:
+            self._visited.index_fill_(0, (first + self._column.row_bytes - 1) // self._unit_bytes, True)
+
+    def visit_span(self, start: int, stop: int) -> None:
+        """Count the windows of neighbouring rows, at least one, as mapped."""
+        row_bytes, shift = self._column.row_bytes, self._shift()
+        first, last = start * row_bytes + shift, stop * row_bytes + shift - 1
+        self._visited[first // self._unit_bytes : last // self._unit_bytes + 1] = True
+
+    def trim(self) -> None:
+        """Release all mapped memory."""
+        self._column.trim()
+        self._visited.zero_()
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for `num_rows` rows, which may move the column; raises as `RowColumn.grow` does."""
+        if num_rows > len(self._column.tensor):
+            self.trim()
+            self._column.grow(num_rows)
+            self._visited = self._none()
+
+    def _shift(self) -> int:
+        return self._column.tensor.data_ptr() % WINDOW_BYTES
+
+    def _none(self) -> Tensor:
+        return torch.zeros(self._column.size_bytes // self._unit_bytes + 2, dtype=torch.bool)
+
+
+def unit_bytes(row_bytes: int) -> int:
+    """Return in which units a column with such rows is counted: whole windows, no smaller than a row."""
+    return -(-row_bytes // WINDOW_BYTES) * WINDOW_BYTES
+
+
+def most_mapped_bytes(row_bytes: int) -> int:
+    """Return how much one row of a column maps at most.
+
+    >>> [most_mapped_bytes(row_bytes) // WINDOW_BYTES for row_bytes in (8, 24, 100_000)]
+    [1, 2, 4]
+    """
+    return unit_bytes(row_bytes) * (1 if WINDOW_BYTES % row_bytes == 0 else 2)
+
+
+def _read_page_by_page(column: RowColumn) -> None:
+    """Tell the system not to read ahead in a column, however long it grows."""
+    library = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(column.tensor.data_ptr())
+    if library.madvise(address, ctypes.c_size_t(column.size_bytes), mmap.MADV_RANDOM):
+        raise UsageError(f"The system does not read rows page by page: {os.strerror(ctypes.get_errno())}.")

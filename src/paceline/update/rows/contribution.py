@@ -24,13 +24,13 @@ class RowContribution:
     """The part of one push that one server gets.
 
     Args:
-        ids: (n,), int64, any; those that repeat are summed.
-        gradient: (n, width), dtype of the table. The worker's memory: only ever read.
+        ids: (n,), int64; the rows of repeated ids are summed.
+        gradient: (n, width), dtype of the table. It is the worker's memory, so only read it.
         count: samples behind the gradient, 0 or more.
         hyper: hyperparameters of the only group as of this push; empty to leave them as they are.
-        echo: (n, width of the rule's echo), what was read beside the values; NaN for rows that were not read. None is
-            NaN everywhere.
-        clock: of the worker, which may be ahead of the table.
+        echo: (n, width of the rule's echo), as read with the values; NaN for rows that were not read. None means NaN
+            everywhere.
+        clock: of the worker; it may be ahead of the table.
         expected: samples behind all contributions to the update if none is missing; 0 where that is not known.
     """
 
@@ -43,12 +43,12 @@ class RowContribution:
     expected: float = 0.0
 
     def finite(self) -> tuple[RowContribution, int]:
-        """Return it with zeros in the place of NaN and infinity, and how many of those there were."""
+        """Return the contribution with NaN and infinity replaced by zeros, and the number of these."""
         num_bad = self.gradient.numel() - int(self.gradient.isfinite().sum())
         return (replace(self, gradient=zeroed(self.gradient)) if num_bad else self), num_bad
 
     def only(self, kept: Tensor) -> RowContribution:
-        """Return it with those rows alone where `kept`, (n,) bool, is true."""
+        """Return the contribution with only the rows where `kept`, (n,) bool, is true."""
         echo = None if self.echo is None else self.echo[kept]
         return replace(self, ids=self.ids[kept], gradient=self.gradient[kept], echo=echo)
 
@@ -59,12 +59,12 @@ class RowContribution:
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """One update: distinct ids in the order in which they came, a gradient and maybe an echo for each.
+    """One update: distinct ids in order of first appearance, with a gradient and maybe an echo for each.
 
     Args:
         ids: (n,), distinct.
-        gradient: (n, width), summed and scaled; may be a worker's memory, so only ever read.
-        echo: (n, width of the echo), of the push that brought the row first; None for rules without.
+        gradient: (n, width), summed and scaled; may be a worker's memory, so only read it.
+        echo: (n, width of the echo), of the first push with the row; None for rules without an echo.
     """
 
     ids: Tensor
@@ -85,7 +85,7 @@ def combine(contributions: Sequence[RowContribution], scale: Scale, ops: RowOps,
     Args:
         contributions: at least one.
         scale: see `RowTableSpec`.
-        ops: finds what repeats, and adds.
+        ops: finds repeated ids, and adds rows.
         echo_width: 0 for a rule without echo.
     """
     counts = [contribution.count for contribution in contributions]
@@ -109,7 +109,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _first_positions(inverse: Tensor) -> Tensor:
-    """Return where each number first stands in `inverse`, whose numbers first appear in ascending order."""
+    """Return the first position of each number in `inverse`, whose numbers first appear in ascending order."""
     highest = inverse.cummax(0).values
     is_first = torch.ones(len(inverse), dtype=torch.bool)
     is_first[1:] = highest[1:] > highest[:-1]

@@ -1,7 +1,7 @@
-"""Export of row tables: all columns in one file, in the safetensors format that many programs read.
+"""Export of row tables: all columns in one file, in the safetensors format, which many programs read.
 
-The file has a tensor "ids" and one for each column, and says in its metadata of which table it is. Each tensor has a
-checksum, so that a file which was damaged is refused before any of it is used.
+The file has a tensor "ids" and one for each column; its metadata name the table. Each tensor has a checksum, so that a
+damaged file is refused before any of it is used.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.errors import ProtocolBug, UsageError
-from paceline.update.rows.layout import IDS, RowLayout, layouts
-from paceline.update.rows.lifecycle import use_columns
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import IDS, RowLayout, RowPiece, layouts, use_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.update.rows.rule import RowRule
+    from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
 
 FORMAT: Final = "paceline rows 1"
@@ -42,7 +40,7 @@ _DTYPES: Final = {
 
 
 class _Tensor(Protocol):
-    """One tensor of a file that is open, which is read in parts."""
+    """A tensor of an open file, which is read in parts."""
 
     def get_shape(self) -> list[int]: ...
     def get_dtype(self) -> str: ...
@@ -50,7 +48,7 @@ class _Tensor(Protocol):
 
 
 class _File(Protocol):
-    """A safetensors file that is open."""
+    """An open safetensors file."""
 
     def metadata(self) -> dict[str, str] | None: ...
     def keys(self) -> list[str]: ...
@@ -58,18 +56,18 @@ class _File(Protocol):
 
 
 def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[RowPiece], num_rows: int) -> None:
-    """Write all pieces to one file, which appears when it is complete; in memory there is a piece at a time.
+    """Write all pieces to one file, which appears once complete; only one piece is in memory at a time.
 
     Args:
-        path: of the file; one that exists is replaced.
+        path: of the file; an existing file is replaced.
         spec: of the table.
         rule: of the table.
         pieces: with all columns of the table, from one server or several.
-        num_rows: in all pieces together.
+        num_rows: of all pieces together.
 
     Raises:
         UsageError: the file cannot be written.
-        ProtocolBug: there are more rows or fewer, or other columns.
+        ProtocolBug: the pieces have another number of rows, or other columns.
     """
     unfinished = path.with_name(f"{path.name}.part")
     try:
@@ -84,12 +82,12 @@ def save_rows(path: Path, spec: RowTableSpec, rule: RowRule, pieces: Iterable[Ro
 
 
 def load_rows(path: Path, spec: RowTableSpec, rule: RowRule) -> Iterator[RowPiece]:
-    """Return the rows of a file piece by piece, after all of it was checked.
+    """Validate a file, and return its rows piece by piece.
 
-    Columns that say how rows were used are left out where this table does not keep them, and may be missing.
+    Columns of uses may be missing, and are left out if this table does not keep them.
 
     Raises:
-        UsageError: it is not such a file, it is damaged, or it is of a table with other rows or another rule.
+        UsageError: it is not a file of rows, is damaged, or is of a table with other rows or another rule.
     """
     wanted, optional = layouts(spec, rule), use_columns(spec.life)
     try:
@@ -132,7 +130,7 @@ def _write(
 
 
 def _header(spec: RowTableSpec, columns: Mapping[str, RowLayout], num_rows: int, checks: Mapping[str, int]) -> bytes:
-    """Return the beginning of a safetensors file; as long for all checksums."""
+    """Return the header of a safetensors file; its length does not depend on the checksums."""
     metadata = {
         "format": FORMAT,
         "table": spec.name,
@@ -155,7 +153,7 @@ def _header(spec: RowTableSpec, columns: Mapping[str, RowLayout], num_rows: int,
 def _checked(
     path: Path, file: _File, spec: RowTableSpec, wanted: Mapping[str, RowLayout], optional: tuple[str, ...]
 ) -> list[str]:
-    """Return the tensors that are to be loaded; raise UsageError if anything is wrong."""
+    """Return the names of the tensors to load; raises UsageError for an invalid file."""
     metadata = file.metadata() or {}
     ours = {"format": FORMAT, "table": spec.name, "width": str(spec.width), "dtype": spec.dtype, "rule": spec.rule.name}
     for key, expected in ours.items():

@@ -1,22 +1,27 @@
-"""Layout of rows: their columns, and the formulas for their memory."""
+"""Layout of rows: their columns, the formulas for their memory, and the pieces in which they travel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from paceline.update.rows.lifecycle import use_columns
+from paceline.errors import ProtocolBug
+from paceline.update.rows.column import most_mapped_bytes
 from paceline.update.rows.native_ops import num_entries
-from paceline.update.rows.spill import most_mapped_bytes
 
 if TYPE_CHECKING:
-    from paceline.update.rows.rule import RowRule
-    from paceline.update.rows.spec import RowTableSpec
+    from torch import Tensor
+
+    from paceline.update.rows.rules import RowRule
+    from paceline.update.rows.spec import Lifecycle, RowTableSpec
 
 IDS: Final = "ids"
 VALUES: Final = "values"
+LAST_USED: Final = "last_used"
+NUM_USES: Final = "num_uses"
 LEAST_PIECE_ROWS: Final = 16
 _LEAST_ENTRIES: Final = 1 << 10
 
@@ -40,6 +45,13 @@ def layouts(spec: RowTableSpec, rule: RowRule) -> dict[str, RowLayout]:
     state = {state_name(c.name): RowLayout(c.elements(spec.width), dtype) for c in rule.columns}
     use = {name: RowLayout(1, torch.int32) for name in use_columns(spec.life)}
     return {IDS: RowLayout(1, torch.int64), VALUES: RowLayout(spec.width, dtype), **state, **use}
+
+
+def use_columns(life: Lifecycle) -> tuple[str, ...]:
+    """Return the names of the columns that a lifecycle needs, one int32 a row each."""
+    by_clock = life.expire_after or (life.max_rows and life.evict == "lru")
+    by_count = life.max_rows and life.evict == "lfu"
+    return (LAST_USED,) * bool(by_clock) + (NUM_USES,) * bool(by_count)
 
 
 def state_name(name: str) -> str:
@@ -81,3 +93,81 @@ def piece_bytes(spec: RowTableSpec, rule: RowRule) -> int:
 def least_bytes(spec: RowTableSpec, rule: RowRule) -> int:
     """Return the least memory in which a table in files can work at all."""
     return index_bytes(0) + 2 * LEAST_PIECE_ROWS * piece_bytes(spec, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Rows and all their columns; see `layouts` for what there is.
+
+    Args:
+        ids: (n,), int64, distinct.
+        columns: (n, width of the column) each: "values", "state.<name>" for each state of the rule, and "last_used"
+            and "num_uses" where the lifecycle of the table keeps them.
+        next_slot: where the next piece starts; None after the last one.
+    """
+
+    ids: Tensor
+    columns: Mapping[str, Tensor]
+    next_slot: int | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The values, (n, width)."""
+        return self.columns[VALUES]
+
+    def require(self, layouts: Mapping[str, RowLayout], optional: tuple[str, ...]) -> None:
+        """Raise ProtocolBug when it does not fit a table with these columns, of which some may be missing."""
+        for name, layout in layouts.items():
+            if name in optional and name not in self.columns:
+                continue
+            column = self.ids.view(-1, 1) if name == IDS else self.columns.get(name)
+            shape = (len(self.ids), layout.width)
+            if column is None or column.shape != shape or column.dtype != layout.dtype:
+                got = "none" if column is None else f"{tuple(column.shape)} and {column.dtype}"
+                raise ProtocolBug(f"rows have {got} as {name}, expected {shape} and {layout.dtype}")
+        if len(self.ids.unique()) < len(self.ids):
+            raise ProtocolBug(f"{len(self.ids) - len(self.ids.unique())} of {len(self.ids)} ids of rows repeat")
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """Rows of one table on one server, or on several when added.
+
+    Args:
+        num_rows: there are now.
+        num_candidates: ids that were pushed, but not often enough yet to become rows.
+        num_admitted: rows that came into being by a push, over all time.
+        num_dropped: pushed rows that were lost because their id was not admitted yet: each a gradient that never
+            counted.
+        num_expired: rows removed because they were unused for too long.
+        num_evicted: rows removed because there were more than allowed.
+        num_zeroed: non-finite numbers of gradients that counted as 0.
+        index_bytes: main memory of the index and of the candidates.
+        column_bytes: main memory of ids, values, state and use; of a table that spills, what is mapped at most.
+        spilled_bytes: of ids, values, state and use that lie in a file.
+
+    Example:
+        >>> (RowStatistics(num_rows=2, index_bytes=64) + RowStatistics(num_rows=3, index_bytes=64)).num_rows
+        5
+    """
+
+    num_rows: int = 0
+    num_candidates: int = 0
+    num_admitted: int = 0
+    num_dropped: int = 0
+    num_expired: int = 0
+    num_evicted: int = 0
+    num_zeroed: int = 0
+    index_bytes: int = 0
+    column_bytes: int = 0
+    spilled_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Main memory in all."""
+        return self.index_bytes + self.column_bytes
+
+    def __add__(self, other: RowStatistics) -> RowStatistics:
+        """Return the numbers of both together."""
+        names = [field.name for field in fields(RowStatistics)]
+        return RowStatistics(**{name: getattr(self, name) + getattr(other, name) for name in names})

@@ -1,4 +1,4 @@
-"""The operations on rows by `native.c`: a library without state, which is called without the interpreter's lock."""
+"""The operations on rows by `native.c`, a stateless library that is called without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _FUNCTIONS: Final = {
 
 
 def load_library(path: Path = LIBRARY) -> CDLL | str:
-    """Return the library that was built with the package, or why there is none.
+    """Return the library that was built with the package, or the reason why it cannot be used.
 
-    One that was built from another source than the one beside it is not called: its functions may take other arguments.
+    A library that was built from another source than the file beside it is refused: its functions may differ.
     """
     if not path.exists():
         return f"{path} is not there; install a C compiler, and then this package once more"
@@ -58,7 +58,7 @@ def load_library(path: Path = LIBRARY) -> CDLL | str:
 
 @final
 class NativeOps:
-    """`RowOps` by the library; other sums than those of float32 and float64 are left to torch."""
+    """`RowOps` by the library; torch computes the sums of other dtypes than float32 and float64."""
 
     name: ClassVar[str] = "native"
 
@@ -116,7 +116,7 @@ class NativeOps:
 
     def unique(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """See `RowOps.unique`."""
-        # The distinct keys are the ids of an index that was empty, and every key's is the slot it got.
+        # Inserted into an empty index, the distinct keys are its ids, and `inverse` is the slots.
         entries = keys.new_zeros(num_entries(keys.numel()))
         distinct = torch.empty_like(keys)
         inverse, added = self.insert(entries, distinct, keys, 0, keys.new_empty(0), fresh_seed())
@@ -154,7 +154,7 @@ def _index(entries: Tensor, ids: Tensor, seed: Seed) -> tuple[int, ...]:
 
 
 def _vector(tensor: Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]:
-    """Return where the elements lie and how many; the caller holds the tensor as long as the library reads it."""
+    """Return address and number of elements; the caller keeps the tensor while the library reads it."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu" or tensor.dim() != 1:
         raise ProtocolBug(
             f"row operations got {tensor.dtype} {tuple(tensor.shape)} by {tensor.stride()} on {tensor.device}, "
@@ -164,7 +164,7 @@ def _vector(tensor: Tensor, dtype: torch.dtype = torch.int64) -> tuple[int, int]
 
 
 def _row_stride(rows: Tensor) -> int:
-    """Return how many elements the starts of rows lie apart."""
+    """Return the distance between the starts of rows, in elements."""
     if rows.dim() != 2 or rows.device.type != "cpu" or (rows.shape[1] > 1 and rows.stride(1) != 1):
         raise ProtocolBug(f"rows of {tuple(rows.shape)} by {rows.stride()} on {rows.device} are not contiguous on cpu")
     return rows.stride(0)

@@ -102,7 +102,7 @@ class PendingRows:
         since = self._column(self._since)[: self._index.num_slots]
         return int(((since != _FREE) & (since <= clock)).sum())
 
-    def take(self, limit: int, due: int) -> TakenRows:
+    def pop(self, limit: int, due: int) -> TakenRows:
         """Take out at most `limit` rows: those with something made at clock `due` or before first, then by priority."""
         slots = self._live()
         if len(slots) > limit:

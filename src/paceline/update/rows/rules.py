@@ -1,4 +1,4 @@
-"""The built-in update rules of row tables, by name."""
+"""Row rules: the interface, and the built-in rules by name. State lies in columns beside the values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
+from torch.nn.functional import softshrink
 
 from paceline.errors import UsageError
-from paceline.update.rows.rule import Numbers, RowRule, StateColumn, ascent, declared, fresh_rows, soft_threshold
 from paceline.update.torch_rule import PREFIX, check_groups
 from paceline.update.user_code import build_own, missing_members, own_code
 
@@ -20,6 +20,88 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.update.rules import RuleSpec
+
+Numbers: TypeAlias = Mapping[str, Any]  # the hyperparameters, as of this update
+
+
+@dataclass(frozen=True, slots=True)
+class StateColumn:
+    """A column of state that every row has, in the dtype of its table.
+
+    Args:
+        name: unique in its rule.
+        width: numbers a row; 0 is as many as the row has.
+        fill: the initial number; NaN can mark rows that were never written.
+    """
+
+    name: str
+    width: int = 0
+    fill: float = 0.0
+
+    def elements(self, row_width: int) -> int:
+        """Return how many numbers a row of `row_width` numbers has in this column."""
+        return self.width or row_width
+
+
+@runtime_checkable
+class RowRule(Protocol):
+    """Turns the gradients of some rows into new values; stateless: the state is an argument.
+
+    Every row rule is lazy: rows that are not in an update do not change, unlike under the dense rule of its name.
+    A class given as "package.module:Rule" is built without arguments and must have these three members.
+    """
+
+    @property
+    def columns(self) -> tuple[StateColumn, ...]:
+        """Return the state that is kept for a row; always the same."""
+        ...
+
+    @property
+    def echo(self) -> str:
+        """Return the column that is sent with values and comes back with the gradients computed from them, or ""."""
+        ...
+
+    def update(
+        self, values: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Numbers, echo: Tensor | None
+    ) -> None:
+        """Change `values` and `state` in place; called without autograd, with copies that lie nowhere else.
+
+        Args:
+            values: [n, width], float32 or float64 whatever the table has; n distinct rows, possibly none.
+            gradient: of the same shape and dtype; never write to it.
+            state: [n, width of the column] each, by name.
+            hyper: the hyperparameters, as of this update.
+            echo: the echo column as the worker read it, NaN for rows that it has not read; None if it has read none.
+        """
+        ...
+
+
+def declared(state: Mapping[str, Tensor], column: str, number: str) -> Tensor:
+    """Return a column that hyperparameter `number` needs; raises UsageError if the rows lack it."""
+    if column not in state:
+        raise UsageError(
+            f"{number} is in use now, but it was not when the table was declared, so its rows have no {column}. "
+            f"Declare the table with the {number} it will need."
+        )
+    return state[column]
+
+
+def fresh_rows(column: Tensor) -> Tensor:
+    """Return the positions of the rows that were never written, in a column that starts as NaN."""
+    return column[:, 0].isnan().nonzero()[:, 0]
+
+
+def ascent(values: Tensor, gradient: Tensor, hyper: Numbers, decay: float) -> Tensor:
+    """Return the gradient to descend along, with weight decay, added as torch.optim does."""
+    if hyper["maximize"]:
+        gradient = gradient.neg()
+    return gradient.add(values, alpha=decay) if decay else gradient
+
+
+def soft_threshold(numbers: Tensor, threshold: float) -> Tensor:
+    """Return sign(x) max(|x| - threshold, 0) of each number, never -0."""
+    return softshrink(numbers, threshold).add_(0.0)
+
 
 _STEP = StateColumn("step", 2)
 _BASE = 256
@@ -278,18 +360,16 @@ class AdaptiveRevisionRows:
 
 
 def _since(total: Tensor, echo: Tensor | None) -> Tensor:
-    """Return the sum of the gradients since the reader's; 0 where nobody read."""
+    """Return the sum of the gradients since the worker read the rows; 0 for rows that it has not read."""
     return torch.zeros_like(total) if echo is None else torch.where(echo.isnan(), 0.0, total - echo)
 
-
-__all__ = ["RowRule", "StateColumn", "row_rule"]
 
 _MEMBERS = ("columns", "echo", "update")
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """How a rule is built from its hyperparameters, and which of them it cannot do without."""
+    """How a rule is built from its hyperparameters, and the names of those it needs."""
 
     build: Callable[[Numbers], RowRule]
     numbers: str
@@ -361,7 +441,7 @@ def _own(path: str, allowed: AbstractSet[str] | None) -> RowRule:
 
 @final
 class _InFullPrecision:
-    """Lets a rule compute in float32 where rows have 16 bits: squares and eps vanish in those."""
+    """Makes a rule compute in float32 for rows of 16 bits, in which squares and eps would vanish."""
 
     def __init__(self, rule: RowRule) -> None:
         self._rule = rule

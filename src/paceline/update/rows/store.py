@@ -2,179 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
 
-from paceline.errors import ProtocolBug, UsageError
-from paceline.update.rows.candidates import Candidates, most_candidate_bytes
-from paceline.update.rows.columns import RowColumns
+from paceline.errors import ProtocolBug
 from paceline.update.rows.contribution import Combined, RowContribution, combine
-from paceline.update.rows.index import RowIndex
 from paceline.update.rows.initializers import first_rows
-from paceline.update.rows.layout import IDS, VALUES, index_bytes, layouts, least_bytes, row_bytes, state_name
-from paceline.update.rows.lifecycle import RowUsage, use_columns
-from paceline.update.rows.piece import RowPiece
-from paceline.update.rows.statistics import RowStatistics
+from paceline.update.rows.layout import (
+    IDS,
+    VALUES,
+    RowPiece,
+    RowStatistics,
+    layouts,
+    state_name,
+    use_columns,
+)
+from paceline.update.rows.lifecycle import Candidates, RowUsage
+from paceline.update.rows.memory import RowMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.update.rows.ops import RowOps
-    from paceline.update.rows.rule import RowRule
+    from paceline.update.rows.rules import RowRule
     from paceline.update.rows.spec import RowTableSpec
     from paceline.update.rules import Hyper
-
-_ERASE_TIMES = 16  # the ids that closing one gap in the index looks at, at most but for bad luck
-
-
-@final
-class RowMemory:
-    """Memory of rows: finds, creates and removes them; used by one thread at a time.
-
-    With a memory budget, the index and the candidates lie in main memory in full, and columns are mapped to the rest.
-
-    Args:
-        spec: of the table.
-        rule: whose state is kept.
-        ops: does the work.
-
-    Raises:
-        UsageError: the budget is too small for any table like this, or files cannot be created.
-    """
-
-    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
-        self._table = spec.name
-        self._ops = ops
-        self._row_bytes = row_bytes(spec, rule)
-        self._spilled = bool(spec.life.spill)
-        self._budget_bytes = spec.life.memory_bytes - most_candidate_bytes(spec.life)  # of index and columns
-        self._least_bytes = least_bytes(spec, rule)
-        self._given_bytes = spec.life.memory_bytes
-        self._require(self._least_bytes, "any rows at all")
-        self.columns = RowColumns(spec, rule)
-        self._index = RowIndex(ops, self.columns.ids)
-        self._entry_bytes = index_bytes(0)
-        self._share_out()
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of slots ever used; all rows are in slots below it."""
-        return self._index.num_slots
-
-    @property
-    def index_bytes(self) -> int:
-        """Main memory of the index, without ids."""
-        return self._index.memory_bytes - 8 * self._index.num_slots
-
-    @property
-    def column_bytes(self) -> int:
-        """Main memory of all columns; in files, what is mapped of them at most."""
-        return self.columns.mapped_bytes if self._spilled else self._row_bytes * self.num_slots
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes in files."""
-        return self._row_bytes * self.num_slots if self._spilled else 0
-
-    def pieces(self, num_rows: int) -> Iterator[slice]:
-        """Return slices to work on rows; see `RowColumns.pieces`."""
-        return self.columns.pieces(num_rows)
-
-    def find(self, ids: Tensor) -> Tensor:
-        """Return the slots of ids, (n,), -1 for those without a row."""
-        slots = torch.empty_like(ids)
-        for piece in self.pieces(len(ids)):
-            slots[piece] = self._index.find(ids[piece])
-            self.columns.visit(slots[piece])
-        return slots
-
-    def ids_of(self, slots: Tensor) -> Tensor:
-        """Return the ids of rows; for a piece."""
-        self.columns.visit(slots)
-        return self._index.ids_of(slots)
-
-    def take(self, name: str, slots: Tensor, out: Tensor) -> None:
-        """Copy rows of a column to `out`, (n, its width), but for slot -1; for a piece that was found before."""
-        self._ops.gather(self.columns[name], slots, out)
-
-    def put(self, name: str, slots: Tensor, rows: Tensor) -> None:
-        """Copy `rows` to distinct slots of a column; for a piece that was found before."""
-        self._ops.scatter(self.columns[name], slots, rows)
-
-    def slots_in(self, start: int, stop: int) -> Tensor:
-        """Return those slots between two that have a row, ascending; for a piece."""
-        slots = torch.arange(start, min(stop, self.num_slots))
-        self.columns.visit(slots)
-        return slots[self._index.find(self.columns[IDS].view(-1)[slots]) == slots]
-
-    def has_room(self, num_new: int) -> bool:
-        """Return whether so many rows would need no more memory than there is."""
-        same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
-        return same_index and self._slots_with(num_new) <= self.columns.num_rows
-
-    def reserve(self, ids: Tensor) -> None:
-        """Make room for the rows of distinct new ids; raises UsageError and changes nothing if memory is full."""
-        if not self.has_room(len(ids)):
-            num_new = int((self.find(ids) < 0).sum())
-            self._require_index(num_new)
-            self.columns.grow(self._slots_with(num_new))
-
-    def add(self, ids: Tensor) -> Tensor:
-        """Return the slots of new, distinct rows, for which `reserve` has made room; for a piece."""
-        entry_bytes = max(self._entry_bytes, index_bytes(len(self) + len(ids)))
-        grows = entry_bytes > self._entry_bytes
-        if grows:  # all ids are read
-            self.columns.trim()
-        slots, _ = self._index.add(ids)
-        if grows:
-            self.columns.trim()
-            self._entry_bytes = entry_bytes
-            self._share_out()
-        self.columns.visit(slots)
-        return slots
-
-    def remove(self, slots: Tensor) -> None:
-        """Remove rows; their slots are free for others."""
-        for piece in self.columns.pieces(len(slots), _ERASE_TIMES):
-            self._index.remove(slots[piece])
-            self.columns.trim()  # whatever other ids were looked at
-        self._share_out()
-
-    def close(self) -> None:
-        """Give everything back."""
-        self._index.close()
-        self.columns.close()
-
-    def _slots_with(self, num_new: int) -> int:
-        return max(self.num_slots, len(self) + num_new)
-
-    def _require_index(self, num_new: int) -> None:
-        num_rows = len(self) + num_new
-        if index_bytes(num_rows) > self._entry_bytes:
-            # While the index is built anew, all ids are mapped and nothing else; afterwards pieces of all columns.
-            mapped_bytes = max(8 * self.num_slots, self._least_bytes - index_bytes(0))
-            self._require(index_bytes(num_rows) + mapped_bytes, f"{num_rows} rows")
-
-    def _require(self, needed_bytes: int, what: str) -> None:
-        if self._spilled and needed_bytes > self._budget_bytes:
-            needed_bytes += self._given_bytes - self._budget_bytes
-            raise UsageError(
-                f"Row table '{self._table}': memory_bytes={self._given_bytes} does not suffice for {what}, expected at "
-                f"least {needed_bytes}: an index does not spill. Give it more, use more servers, or let rows go: "
-                "expire_after, max_rows."
-            )
-
-    def _share_out(self) -> None:
-        """Leave to the columns what the index does not take."""
-        self.columns.room_bytes = self._budget_bytes - self.index_bytes
-
-
-__all__ = ["RowContribution", "RowPiece", "RowStatistics", "RowStore"]
 
 
 @final
@@ -250,7 +104,7 @@ class RowStore:
         self._require_ids(ids)
         for piece in self._memory.pieces(len(ids)):
             slots = self._memory.find(ids[piece].contiguous())
-            self._usage.touch(slots[slots >= 0], clock)
+            self._usage.note_use(slots[slots >= 0], clock)
 
     def reserve(self, ids: Sequence[Tensor]) -> None:
         """Make room for the rows of all these ids, so that no update of them can run out of memory.
@@ -288,7 +142,7 @@ class RowStore:
             self._update(update.part(piece), hyper[0], used_at)
         self.hyper = hyper
         if self._candidates is not None and admitted is not None:
-            self._candidates.settle(admitted)
+            self._candidates.count(admitted)
         self._done += RowStatistics(
             num_admitted=len(self) - num_rows,
             num_dropped=0 if admitted is None else admitted.num_dropped,
@@ -351,10 +205,10 @@ class RowStore:
             slots = self._memory.find(ids)
             absent = (slots < 0).nonzero().view(-1)
             slots[absent] = self._memory.add(ids[absent])
-            self._usage.begin(slots, clock)
-            self._usage.touch(slots, clock)
+            self._usage.note_new(slots, clock)
+            self._usage.note_use(slots, clock)
             for name in self._layouts.keys() & piece.columns.keys():
-                self._memory.put(name, slots, piece.columns[name][part])
+                self._memory.write_column(name, slots, piece.columns[name][part])
         self._usage.forget_bounds()
 
     def close(self) -> None:
@@ -365,9 +219,9 @@ class RowStore:
 
     def _read(self, ids: Tensor, out: Tensor, clock: int | None) -> None:
         slots = self._memory.find(ids)
-        self._memory.take(VALUES, slots, out[:, : self.spec.width])
+        self._memory.read_column(VALUES, slots, out[:, : self.spec.width])
         if self._echo:
-            self._memory.take(state_name(self._echo.name), slots, out[:, self.spec.width :])
+            self._memory.read_column(state_name(self._echo.name), slots, out[:, self.spec.width :])
         absent = (slots < 0).nonzero().view(-1)
         if len(absent):
             first = first_rows(self.spec.first, ids[absent], self.spec.width, self._dtype)
@@ -375,35 +229,35 @@ class RowStore:
             out[absent] = torch.cat((first, echo), 1)
             slots = slots[slots >= 0]
         if clock is not None:
-            self._usage.touch(slots, clock)
+            self._usage.note_use(slots, clock)
 
     def _update(self, update: Combined, hyper: Hyper, clock: int) -> None:
         """Update distinct rows; a rule that refuses leaves them as they were."""
         slots = self._memory.find(update.ids)
         absent = (slots < 0).nonzero().view(-1)
         values = torch.empty_like(update.gradient)
-        self._memory.take(VALUES, slots, values)
+        self._memory.read_column(VALUES, slots, values)
         if len(absent):
             values[absent] = first_rows(self.spec.first, update.ids[absent], self.spec.width, self._dtype)
         state: dict[str, Tensor] = {}
         for column in self._rule.columns:
             state[column.name] = values.new_full((len(slots), column.elements(self.spec.width)), column.fill)
-            self._memory.take(state_name(column.name), slots, state[column.name])
+            self._memory.read_column(state_name(column.name), slots, state[column.name])
         self._rule.update(values, update.gradient, state, hyper, update.echo)
         if len(absent):
             slots[absent] = self._memory.add(update.ids[absent])
-            self._usage.begin(slots[absent], clock)
-        self._memory.put(VALUES, slots, values)
+            self._usage.note_new(slots[absent], clock)
+        self._memory.write_column(VALUES, slots, values)
         for name, rows in state.items():
-            self._memory.put(state_name(name), slots, rows)
-        self._usage.touch(slots, clock)
+            self._memory.write_column(state_name(name), slots, rows)
+        self._usage.note_use(slots, clock)
 
     def _remove(self, slots: Tensor) -> Tensor:
         """Remove rows, and return their ids."""
         ids = torch.empty_like(slots)
         for piece in self._memory.pieces(len(slots)):
             ids[piece] = self._memory.ids_of(slots[piece])
-            self._usage.end(slots[piece])
+            self._usage.note_removed(slots[piece])
         self._memory.remove(slots)
         return ids
 
@@ -411,7 +265,7 @@ class RowStore:
         copies: dict[str, Tensor] = {}
         for name, layout in self._layouts.items():
             copies[name] = torch.empty((len(slots), layout.width), dtype=layout.dtype)
-            self._memory.take(name, slots, copies[name])
+            self._memory.read_column(name, slots, copies[name])
         return copies
 
     def _require_contributions(self, contributions: Sequence[RowContribution]) -> None:

@@ -1,6 +1,6 @@
-"""The operations on rows in torch alone, for machines without a compiler: same results as `native.c`, more time.
+"""The operations on rows in torch alone, for machines without a compiler: as `native.c`, but slower.
 
-Keys are probed all at once: each round looks at one place of every key that has not arrived yet.
+All keys are probed at once: each round looks at one place of every key that is not found yet.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class TorchOps:
         mask = entries.numel() - 1
         places = _places_of(entries, slots, seeded_hash(ids[slots], seed))
         entries[places] = 0
-        # What lies behind a gap, up to the next empty place, may have got there by passing it: it is placed anew.
-        # Places differ in the first round, and so in every round; whoever comes to another's gap ends there.
+        # Entries after a gap, up to the next empty place, may have passed it: they are placed again.
+        # Places differ in the first round, and so in every round; a search that reaches the gap of another ends there.
         moved = [entries.new_empty(0)]
         while places.numel():
             places = (places + 1) & mask
@@ -117,13 +117,13 @@ def hash_of(ids: Tensor) -> Tensor:
 
 
 def seeded_hash(ids: Tensor, seed: Seed) -> Tensor:
-    """Return the hash of int64 ids by which an index finds them, as int64; it cannot be told without the seed."""
+    """Return the hash of int64 ids by which an index finds them, as int64; without the seed it cannot be predicted."""
     first, second = (number - (1 << 64) if number >> 63 else number for number in seed)
     return hash_of(hash_of(ids ^ first) ^ second)
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    # torch shifts int64 with its sign; the bits that come in from the left have to be zeros.
+    # Torch shifts int64 with its sign; the bits shifted in from the left must be zeros.
     return bits >> count & (1 << 64 - count) - 1
 
 
@@ -132,7 +132,7 @@ def _slot_of(entries: Tensor) -> Tensor:
 
 
 def _distinct(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct keys as they first appear, which of them every key is, and where each first appears."""
+    """Return the distinct keys in order of appearance, the index of each key among them, and their first positions."""
     values, inverse = keys.unique(return_inverse=True)
     first = torch.full_like(values, keys.numel())
     first.scatter_reduce_(0, inverse, torch.arange(keys.numel()), "amin")
@@ -143,20 +143,20 @@ def _distinct(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _place(entries: Tensor, slots: Tensor, hashes: Tensor) -> None:
-    """Write an entry for each of the distinct slots, which have none yet."""
+    """Write an entry for each of some distinct slots without one."""
     mask = entries.numel() - 1
     written = hashes & _UPPER | (slots + 1)
     places = hashes & mask
     while written.numel():
         empty = entries[places] == 0
         entries[places[empty]] = written[empty]
-        # Of several that found the same place empty, one is there now; the others go on as if it had been taken.
+        # Of several entries for the same empty place, one is there now; the others go on as if it had been full.
         further = entries[places] != written
         written, places = written[further], (places[further] + 1) & mask
 
 
 def _places_of(entries: Tensor, slots: Tensor, hashes: Tensor) -> Tensor:
-    """Return where the entries of distinct slots lie; ProtocolBug when one has none."""
+    """Return the places of the entries of distinct slots; raises ProtocolBug if one has none."""
     mask = entries.numel() - 1
     places = hashes & mask
     todo = torch.arange(slots.numel())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, final
 import torch
 
 from paceline.errors import UsageError
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import RowPiece
 from paceline.update.summing import num_nonfinite
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ _LEAST_ROWS: Final = 64
 
 @final
 class RowWalk:
-    """The rows of one server, for one walk through them.
+    """One walk through the rows of one server.
 
     Args:
-        store: whose rows; nothing else may change them meanwhile.
-        clock: that the table has reached.
-        note: called with the ids of rows that were changed.
+        store: the rows; nothing else may change them meanwhile.
+        clock: the clock of the table.
+        note: called with the ids of changed rows.
 
     Example:
         >>> def halve(rows: RowWalk) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ class RowWalk:
         self._store = store
         self._clock = clock
         self._note = note
-        self._given: RowPiece | None = None  # the piece at hand as it was given
+        self._given: RowPiece | None = None  # the current piece, as it was given
         self.num_changed = 0
 
     def __len__(self) -> int:
@@ -69,11 +69,11 @@ class RowWalk:
         self._given = None
 
     def put(self, piece: RowPiece) -> None:
-        """Write the piece at hand back, with what you changed in its values and columns; ids stay.
+        """Write the current piece back, with your changes to its values and columns; ids stay.
 
         Raises:
-            UsageError: it is another piece, has another shape or dtype, or values that are not finite (in a table that
-                does not ignore those). The rows of this piece are as they were.
+            UsageError: it is another piece, has another shape or dtype, or values that are not finite (unless the table
+                ignores those). The rows of this piece are unchanged then.
         """
         given = self._given
         if given is None or not torch.equal(piece.ids, given.ids) or piece.columns.keys() != given.columns.keys():
@@ -90,7 +90,7 @@ class RowWalk:
         self._write(piece, given)
 
     def _write(self, piece: RowPiece, given: RowPiece) -> None:
-        """Write those rows of which a bit differs."""
+        """Write the rows with changed bits."""
         differs = torch.zeros(len(piece.ids), dtype=torch.bool)
         for name, column in piece.columns.items():
             differs |= (_bits(column) != _bits(given.columns[name])).any(1)
@@ -107,7 +107,7 @@ class RowWalk:
 
 
 def piece_slots(store: RowStore) -> int:
-    """Return how many slots of a store make a piece of about `PIECE_BYTES`."""
+    """Return the number of slots of a piece of about `PIECE_BYTES`."""
     statistics = store.statistics()
     num_bytes = statistics.spilled_bytes or statistics.column_bytes
     row_bytes = -(-num_bytes // max(1, len(store)))  # no less than it is: free slots count as well
@@ -119,5 +119,5 @@ def _copy(piece: RowPiece) -> RowPiece:
 
 
 def _bits(column: Tensor) -> Tensor:
-    """Return numbers as bytes, (n, bytes a row), which differ where NaN does not."""
+    """Return numbers as bytes, (n, bytes a row), so that NaNs compare."""
     return column.contiguous().view(torch.uint8)

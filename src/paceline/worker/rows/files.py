@@ -8,10 +8,9 @@ from pathlib import Path
 
 from paceline.errors import Refused, UsageError
 from paceline.update.rows.export import load_rows, save_rows
-from paceline.update.rows.piece import RowPiece
+from paceline.update.rows.layout import RowPiece, RowStatistics
 from paceline.update.rows.rules import row_rule
 from paceline.update.rows.spec import RowTableSpec
-from paceline.update.rows.statistics import RowStatistics
 from paceline.worker.whole_calls import WholeCalls
 
 

@@ -18,8 +18,8 @@ from paceline.errors import UsageError
 from paceline.update.filters.pipeline import FilterCounts
 from paceline.update.filters.traffic import RowTraffic
 from paceline.update.placement import torch_dtype
+from paceline.update.rows.layout import RowStatistics
 from paceline.update.rows.spec import RowTableSpec
-from paceline.update.rows.statistics import RowStatistics
 from paceline.update.rules import Number
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper

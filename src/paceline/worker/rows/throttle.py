@@ -313,9 +313,9 @@ class BudgetedRows:
         """
         limit = self.rows_at_once
         if self._due != _NOTHING:
-            return self.pending.take(limit, self._due)
-        due = self.pending.take(limit // 2, self.deferral.due(self.clock()))
-        first = self.pending.take(limit - len(due.ids), _NOTHING)
+            return self.pending.pop(limit, self._due)
+        due = self.pending.pop(limit // 2, self.deferral.due(self.clock()))
+        first = self.pending.pop(limit - len(due.ids), _NOTHING)
         return TakenRows(torch.cat((due.ids, first.ids)), torch.cat((due.rows, first.rows)))
 
     @property

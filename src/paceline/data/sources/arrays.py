@@ -1,4 +1,4 @@
-"""Samples in columns: numpy arrays and tensors, memory-mapped and gathered straight into a batch."""
+"""Samples of numpy arrays and tensors, memory-mapped and gathered straight into a batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batch_layout import DTYPES, MAX_DIMENSIONS, Column, TensorColumn
+from paceline.data.sources.batch import DTYPES, MAX_DIMENSIONS, Column, TensorColumn, tensor_over
 from paceline.data.sources.declared import ArrayFile, Arrays, Tensors
-from paceline.data.sources.files import FixedFiles, reading
-from paceline.data.sources.views import tensor_over
+from paceline.data.sources.input_files import FixedFiles, reading
 from paceline.errors import DataError
 
 _LOCAL_HEADER_BYTES: Final = 30
-# What zipfile and numpy raise for what is no array of numbers, or cannot be had: RuntimeError for what is encrypted.
+# Errors of zipfile and numpy for files without a readable array of numbers; RuntimeError for encrypted ones.
 _NO_ARRAY: Final = (
     *(ValueError, EOFError, BadZipFile, RuntimeError, OverflowError, MemoryError),
     *(struct.error, zlib.error, LZMAError),
@@ -38,13 +37,13 @@ class Columns:
     """Tensors whose first dimension counts the samples.
 
     Args:
-        titles: what each column is, for messages.
-        tensors: the columns; they are never written to.
-        names: a record is a dict with these names; without them a tuple, or the tensor of a single column.
-        files: where they lie.
+        titles: a description of each column, for messages.
+        tensors: the columns; they are only read.
+        names: keys of the dict that a record is; without them a record is a tuple, or the tensor of a single column.
+        files: the files of the columns.
 
     Raises:
-        DataError: a column has no first dimension, or another number of samples than the others.
+        DataError: a column is a scalar, or has another number of samples than the others.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Columns:
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return self._num_samples
 
     def gather(self, indices: Sequence[int]) -> Column:
@@ -81,11 +80,11 @@ class Columns:
         return tuple(values) if len(values) > 1 else values[0]
 
     def name(self, index: int) -> str:
-        """Say which record this is."""
+        """Return the name of a record."""
         return f"sample {index} of {', '.join(self._titles)}"
 
     def check(self) -> None:
-        """Raise DataError when a file has another size by now."""
+        """Raise DataError if a file has changed."""
         self._files.check()
 
     def describe(self) -> object:
@@ -94,7 +93,7 @@ class Columns:
         return [self._files.describe(), shapes]
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Release the mapped files."""
         self._tensors.clear()
 
 
@@ -118,7 +117,7 @@ def _check_columns(titles: Sequence[str], tensors: Sequence[Tensor]) -> None:
 
 
 def open_arrays(source: Arrays) -> Columns:
-    """Map arrays; raises DataError when one is missing, damaged, or no array of numbers."""
+    """Map arrays; raises DataError if one is missing, damaged, or not an array of numbers."""
     paths = list(dict.fromkeys(file.path for file in source.arrays))
     files = FixedFiles(paths)
     arrays = [_array(file) for file in source.arrays]
@@ -154,13 +153,13 @@ def _whole_file(path: str, raw: IO[bytes]) -> np.ndarray[Any, Any]:
 
 
 def _header(raw: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]] | None:
-    """Read the header of an array; None where only numpy knows its version."""
+    """Read the header of an array; None for versions that only numpy reads."""
     version = np.lib.format.read_magic(raw)
     return _HEADERS[version](raw) if version in _HEADERS else None
 
 
 def _member(archive: ZipFile, name: str, raw: IO[bytes]) -> np.ndarray[Any, Any]:
-    """Return an array of an .npz file: mapped where it lies there as it is, else read."""
+    """Return an array of an .npz file: mapped if it is stored uncompressed, else read."""
     known = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if name not in known:
         raise ValueError(f"it has no array {name}, only {', '.join(sorted(known)) or 'none'}")
@@ -172,14 +171,14 @@ def _member(archive: ZipFile, name: str, raw: IO[bytes]) -> np.ndarray[Any, Any]
             return _mapped(raw, start + known[name].file_size, *header)
     with archive.open(known[name]) as member:
         header = _header(member)
-        if header is not None:  # before there is memory for it
+        if header is not None:  # before memory is allocated
             _require_size(known[name].file_size - member.tell(), header[0], header[2])
     with archive.open(known[name]) as member:
         return np.lib.format.read_array(member)
 
 
 def _start(info: ZipInfo, raw: IO[bytes]) -> int:
-    """Return where the content of a member begins: after its own header, which may be longer than in the directory."""
+    """Return the start of a member's content, after its local header, which may be longer than the central one."""
     raw.seek(info.header_offset)
     header = raw.read(_LOCAL_HEADER_BYTES)
     name_bytes, extra_bytes = struct.unpack_from("<HH", header, _LOCAL_HEADER_BYTES - 4)
@@ -195,7 +194,7 @@ def _mapped(
 
 
 def _require_size(size_bytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise ValueError unless an array of so many bytes may have this shape and type."""
+    """Raise ValueError unless an array of this size can have this shape and type."""
     if dtype.hasobject:
         raise ValueError("it is an array of objects")
     if min(shape, default=0) < 0 or size_bytes != math.prod(shape) * dtype.itemsize:
@@ -212,7 +211,7 @@ def _from_numpy(array: np.ndarray[Any, Any], title: str) -> Tensor:
 
 
 def open_tensors(source: Tensors) -> Columns:
-    """Map tensors; raises DataError when the file is missing, damaged, or lacks one."""
+    """Map tensors; raises DataError if the file is missing or damaged, or lacks one."""
     from safetensors import SafetensorError, safe_open
 
     files = FixedFiles([source.path])
@@ -226,5 +225,5 @@ def open_tensors(source: Tensors) -> Columns:
                 )
             tensors = [opened.get_tensor(name) for name in source.names]
     except SafetensorError as error:
-        raise DataError(f"{source.path} is no whole safetensors file: {error}. Write it anew.") from error
+        raise DataError(f"{source.path} is not a complete safetensors file: {error}. Write it again.") from error
     return Columns([f"{name} of {source.path}" for name in source.names], tensors, None, files)

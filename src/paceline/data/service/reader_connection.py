@@ -1,4 +1,4 @@
-"""Send queue of one worker, emptied by a thread of its own, so that a slow worker delays no other."""
+"""A reader's connection to a data server: its state, and its send queue, emptied by a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from paceline.data.service.buffer_pool import BatchBuffers
+from paceline.data.service.messages import MAX_UNANSWERED
+from paceline.data.service.source_cache import CachedSource
 from paceline.errors import PeerError, UsageError
 from paceline.transport.base import EMPTY, Connection
+from paceline.wire.messages import Hello, decode
+from paceline.wire.permissions import check_caller
 
 _TIMEOUT_S: Final = 60.0
 _LEAST_BYTES_PER_S: Final = 1e6  # a worker that receives batches more slowly than this is disconnected
@@ -58,7 +63,7 @@ class ServiceSendQueue:
         try:
             self._thread.start()
         except RuntimeError:
-            raise PeerError("there is no thread to answer it by") from None
+            raise PeerError("the system refuses a thread to answer it") from None
 
     @property
     def has_room(self) -> bool:
@@ -107,3 +112,45 @@ class ServiceSendQueue:
         except (PeerError, UsageError):  # gone, too slow, or the answer exceeds the limits of a frame
             return False
         return True
+
+
+@dataclass(slots=True, eq=False)
+class ReaderConnection:
+    """State of one worker's connection; it ends with the connection."""
+
+    hello: Hello
+    send_queue: ServiceSendQueue
+    batch_buffers: BatchBuffers
+    sources: dict[int, CachedSource] = field(default_factory=dict[int, CachedSource])  # by number
+    num_asked: int = 0
+
+    def count_request(self) -> None:
+        """Count a request; raises PeerError when too many are unanswered."""
+        self.num_asked += 1  # each gets exactly one answer
+        if self.num_asked - self.send_queue.num_sent > MAX_UNANSWERED:
+            raise PeerError(f"a worker has more than {MAX_UNANSWERED} unanswered requests")
+
+    def close(self) -> None:
+        """End the connection and its thread, and free its buffers."""
+        self.send_queue.close()
+        self.batch_buffers.clear()
+
+
+def accept_reader(
+    connection: Connection,
+    generation: int,
+    num_workers: int | None,
+    on_room: Callable[[], None],
+    batch_buffers: BatchBuffers,
+) -> ReaderConnection:
+    """Return the state of a new connection; raises PeerError unless it is from a worker of this job."""
+    hello = check_caller(decode(connection.identity), connection)
+    if hello.role != "worker":
+        raise PeerError(f"a {hello.role} may not read from a data server")
+    if hello.generation != generation:
+        raise PeerError(f"worker {hello.rank} is of generation {hello.generation} of the job, expected {generation}")
+    if hello.rank < 0 or (num_workers is not None and hello.rank >= num_workers):
+        raise PeerError(f"worker {hello.rank} is not in this job, which has {num_workers} workers")
+    reader = ReaderConnection(hello, ServiceSendQueue(connection, on_room), batch_buffers)
+    reader.send_queue.open()
+    return reader

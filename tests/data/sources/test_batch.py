@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.data.sources.made import alike, prepared_of, same, tensor_of, through_memory
 from torch.utils.data import default_collate
 
-from paceline.data.sources.batch_layout import (
+from paceline.data.sources.batch import (
     BatchLayout,
     DictPart,
     ListPart,
     Part,
-    Prepared,
+    PreparedBatch,
     TensorPart,
     TextPart,
     unpack,
@@ -66,7 +66,7 @@ def test_tensors_are_views_of_the_memory() -> None:
 
 
 def test_nothing_but_skipped_records() -> None:
-    batch = through_memory(Prepared(None, 0, 5))
+    batch = through_memory(PreparedBatch(None, 0, 5))
     assert (batch.content, batch.num_samples, batch.num_skipped) == (None, 0, 5)
 
 
@@ -138,7 +138,7 @@ LIES: dict[str, tuple[BatchLayout, str]] = {
 }
 
 
-def memory_of(prepared: Prepared) -> memoryview:
+def memory_of(prepared: PreparedBatch) -> memoryview:
     memory = memoryview(bytearray(prepared.size_bytes))
     prepared.fill(memory)
     return memory
@@ -153,7 +153,12 @@ def test_a_layout_that_lies_is_refused(lie: str) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "why"),
-    [(64, 0xFF, "one after the other"), (71, 0x80, "one after the other"), (80, 0xFF, "is none"), (128, 2, "truth")],
+    [
+        (64, 0xFF, "one after the other"),
+        (71, 0x80, "one after the other"),
+        (80, 0xFF, "not valid UTF-8"),
+        (128, 2, "bool"),
+    ],
 )
 def test_content_that_lies_is_refused(at: int, value: int, why: str) -> None:
     prepared = prepared_of(RECORDS)

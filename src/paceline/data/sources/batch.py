@@ -1,7 +1,7 @@
-"""How a batch lies in memory: what is about to be written, the layout that travels, and the batch that is read.
+"""A batch: the request for it, its content, and its layout in memory, in which it travels from a data server.
 
-Tensors lie as they are, each at a multiple of 64 bytes. A list of texts is the ends of the texts as int64, then the
-texts one after the other.
+In memory each tensor lies as it is, at a multiple of 64 bytes. A list of texts is the ends of the texts as int64,
+followed by the texts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.sources.batches import Batch
-from paceline.data.sources.views import tensor_over
 from paceline.errors import PeerError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A request for the samples with these indices, in this order, as transformed in this epoch."""
+
+    epoch: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch of samples.
+
+    Args:
+        content: tensors, lists of str and lists of bytes, in lists and dicts as torch's `default_collate` makes them;
+            None if all records were skipped.
+        num_samples: number of samples; fewer than requested if records were skipped.
+        num_skipped: number of records that could not be decoded.
+    """
+
+    content: Any
+    num_samples: int
+    num_skipped: int
+
+
+def require_served(num_samples: int, size_bytes: int, max_bytes: int) -> None:
+    """Raise UsageError for a batch larger than `max_bytes`."""
+    if size_bytes > max_bytes:
+        raise UsageError(
+            f"a batch of {num_samples} samples has {size_bytes} bytes, at most {max_bytes} are served: choose a "
+            "smaller batch size"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRecords:
+    """Number of records skipped so far, and the reasons for the first ones."""
+
+    num_skipped: int
+    reasons: tuple[str, ...]
+
+
+class _Claimed:
+    """An array that claims to be writable, for torch; its views keep it alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def tensor_over(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor over the memory of an array; one over a read-only array must not be written to.
+
+    Torch warns of read-only memory, or before version 2.7 refuses it, although it is not written to here.
+
+    >>> array = np.arange(3)
+    >>> array.flags.writeable = False
+    >>> tensor_over(array)
+    tensor([0, 1, 2])
+    """
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Claimed(array)))
+
 
 MAX_DIMENSIONS: Final = 32
 MAX_DEPTH: Final = 32  # of lists and dicts in each other
@@ -73,7 +134,7 @@ Part: TypeAlias = TensorPart | TextPart | ListPart | DictPart
 
 
 class BatchLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where everything of a batch lies in `size_bytes` of memory; it travels as plain data."""
+    """The layout of a batch in `size_bytes` of memory; travels as plain data."""
 
     content: Part | None
     num_samples: int
@@ -86,7 +147,7 @@ class BatchLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TensorColumn:
-    """One value of each sample, together a tensor, which `write` puts into the tensor of this shape that it gets."""
+    """One value of each sample, as a tensor; `write` writes it into a tensor of this shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -104,11 +165,11 @@ class TextColumn:
 Column: TypeAlias = "TensorColumn | TextColumn | list[Column] | dict[str, Column]"
 
 
-class Prepared:
+class PreparedBatch:
     """A batch that is about to be written.
 
     Attributes:
-        layout: how it will lie.
+        layout: its layout in memory.
     """
 
     def __init__(self, content: Column | None, num_samples: int, num_skipped: int) -> None:
@@ -119,7 +180,7 @@ class Prepared:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the memory that it takes."""
+        """Bytes of memory that the batch takes."""
         return self.layout.size_bytes
 
     def fill(self, memory: memoryview) -> None:
@@ -165,12 +226,12 @@ def _write_texts(raw: Tensor, offset: int, texts: list[bytes]) -> None:
 
 
 def unpack(layout: BatchLayout, memory: memoryview) -> Batch:
-    """Return the batch that lies in this memory; its tensors are views of it, and keep it alive.
+    """Return the batch in this memory; its tensors are views of the memory, and keep it alive.
 
-    The tensors can be written to where the memory can; writing to others ends the process.
+    The tensors of writable memory may be written to; writing to others ends the process.
 
     Raises:
-        PeerError: the layout makes no sense, or does not fit the memory.
+        PeerError: the layout is not valid, or does not fit the memory.
     """
     _check(layout, memory.nbytes)
     if layout.content is None:
@@ -188,7 +249,7 @@ def _read(part: Part, raw: Tensor) -> Any:  # noqa: ANN401 - whatever the record
         case TensorPart():
             tensor = _at(raw, part.offset, DTYPES[part.dtype], part.shape)
             if part.dtype == "bool" and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-                raise PeerError("a batch has a truth value that is neither 0 nor 1; is the peer of another version?")
+                raise PeerError("a batch has a bool that is neither 0 nor 1; is the peer of another version?")
             return tensor
         case TextPart():
             return _texts(part, raw)
@@ -207,11 +268,11 @@ def _texts(part: TextPart, raw: Tensor) -> list[str] | list[bytes]:
     try:
         return [decode_text(text) for text in texts]
     except UnicodeDecodeError as error:
-        raise PeerError(f"a text of a batch is none: {error}") from error
+        raise PeerError(f"a text in a batch is not valid UTF-8: {error}") from error
 
 
 def encode_text(text: str) -> bytes:
-    """Return a text as bytes; whatever a str can hold."""
+    """Return a text as bytes; any str is supported."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -221,7 +282,7 @@ def decode_text(data: bytes) -> str:
 
 
 def _at(raw: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor that lies at an offset of flat memory."""
+    """Return a tensor at an offset of flat memory."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
@@ -229,13 +290,13 @@ def _at(raw: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def _extent(part: TensorPart | TextPart) -> int:
-    """Return how many bytes a part takes."""
+    """Return the number of bytes of a part."""
     if isinstance(part, TextPart):
         return part.num * _END_BYTES + part.size_bytes
     return math.prod(part.shape) * DTYPES[part.dtype].itemsize
 
 
-# -- checking what comes from elsewhere ------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------------------------
 
 
 def _check(layout: BatchLayout, size_bytes: int) -> None:
@@ -257,14 +318,14 @@ def _problems(layout: BatchLayout, size_bytes: int) -> Iterator[str]:
     end = 0
     for leaf in sorted((leaf for leaf in leaves if _extent(leaf)), key=lambda leaf: leaf.offset):
         if leaf.offset < end or leaf.offset % _ALIGNMENT:
-            yield f"a part lies at {leaf.offset}, where it may not"
+            yield f"a part lies at {leaf.offset}, inside another one or unaligned"
         end = leaf.offset + _extent(leaf)
     if end > layout.size_bytes:
         yield f"its parts reach to {end}, and it takes {layout.size_bytes} bytes"
 
 
 def _shape_problems(part: Part, num_samples: int, depth: int, leaves: list[TensorPart | TextPart]) -> Iterator[str]:
-    """Yield what is wrong with a part by itself, and note the leaves below it."""
+    """Yield the problems of a part by itself, and append its leaves."""
     if depth > MAX_DEPTH:
         yield f"its parts lie more than {MAX_DEPTH} deep in each other"
         return

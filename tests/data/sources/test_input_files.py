@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.leaks import open_descriptors
 
-from paceline.data.sources.files import FixedFiles, OpenFiles, find_files
+from paceline.data.sources.input_files import FixedFiles, OpenFiles, find_files
 from paceline.errors import DataError
 
 

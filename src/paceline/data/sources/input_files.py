@@ -17,9 +17,9 @@ _MOST_LISTED: Final = 5  # paths that a message names
 
 
 class FileState(NamedTuple):
-    """What tells whether a file is still the one that was opened.
+    """The state of a file, by which a change since it was opened is noticed.
 
-    The time of the last change of its status is not in it: that changes with a link to it or a permission, too.
+    It does not include ctime, which links and permissions change too.
     """
 
     size_bytes: int
@@ -28,15 +28,15 @@ class FileState(NamedTuple):
 
     @staticmethod
     def of(status: os.stat_result) -> FileState:
-        """Return that of a file with this status."""
+        """Return the state of a file with this status."""
         return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def find_files(paths: Sequence[str]) -> list[str]:
-    """Return the files that are meant, those of each pattern sorted by name.
+    """Return the files that paths and patterns name, those of each pattern sorted by name.
 
     Raises:
-        DataError: nothing is there, or a file is meant twice, under the same name or another one.
+        DataError: no file is found, or a file is named twice, by the same name or another one.
     """
     found = [file for path in paths for file in _matching(path)]
     whole, names = WholePaths(), dict[str, str]()
@@ -52,13 +52,13 @@ def find_files(paths: Sequence[str]) -> list[str]:
 
 
 class WholePaths:
-    """Whole paths of files, without links in them; those of folders are found once."""
+    """Resolves paths, without links in them; each folder is resolved once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
 
     def of(self, path: str) -> str:
-        """Return the whole path of a file."""
+        """Return the resolved path of a file."""
         if os.path.islink(path):
             return os.path.realpath(path)
         folder, name = os.path.split(path)
@@ -83,7 +83,7 @@ def _matching(path: str) -> list[str]:
 
 
 def file_state(path: str) -> FileState:
-    """Return the state of a file; raises DataError when there is no such file."""
+    """Return the state of a file; raises DataError unless it is a regular file."""
     with reading(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -94,7 +94,7 @@ def file_state(path: str) -> FileState:
 
 @contextmanager
 def reading(path: str) -> Generator[None]:
-    """Turn what the system says of a file into a DataError that names it."""
+    """Turn errors of the system into a DataError that names the file."""
     try:
         yield
     except OSError as error:
@@ -106,18 +106,18 @@ def reading(path: str) -> Generator[None]:
 
 
 class FixedFiles:
-    """Files that must stay as they were: what is mapped of a file that shrinks would end the process."""
+    """Files that must not change: access to a mapped file that has shrunk would end the process."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._states = {path: file_state(path) for path in paths}
 
     def check(self) -> None:
-        """Raise DataError when one of them was changed since."""
+        """Raise DataError if one of the files has changed."""
         for path in self._states:
             self.check_one(path)
 
     def check_one(self, path: str) -> None:
-        """Raise DataError when this one of them was."""
+        """Raise DataError if this file has changed."""
         _check_state(path, self._states[path], file_state(path))
 
     def describe(self) -> list[tuple[str, int]]:
@@ -126,7 +126,7 @@ class FixedFiles:
 
 
 class OpenFiles:
-    """Files of which pieces are read, some of them open at a time."""
+    """Files that are read in pieces; only some are open at a time."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths: Final = tuple(paths)
@@ -134,11 +134,11 @@ class OpenFiles:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def size_bytes(self, number: int) -> int:
-        """Return the size of the file of this number when it was first looked at."""
+        """Return the size of a file, by number, when it was first opened."""
         return self._states[number].size_bytes
 
     def read(self, number: int, offset: int, size_bytes: int) -> bytes:
-        """Return this piece of the file of this number; raises DataError when the file is not as it was."""
+        """Return a piece of a file, by number; raises DataError if the file has changed."""
         with reading(self.paths[number]):
             descriptor = self._descriptor(number)
             data = os.pread(descriptor, size_bytes, offset)
@@ -155,7 +155,7 @@ class OpenFiles:
         return [(path, state.size_bytes) for path, state in zip(self.paths, self._states, strict=True)]
 
     def close(self) -> None:
-        """Close what is open; it is opened again when it is read."""
+        """Close the open files; a read opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 

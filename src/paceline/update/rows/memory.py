@@ -1,0 +1,270 @@
+"""Memory of the rows of one table on one server: its columns and the index of ids, within a budget where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.update.rows.column import RowColumn, Windows, unnamed_file
+from paceline.update.rows.index import RowIndex
+from paceline.update.rows.layout import IDS, LEAST_PIECE_ROWS, index_bytes, layouts, least_bytes, piece_bytes, row_bytes
+from paceline.update.rows.lifecycle import most_candidate_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paceline.update.rows.ops import RowOps
+    from paceline.update.rows.rules import RowRule
+    from paceline.update.rows.spec import RowTableSpec
+
+_ERASE_TIMES: Final = 16  # the ids that closing one gap in the index looks at, at most but for bad luck
+PIECE_ROWS: Final = 16 * 1024  # that are worked on together: few enough to stay in the cache
+
+
+@final
+class RowColumns:
+    """All columns of a table; one row has the same slot in each. For one thread at a time.
+
+    For columns in files, the mapped memory stays within `room_bytes`: callers announce the rows they touch by `visit`,
+    before or at once after, and work in `pieces`, between which memory is released if needed.
+
+    Args:
+        spec: of the table.
+        rule: whose state is kept.
+
+    Raises:
+        UsageError: a file cannot be created.
+    """
+
+    def __init__(self, spec: RowTableSpec, rule: RowRule) -> None:
+        self.room_bytes = 0  # that may be mapped, of columns in files
+        self._columns: dict[str, RowColumn] = {}
+        self._windows: dict[str, Windows] = {}
+        self._piece_bytes = piece_bytes(spec, rule)
+        try:
+            for name, layout in layouts(spec, rule).items():
+                descriptor = unnamed_file(spec.life.spill) if spec.life.spill else None
+                self._columns[name] = RowColumn(layout.width, layout.dtype, descriptor)
+        except UsageError as error:
+            self.close()
+            raise UsageError(f"Row table '{spec.name}': {error}") from error
+        if spec.life.spill:
+            self._windows = {name: Windows(column) for name, column in self._columns.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a whole column, (capacity, width); keep it no longer than a piece."""
+        return self._columns[name].tensor
+
+    @property
+    def ids(self) -> RowColumn:
+        """The column of ids, for the index."""
+        return self._columns[IDS]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows all columns have room for."""
+        return min(len(column.tensor) for column in self._columns.values())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The most memory that columns in files map now."""
+        return sum(windows.mapped_bytes for windows in self._windows.values())
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for `num_rows` rows in all; raises UsageError, without changes, if memory is full."""
+        if self._windows:
+            for windows in self._windows.values():
+                windows.grow(num_rows)
+        else:
+            for column in self._columns.values():
+                column.grow(num_rows)
+
+    def pieces(self, num_rows: int, times: int = 1) -> Iterator[slice]:
+        """Return slices of `num_rows` rows that come one after the other.
+
+        While it has a slice, the caller may touch `times` as many rows in all columns.
+        """
+        start = 0
+        while start < num_rows:
+            self._make_room()
+            stop = min(start + max(1, self._piece_rows() // times), num_rows)
+            yield slice(start, stop)
+            start = stop
+
+    def visit(self, slots: Tensor) -> None:
+        """Count rows as touched; -1 is no row."""
+        for windows in self._windows.values():
+            windows.visit(slots[slots >= 0])
+
+    def visit_span(self, name: str, start: int, stop: int) -> None:
+        """Count neighbouring rows of one column as touched, before they are."""
+        if self._windows:
+            self._make_room()
+            self._windows[name].visit_span(start, stop)
+
+    def trim(self) -> None:
+        """Release the memory that columns in files map."""
+        for windows in self._windows.values():
+            windows.trim()
+
+    def close(self) -> None:
+        """Give everything back."""
+        for column in self._columns.values():
+            column.close()
+
+    def _make_room(self) -> None:
+        if self._windows and self.mapped_bytes > self.room_bytes // 2:
+            self.trim()
+
+    def _piece_rows(self) -> int:
+        if not self._windows:
+            return PIECE_ROWS
+        return min(PIECE_ROWS, max(LEAST_PIECE_ROWS, self.room_bytes // 2 // self._piece_bytes))
+
+
+@final
+class RowMemory:
+    """Memory of rows: finds, creates and removes them; used by one thread at a time.
+
+    With a memory budget, the index and the candidates lie in main memory, and columns are mapped to the rest of it.
+
+    Args:
+        spec: of the table.
+        rule: whose state is kept.
+        ops: does the work.
+
+    Raises:
+        UsageError: the budget is too small for any table like this, or files cannot be created.
+    """
+
+    def __init__(self, spec: RowTableSpec, rule: RowRule, ops: RowOps) -> None:
+        self._table = spec.name
+        self._ops = ops
+        self._row_bytes = row_bytes(spec, rule)
+        self._spilled = bool(spec.life.spill)
+        self._budget_bytes = spec.life.memory_bytes - most_candidate_bytes(spec.life)  # of index and columns
+        self._least_bytes = least_bytes(spec, rule)
+        self._given_bytes = spec.life.memory_bytes
+        self._require(self._least_bytes, "any rows at all")
+        self.columns = RowColumns(spec, rule)
+        self._index = RowIndex(ops, self.columns.ids)
+        self._entry_bytes = index_bytes(0)
+        self._share_out()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots ever used; all rows are in slots below it."""
+        return self._index.num_slots
+
+    @property
+    def index_bytes(self) -> int:
+        """Main memory of the index, without ids."""
+        return self._index.memory_bytes - 8 * self._index.num_slots
+
+    @property
+    def column_bytes(self) -> int:
+        """Main memory of all columns; in files, what is mapped of them at most."""
+        return self.columns.mapped_bytes if self._spilled else self._row_bytes * self.num_slots
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes in files."""
+        return self._row_bytes * self.num_slots if self._spilled else 0
+
+    def pieces(self, num_rows: int) -> Iterator[slice]:
+        """Return slices to work on rows; see `RowColumns.pieces`."""
+        return self.columns.pieces(num_rows)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Return the slots of ids, (n,), -1 for those without a row."""
+        slots = torch.empty_like(ids)
+        for piece in self.pieces(len(ids)):
+            slots[piece] = self._index.find(ids[piece])
+            self.columns.visit(slots[piece])
+        return slots
+
+    def ids_of(self, slots: Tensor) -> Tensor:
+        """Return the ids of rows; for a piece."""
+        self.columns.visit(slots)
+        return self._index.ids_of(slots)
+
+    def read_column(self, name: str, slots: Tensor, out: Tensor) -> None:
+        """Copy rows of a column to `out`, (n, its width), but for slot -1; for a piece that was found before."""
+        self._ops.gather(self.columns[name], slots, out)
+
+    def write_column(self, name: str, slots: Tensor, rows: Tensor) -> None:
+        """Copy `rows` to distinct slots of a column; for a piece that was found before."""
+        self._ops.scatter(self.columns[name], slots, rows)
+
+    def slots_in(self, start: int, stop: int) -> Tensor:
+        """Return those slots between two that have a row, ascending; for a piece."""
+        slots = torch.arange(start, min(stop, self.num_slots))
+        self.columns.visit(slots)
+        return slots[self._index.find(self.columns[IDS].view(-1)[slots]) == slots]
+
+    def has_room(self, num_new: int) -> bool:
+        """Return whether so many rows would need no more memory than there is."""
+        same_index = index_bytes(len(self) + num_new) <= self._entry_bytes
+        return same_index and self._slots_with(num_new) <= self.columns.num_rows
+
+    def reserve(self, ids: Tensor) -> None:
+        """Make room for the rows of distinct new ids; raises UsageError and changes nothing if memory is full."""
+        if not self.has_room(len(ids)):
+            num_new = int((self.find(ids) < 0).sum())
+            self._require_index(num_new)
+            self.columns.grow(self._slots_with(num_new))
+
+    def add(self, ids: Tensor) -> Tensor:
+        """Return the slots of new, distinct rows, for which `reserve` has made room; for a piece."""
+        entry_bytes = max(self._entry_bytes, index_bytes(len(self) + len(ids)))
+        grows = entry_bytes > self._entry_bytes
+        if grows:  # all ids are read
+            self.columns.trim()
+        slots, _ = self._index.add(ids)
+        if grows:
+            self.columns.trim()
+            self._entry_bytes = entry_bytes
+            self._share_out()
+        self.columns.visit(slots)
+        return slots
+
+    def remove(self, slots: Tensor) -> None:
+        """Remove rows and free their slots."""
+        for piece in self.columns.pieces(len(slots), _ERASE_TIMES):
+            self._index.remove(slots[piece])
+            self.columns.trim()  # the index has read other ids too
+        self._share_out()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._index.close()
+        self.columns.close()
+
+    def _slots_with(self, num_new: int) -> int:
+        return max(self.num_slots, len(self) + num_new)
+
+    def _require_index(self, num_new: int) -> None:
+        num_rows = len(self) + num_new
+        if index_bytes(num_rows) > self._entry_bytes:
+            # While the index is built anew, all ids are mapped and nothing else; afterwards pieces of all columns.
+            mapped_bytes = max(8 * self.num_slots, self._least_bytes - index_bytes(0))
+            self._require(index_bytes(num_rows) + mapped_bytes, f"{num_rows} rows")
+
+    def _require(self, needed_bytes: int, what: str) -> None:
+        if self._spilled and needed_bytes > self._budget_bytes:
+            needed_bytes += self._given_bytes - self._budget_bytes
+            raise UsageError(
+                f"Row table '{self._table}': memory_bytes={self._given_bytes} does not suffice for {what}, expected at "
+                f"least {needed_bytes}: an index does not spill. Give it more, use more servers, or let rows go: "
+                "expire_after, max_rows."
+            )
+
+    def _share_out(self) -> None:
+        """Give the columns the memory that the index leaves."""
+        self.columns.room_bytes = self._budget_bytes - self.index_bytes
