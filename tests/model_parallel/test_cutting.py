@@ -16,8 +16,18 @@ from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.job.strategy import Distribution
-from paceline.model_parallel.cutting import balanced, given, measured, placed
-from paceline.model_parallel.layers import ModelLayer, drop, layers_of, materialise, require_apart, tree_of
+from paceline.model_parallel.layers import (
+    ModelLayer,
+    balanced,
+    drop,
+    given,
+    layers_of,
+    materialise,
+    measured,
+    placed,
+    require_apart,
+    tree_of,
+)
 from paceline.model_parallel.parallelize import ParallelizeOptions
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from paceline.errors import UsageError
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.tensor_plan import has_hooks
-from paceline.model_parallel.whole import whole
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], Any]  # the last says what targets weigh in the mean

@@ -13,21 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.model_parallel.split import LayerCut, RankShare, SplitRegion, generator_of
+from paceline.model_parallel.equivalence import WholeCheck
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.split_layers import (
     ColumnLinear,
+    LayerCut,
     Made,
+    RankShare,
     RowLinear,
     SplitAttention,
     SplitEmbedding,
     SplitLayer,
+    SplitRegion,
     VocabularyLinear,
+    generator_of,
 )
 from paceline.model_parallel.split_loss import SplitCrossEntropy
-from paceline.model_parallel.tensor_checks import heads_of, require_row, require_splittable
-from paceline.model_parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
-from paceline.model_parallel.trial import WholeCheck
-from paceline.model_parallel.whole import whole
+from paceline.model_parallel.tensor_plan import (
+    COLUMN,
+    ROW,
+    VOCABULARY,
+    Plan,
+    heads_of,
+    plan_for,
+    require_row,
+    require_splittable,
+)
 
 
 def split_over(

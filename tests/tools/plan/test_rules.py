@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.cutting import balanced
-from paceline.model_parallel.layers import layers_of
-from paceline.model_parallel.tensor_checks import require_splittable
-from paceline.model_parallel.tensor_plan import plan_for
+from paceline.model_parallel.layers import balanced, layers_of
+from paceline.model_parallel.tensor_plan import plan_for, require_splittable
 from paceline.tools.plan.batch import check_model, with_micro_batches
 from paceline.tools.plan.estimate import PlannedTask, estimate
 from paceline.tools.plan.loading import Sample

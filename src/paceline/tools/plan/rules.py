@@ -8,8 +8,7 @@ from torch.nn import Module
 
 from paceline.errors import UsageError
 from paceline.model_parallel.layers import layers_of, starts_of
-from paceline.model_parallel.tensor_checks import require_splittable
-from paceline.model_parallel.tensor_plan import plan_for
+from paceline.model_parallel.tensor_plan import plan_for, require_splittable
 from paceline.tools.plan.model import Rules
 
 

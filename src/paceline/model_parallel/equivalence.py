@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
-from paceline.model_parallel.split import LayerCut
-from paceline.model_parallel.split_layers import ColumnLinear, RowLinear, SplitLayer
+from paceline.model_parallel.split_layers import ColumnLinear, LayerCut, RowLinear, SplitLayer
 
 _DROPOUTS: Final[tuple[Callable[..., Tensor], ...]] = (
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
