@@ -24,8 +24,7 @@ from paceline.core.messages import (
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.simulate.actor import SimulatedWorker
-from paceline.simulate.history import History
-from paceline.simulate.lives import Life, Lives, Violation
+from paceline.simulate.history import History, Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.subscribed import Subscribed, Unsubscription
 
