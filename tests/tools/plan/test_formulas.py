@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.partition import shares_over_hosts
-from paceline.tools.plan.machine import NetworkLink
-from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
-from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
-from paceline.tools.plan.stages import balanced_stages
-from paceline.tools.plan.strategy import Joint, PlannedStrategy
-from paceline.tools.plan.timing import (
+from paceline.tools.plan.estimate import (
     alone_bytes,
+    balanced_stages,
     bubble_share,
     colocated_bytes,
     ring_bytes,
     ring_s,
     server_shares,
 )
+from paceline.tools.plan.machine import NetworkLink
+from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
+from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.strategy import Joint, PlannedStrategy
 from paceline.tools.plan.transformer import Transformer
 
 GB = 1e9

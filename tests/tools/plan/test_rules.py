@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.model_parallel.layers import balanced, layers_of
 from paceline.model_parallel.tensor_plan import plan_for, require_splittable
-from paceline.tools.plan.batch import check_model, with_micro_batches
-from paceline.tools.plan.estimate import PlannedTask, estimate
-from paceline.tools.plan.loading import Sample
+from paceline.tools.plan.estimate import PlannedTask, check_model, estimate, with_micro_batches
 from paceline.tools.plan.machine import Machines, parse_device, parse_link
-from paceline.tools.plan.measuring import measured_model
+from paceline.tools.plan.measuring import Sample, measured_model
 from paceline.tools.plan.model import Model, TrainingRecipe
 from paceline.tools.plan.search import survey
 from paceline.tools.plan.strategy import PlannedStrategy

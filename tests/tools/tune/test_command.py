@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.launch.config import RunConfig, read_config
 from paceline.tools.tune import api
 from paceline.tools.tune.api import Tuned, describe_task
-from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.driver import DriverOptions
 from paceline.tools.tune.folder import Folder
 from paceline.tools.tune.study import Study
 
@@ -96,13 +96,13 @@ def test_it_says_which_extra_is_missing(
 
 
 def test_a_program_can_search_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pursued: list[tuple[Folder, SearchTerms]] = []
+    pursued: list[tuple[Folder, DriverOptions]] = []
 
-    def pursue(folder: Folder, terms: SearchTerms, *, progress: bool) -> Tuned:
+    def run_search(folder: Folder, terms: DriverOptions, *, progress: bool) -> Tuned:
         pursued.append((folder, terms))
         return Tuned(None, (), folder.path)
 
-    monkeypatch.setattr(api, "pursue", pursue)
+    monkeypatch.setattr(api, "run_search", run_search)
     monkeypatch.chdir(tmp_path)
     assert paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, jobs=2).folder == tmp_path / "runs" / "tune-search"
     paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, out="runs/tune-search", resume=True)

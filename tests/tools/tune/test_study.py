@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.tools.tune.drawing import draw_search
-from paceline.tools.tune.space import Search, read_search
+from paceline.tools.tune.search_space import Search, read_search
 from paceline.tools.tune.study import Study, Trial
 
 LR = {"lr": {"low": 0.01, "high": 1.0, "log": True}}

@@ -15,15 +15,13 @@ from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import check_script
 from paceline.observe.runs import read_run
 from paceline.tools.compare.drawing import draw_comparison
-from paceline.tools.compare.entry import parse_entries
-from paceline.tools.compare.reading import Result, read_result
-from paceline.tools.compare.running import Carrier, RunEnded, RunPlan, run_entry
-from paceline.tools.compare.table import comparison_json, comparison_table
+from paceline.tools.compare.results import Result, comparison_json, comparison_table, read_result
+from paceline.tools.compare.runs import Carrier, RunEnded, RunPlan, parse_entries, run_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.tools.compare.entry import ComparedEntry
+    from paceline.tools.compare.runs import ComparedEntry
 
 _MEASURED: Final = (
     "Measured: bytes are what the kernel counts on the TCP connections of a worker from its start to its end, in the "
@@ -107,5 +105,5 @@ def _tell(plan: RunPlan, outcomes: Sequence[Result | RunEnded], note: str) -> No
     console.print(comparison_table(outcomes))
     for outcome in outcomes:
         if isinstance(outcome, RunEnded):
-            print(f"{outcome.entry} has failed: {outcome.last_words}\n  its output  {plan.output(outcome.entry)}")
+            print(f"{outcome.entry} has failed: {outcome.failure_reason}\n  its output  {plan.output(outcome.entry)}")
     print(f"{note}\n  the picture  {plan.folder / 'comparison.png'}")

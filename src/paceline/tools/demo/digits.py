@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.tools.demo.pace import SLOW_WORKER, ComputePace
+from paceline.tools.demo.runs import SLOW_WORKER, ComputePace
 
 
 def main() -> None:

@@ -3,21 +3,246 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
+from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate
-from paceline.tools.plan.machine import Machines
-from paceline.tools.plan.model import TrainingRecipe
-from paceline.tools.plan.options import MachineOptions, ModelOptions, StrategyOptions, TrainingOptions, task_of
+from paceline.tools.plan.machine import Machines, parse_device, parse_link
+from paceline.tools.plan.model import Model, OptimizerName, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.quantities import parse_count
 from paceline.tools.plan.search import explain, recommend, survey
-from paceline.tools.plan.strategy import parse_strategy
+from paceline.tools.plan.strategy import Schedule, parse_strategy
 from paceline.tools.plan.tables import WELL_KNOWN_NOTE, plan_json, plan_table, well_known_rows, well_known_table
+from paceline.tools.plan.transformer import KNOWN_MODELS, Transformer
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+_SHAPE: Final = ("--layers", "--hidden", "--heads", "--vocabulary", "--sequence")
+_SEQUENCE: Final = 1024
+_SUFFIX: Final = ".py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model.
+
+    Parameters
+    ----------
+    parameters
+        Number of parameters, such as 340M or 1.5B; with a shape, what its layers add up to.
+    layers
+        Blocks of a transformer, or equal layers when only --parameters is given.
+    hidden
+        Width of a transformer.
+    heads
+        Heads of its attention.
+    vocabulary
+        Rows of its embedding.
+    sequence
+        Tokens of a sample; by default 1024 of a transformer, and otherwise 1.
+    fused_attention
+        Attention keeps no matrix of scores; modules from a file are always taken so.
+    input
+        One sample of a module from a file, without the batch: 3,224,224, or 128:ids for tokens.
+    """
+
+    parameters: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocabulary: int = 50257
+    sequence: int | None = None
+    fused_attention: Annotated[bool, Parameter(negative="")] = False
+    input: str | None = None
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether anything but the model's name is given."""
+        numbers = (self.parameters, self.layers, self.hidden, self.heads, self.sequence)
+        return any(number is not None for number in numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How it is trained.
+
+    Parameters
+    ----------
+    batch
+        Samples of a step, of all replicas together; by default one for each device.
+    precision
+        mixed: half-precision weights and gradients with a float32 master copy; fp32: float32 everywhere.
+    optimizer
+        What the optimizer keeps for each parameter.
+    compute_s
+        Measured seconds of such a batch on one device, without communication.
+    """
+
+    batch: int | None = None
+    precision: Precision = "mixed"
+    optimizer: OptimizerName = "adam"
+    compute_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What there is to train on.
+
+    Parameters
+    ----------
+    device
+        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES, the last two with :FLOPS behind.
+    devices
+        Number of them.
+    devices_per_machine
+        How many share a machine; by default all.
+    link
+        Between the devices of a machine: shm, nvlink-v100, nvlink-a100, nvlink-h100, pcie3, pcie4, 10gbit, or bytes a
+        second and latency as in 12.5GB:10us. By default the device's own.
+    network
+        Between machines, for each device.
+    server_device
+        What servers run on.
+    utilisation
+        The share of its best rate that a device reaches.
+    """
+
+    device: str = "a100-80"
+    devices: int = 1
+    devices_per_machine: int | None = None
+    link: str | None = None
+    network: str = "100gbit"
+    server_device: str = "cpu:256GB"
+    utilisation: float = 0.4
+
+    def machines(self) -> Machines:
+        """Return the machines, or raise UsageError for what is not known."""
+        device = parse_device(self.device)
+        return Machines(
+            device=device,
+            num_devices=self.devices,
+            devices_per_machine=self.devices if self.devices_per_machine is None else self.devices_per_machine,
+            link=parse_link(self.link or device.link, "--link"),
+            network=parse_link(self.network, "--network"),
+            server_device=parse_device(self.server_device, "--server-device"),
+            utilisation=self.utilisation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What to look at.
+
+    Parameters
+    ----------
+    strategies
+        Which ones, separated by commas: single, all-reduce, zero-1, zero-2, fsdp, parameter-server:SERVERS,
+        colocated-server:SERVERS, pipeline:STAGES, tensor:RANKS, recompute, or several of these joined by +. By default
+        all that are possible.
+    servers
+        Servers of those with servers, where no strategy says; by default one for each machine.
+    micro_batches
+        Micro-batches of a replica; by default up to four for each stage.
+    schedule
+        Of a pipeline: gpipe or 1f1b.
+    """
+
+    strategies: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    servers: int | None = None
+    micro_batches: int | None = None
+    schedule: Schedule = "1f1b"
+
+    def names(self) -> Iterator[str]:
+        """Yield the strategies that are named, each once."""
+        yield from dict.fromkeys(name.strip() for text in self.strategies for name in text.split(","))
+
+    def num_servers(self, machines: Machines) -> int:
+        """Return how many servers there are, or raise UsageError."""
+        if self.servers is not None and self.servers < 1:
+            raise UsageError(f"--servers is {self.servers}, expected 1 or more.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise UsageError(f"--micro-batches is {self.micro_batches}, expected 1 or more.")
+        return machines.num_machines if self.servers is None else self.servers
+
+
+def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, num_devices: int) -> PlannedTask:
+    """Return what is to be trained.
+
+    Raises:
+        UsageError: the model is not known or cannot be loaded, or a number makes no sense.
+    """
+    batch = num_devices if training.batch is None else training.batch
+    if batch < 1:
+        raise UsageError(f"--batch is {batch}, expected 1 or more.")
+    if training.compute_s is not None and training.compute_s <= 0:
+        raise UsageError(f"--compute-s is {training.compute_s}, expected more than 0.")
+    recipe = TrainingRecipe(training.precision, training.optimizer)
+    return PlannedTask(
+        model=_model(name, model, recipe, batch), batch=batch, recipe=recipe, compute_s=training.compute_s
+    )
+
+
+def _model(name: str | None, options: ModelOptions, recipe: TrainingRecipe, batch: int) -> Model:
+    if name is None:
+        return _from_numbers(options, recipe)
+    if options.has_numbers:
+        raise UsageError(f"{name} has its own numbers; leave out --parameters and {', '.join(_SHAPE)}.")
+    if ":" in name or name.endswith(_SUFFIX):
+        return _from_file(name, options, recipe, batch)
+    known = KNOWN_MODELS.get(name.lower())
+    if known is None:
+        raise UsageError(
+            f"model '{name}' is not known. Expected {', '.join(KNOWN_MODELS)}, FILE.py:FUNCTION, or no name and "
+            "--parameters or a shape (--layers, --hidden, --heads, --sequence)."
+        )
+    _refuse_input(options)
+    shape = known.shape.without_scores() if options.fused_attention else known.shape
+    return shape.model(known.title, recipe.weight_bytes).scaled_to(known.num_parameters)
+
+
+def _from_file(name: str, options: ModelOptions, recipe: TrainingRecipe, batch: int) -> Model:
+    if options.input is None:
+        raise UsageError(f"{name} needs --input, the shape of one sample: 3,224,224, or 128:ids for tokens.")
+    from paceline.tools.plan.measuring import Sample, load_module, measured_model  # with torch, a second
+
+    sample = Sample.parse(options.input)
+    module = load_module(name)
+
+    return measured_model(name, module, sample, batch, recipe.weight_bytes)
+
+
+def _from_numbers(options: ModelOptions, recipe: TrainingRecipe) -> Model:
+    _refuse_input(options)
+    count = None if options.parameters is None else parse_count(options.parameters, "--parameters")
+    layers, sequence = options.layers, options.sequence
+    if options.hidden is None or options.heads is None or layers is None:
+        if options.hidden is not None or options.heads is not None or count is None:
+            raise UsageError(
+                "expected a model: a name, FILE.py:FUNCTION, --parameters, or a shape: --layers, --hidden and --heads "
+                "together."
+            )
+        return plain_model("a model", count, 1 if layers is None else layers, 1 if sequence is None else sequence)
+    shape = Transformer(
+        layers,
+        options.hidden,
+        options.heads,
+        options.vocabulary,
+        _SEQUENCE if sequence is None else sequence,
+        keeps_scores=not options.fused_attention,
+    )
+    model = shape.model("a transformer", recipe.weight_bytes)
+    return model if count is None else model.scaled_to(count)
+
+
+def _refuse_input(options: ModelOptions) -> None:
+    if options.input is not None:
+        raise UsageError("--input is the sample of a module from a file; leave it out for any other model.")
+
 
 _ACTIVATIONS_UNKNOWN = "Activations are not known and not counted: give a shape or a file."
 
@@ -26,10 +251,10 @@ def plan(
     model: str | None = None,
     /,
     *,
-    shape: Annotated[ModelOptions, Parameter(name="*")] = ModelOptions(),  # noqa: B008 - it is frozen
-    training: Annotated[TrainingOptions, Parameter(name="*")] = TrainingOptions(),  # noqa: B008 - it is frozen
-    machines: Annotated[MachineOptions, Parameter(name="*")] = MachineOptions(),  # noqa: B008 - it is frozen
-    look: Annotated[StrategyOptions, Parameter(name="*")] = StrategyOptions(),  # noqa: B008 - it is frozen
+    shape: Annotated[ModelOptions, Parameter(name="*")] = ModelOptions(),
+    training: Annotated[TrainingOptions, Parameter(name="*")] = TrainingOptions(),
+    machines: Annotated[MachineOptions, Parameter(name="*")] = MachineOptions(),
+    look: Annotated[StrategyOptions, Parameter(name="*")] = StrategyOptions(),
     well_known: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:

@@ -1,11 +1,13 @@
-"""Estimate of a strategy: memory of each role, and bytes and seconds of a step."""
+"""Estimate of a strategy: memory of each role, and bytes and seconds of a step, by published formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from paceline.tools.plan.batch import check_model, with_micro_batches
+from paceline.errors import UsageError
+from paceline.model_parallel.balance import balanced_ends
 from paceline.tools.plan.machine import Device, Machines, NetworkLink
 from paceline.tools.plan.memory import (
     Memory,
@@ -15,9 +17,164 @@ from paceline.tools.plan.memory import (
     worker_memory,
 )
 from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe
-from paceline.tools.plan.stages import balanced_stages
 from paceline.tools.plan.strategy import PlannedStrategy
-from paceline.tools.plan.timing import alone_bytes, bubble_share, colocated_bytes, ring_bytes, ring_s, server_shares
+
+
+def ring_bytes(num_ranks: int, size_bytes: float) -> float:
+    """Return what each rank of an all-reduce sends over a ring: 2 (n - 1) / n of its bytes.
+
+    Example:
+        >>> ring_bytes(4, 100.0)
+        150.0
+    """
+    return 2 * (num_ranks - 1) / num_ranks * size_bytes
+
+
+def ring_s(num_ranks: int, size_bytes: float, link: NetworkLink) -> float:
+    """Return the seconds of such an all-reduce: its bytes, and 2 (n - 1) messages one after another."""
+    return ring_bytes(num_ranks, size_bytes) / link.bytes_per_s + 2 * (num_ranks - 1) * link.latency_s
+
+
+def server_shares(num_workers: int, num_servers: int) -> tuple[float, float]:
+    """Return which shares of the values a server alone and one beside a worker keep, so that both end together.
+
+    BytePS: a machine with a server alone 2 (n - 1) / (n² + k n - 2 k), one beside a worker (n - k) / (n² + k n - 2 k).
+    From as many servers as workers on, nothing is left for those beside workers.
+
+    Example:
+        >>> server_shares(4, 2)
+        (0.3, 0.1)
+        >>> server_shares(4, 8)
+        (0.125, 0.0)
+    """
+    if num_servers >= num_workers:
+        return 1 / num_servers, 0.0
+    parts = num_workers**2 + num_servers * num_workers - 2 * num_servers
+    return 2 * (num_workers - 1) / parts, (num_workers - num_servers) / parts
+
+
+def colocated_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
+    """Return what each machine sends when the values are shared out so: 2 n (n - 1) / (n² + k n - 2 k) of the bytes.
+
+    Without servers of their own it is a ring's, with as many as workers the bytes themselves.
+
+    Example:
+        >>> [round(colocated_bytes(4, servers, 1.0), 3) for servers in range(5)]
+        [1.5, 1.333, 1.2, 1.091, 1.0]
+    """
+    if num_servers >= num_workers:
+        return size_bytes
+    _, beside = server_shares(num_workers, num_servers)
+    # A worker's machine pushes what others keep, and sends the values that it keeps to all other workers.
+    return ((1 - beside) + (num_workers - 1) * beside) * size_bytes
+
+
+def alone_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
+    """Return what the busiest machine sends when only servers of their own keep values: max(1, n / k) of the bytes.
+
+    Example:
+        >>> [round(alone_bytes(4, servers, 1.0), 2) for servers in (1, 2, 3, 4)]
+        [4.0, 2.0, 1.33, 1.0]
+    """
+    return max(1.0, num_workers / num_servers) * size_bytes
+
+
+def bubble_share(num_stages: int, num_micro_batches: int) -> float:
+    """Return for which share of a step a stage of a pipeline has nothing to do: (K - 1) / (M + K - 1).
+
+    Example:
+        >>> [round(bubble_share(2, number), 2) for number in (1, 2, 4, 8)]
+        [0.5, 0.33, 0.2, 0.11]
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def balanced_stages(
+    layers: Sequence[PlannedLayer], num_stages: int, starts: Sequence[int] | None = None
+) -> list[tuple[PlannedLayer, ...]]:
+    """Cut the layers into stages of neighbours, each with one layer at least, by their operations.
+
+    Args:
+        layers: of the model.
+        num_stages: that they are cut into.
+        starts: the layers that a stage after the first may begin with; None for all.
+
+    Example:
+        >>> layers = [PlannedLayer(name, 1, flops=cost) for name, cost in zip("abcd", (3, 1, 1, 1))]
+        >>> [[layer.name for layer in stage] for stage in balanced_stages(layers, 2)]
+        [['a'], ['b', 'c', 'd']]
+    """
+    total = sum(layer.flops for layer in layers)
+    costs = [layer.flops if total else layer.num_parameters for layer in layers]
+    edges = [0, *(range(1, len(layers)) if starts is None else starts), len(layers)]
+    ends = balanced_ends([sum(costs[start:end]) for start, end in pairwise(edges)], num_stages)
+    return [tuple(layers[start:end]) for start, end in pairwise([0, *(edges[end] for end in ends)])]
+
+
+_MICRO_BATCHES_PER_STAGE = 4  # from here on the bubble is small
+
+
+def with_micro_batches(strategy: PlannedStrategy, batch: int, wanted: int | None) -> PlannedStrategy:
+    """Return the strategy with its micro-batches: those wanted, or for a pipeline up to four for each stage.
+
+    Args:
+        strategy: of which a replica gets `batch` / replicas.
+        batch: samples of a step, of all replicas together.
+        wanted: micro-batches of a replica; None leaves it open, and then they divide its samples.
+
+    Raises:
+        UsageError: replicas or micro-batches do not divide the batch.
+    """
+    if batch % strategy.data:
+        raise UsageError(
+            f"strategy '{strategy}': a batch of {batch} cannot be shared evenly by {strategy.data} replicas; "
+            f"choose a --batch that {strategy.data} divides."
+        )
+    if wanted is not None and wanted < strategy.pipeline and strategy.schedule == "1f1b":
+        raise UsageError(
+            f"strategy '{strategy}': {wanted} micro-batches cannot keep {strategy.pipeline} stages busy in turn, as "
+            "1f1b does: choose more --micro-batches, or --schedule gpipe."
+        )
+    samples = batch // strategy.data
+    if wanted is None:
+        most = _MICRO_BATCHES_PER_STAGE * strategy.pipeline if strategy.pipeline > 1 else 1
+        wanted = max(number for number in range(1, min(most, samples) + 1) if samples % number == 0)
+    if samples % wanted:
+        raise UsageError(
+            f"strategy '{strategy}': {samples} samples of a replica cannot be cut into {wanted} equal micro-batches; "
+            "choose --micro-batches that divide them."
+        )
+    return replace(strategy, num_micro_batches=wanted)
+
+
+def check_model(strategy: PlannedStrategy, model: Model) -> None:
+    """Raise UsageError when the model cannot be cut so: stages without layers, heads that ranks do not divide.
+
+    What `paceline.parallelize` refuses of a module is refused here.
+    """
+    if (strategy.pipeline > 1 or strategy.recompute) and model.rules.no_row:
+        raise UsageError(f"strategy '{strategy}': {model.rules.no_row}")
+    if strategy.pipeline > model.max_stages:
+        can = f", of which {model.max_stages} can be stages: each with parameters that it shares with none before it"
+        can = "" if model.rules.starts is None else can
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers{can}; "
+            "take as many stages as layers or fewer."
+        )
+    if strategy.tensor == 1:
+        return
+    if why := model.rules.no_split(strategy.tensor):
+        raise UsageError(f"strategy '{strategy}': {why}")
+    if not any(layer.is_split for layer in model.layers):
+        raise UsageError(
+            f"strategy '{strategy}': no layer of {model.name} is known that tensor parallelism could split; it needs "
+            "blocks of two linear layers or more, or a shape (--hidden, --heads)."
+        )
+    if model.num_heads is not None and model.num_heads % strategy.tensor:
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.tensor} ranks do not divide the {model.num_heads} heads of {model.name}."
+        )
+
 
 _PASSES = 3  # backward computes twice what forward does
 _PASSES_AGAIN = 4  # and forward once more under recomputation

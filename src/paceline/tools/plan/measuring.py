@@ -1,10 +1,13 @@
-"""Cost of attention as fused kernels compute it: without storing the matrix of scores for backward."""
+"""Model of a torch module from a file: loaded on the meta device, run once, and what each layer costs, found out."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -26,9 +29,126 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.tools.plan.loading import Sample, attempt
-from paceline.tools.plan.model import Model, PlannedLayer
-from paceline.tools.plan.rules import rules_of
+from paceline.errors import UsageError
+from paceline.model_parallel.layers import layers_of, starts_of
+from paceline.model_parallel.tensor_plan import plan_for, require_splittable
+from paceline.tools.plan.model import Model, PlannedLayer, Rules
+
+_IDS: Final = "ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The shape of one input without its batch, and whether it holds the ids of tokens instead of numbers."""
+
+    shape: tuple[int, ...]
+    is_ids: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Sample:
+        """Read `3,224,224`, or `128:ids` for the tokens of a text.
+
+        Raises:
+            UsageError: it is no shape.
+
+        Example:
+            >>> Sample.parse("128:ids")
+            Sample(shape=(128,), is_ids=True)
+        """
+        sizes, colon, kind = text.partition(":")
+        numbers = [size.strip() for size in sizes.split(",")]
+        whole = all(size.isascii() and size.isdigit() and int(size) > 0 for size in numbers)
+        if (colon and kind != _IDS) or not whole:
+            raise UsageError(
+                f"--input is '{text}', expected the sizes of one sample without the batch, such as 3,224,224, or "
+                f"128:{_IDS} for tokens."
+            )
+        return Sample(tuple(int(size) for size in numbers), bool(colon))
+
+
+_T = TypeVar("_T")
+_SUFFIX: Final = ".py"
+
+
+def load_module(place: str) -> Module:
+    """Call a function of a file, without arguments and on the meta device, and return its module.
+
+    Args:
+        place: "file.py:function".
+
+    Raises:
+        UsageError: the file cannot be loaded, it has no such function, the function fails or returns something else.
+    """
+    path, _, name = place.rpartition(":")
+    if not path or not name:
+        raise UsageError(f"'{place}' names no function. Expected FILE.py:FUNCTION, which returns a torch.nn.Module.")
+    make = getattr(_load(Path(path)), name, None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function {name}.")
+    with torch.device("meta"):
+        module = attempt(f"{name} of {path} fails", make)
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"{name} of {path} returns a {type(module).__name__}, expected a torch.nn.Module.")
+    return module.to("meta")
+
+
+def attempt(what: str, call: Callable[[], _T]) -> _T:
+    """Call what somebody else wrote; whatever it raises is told as a UsageError that begins with `what`."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # nobody knows what it may raise, and it is the caller's to mend
+        raise UsageError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module of its own."""
+    if not path.is_file():
+        raise UsageError(f"There is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file; its name has to end in {_SUFFIX}.")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    attempt(f"{path} cannot be loaded", lambda: loader.exec_module(module))
+    return module
+
+
+def rules_of(module: Module, units: Sequence[Module]) -> Rules:
+    """Return what holds for a module.
+
+    Args:
+        module: the whole, which may be a module around the model that adds the loss.
+        units: the layers that are planned with, in the order in which they run.
+    """
+    model = _model_of(module)
+
+    def no_split(size: int) -> str:
+        try:
+            require_splittable(model, plan_for(model, None, size), size)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    try:
+        row = layers_of(model)
+    except UsageError as error:
+        return Rules(starts=(), no_row=str(error), no_split=no_split)
+    index_of = {id(part): index for index, layer in enumerate(row) for part in layer.module.modules()}
+    places = [next((index_of[id(part)] for part in unit.modules() if id(part) in index_of), None) for unit in units]
+    starts = [places.index(start) for start in starts_of(row) if start in places]
+    return Rules(starts=tuple(sorted(starts)), no_split=no_split)
+
+
+def _model_of(module: Module) -> Module:
+    """Return the module that a script gives to `parallelize`: not one around it that only adds a loss."""
+    own = set(module.parameters())
+    inner = [child for child in module.children() if own and set(child.parameters()) == own]
+    try:
+        layers_of(module)
+    except UsageError:
+        return _model_of(inner[0]) if len(inner) == 1 else module
+    return module
+
 
 _CONTAINERS: Final = (Sequential, ModuleList, ModuleDict)
 _ATTENTION_AND_PERCEPTRON: Final = 4  # linear layers, at least
@@ -72,11 +192,11 @@ def measured_model(name: str, module: Module, sample: Sample, batch: int, number
     return Model(name, layers, input_bytes=recorder.bytes_of(given) / batch, rules=rules)
 
 
-def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
+def units_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
     """Yield the layers of a module, each with its name.
 
     Example:
-        >>> [name for name, _ in layers_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
+        >>> [name for name, _ in units_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
         ['0', '1.0', '1.1']
     """
     children = list(module.named_children())
@@ -85,7 +205,7 @@ def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
         is_member = isinstance(module, Sequential | ModuleList)
         opened = isinstance(child, _CONTAINERS) if is_member else _holds_containers(child)
         if opened:
-            yield from layers_of(child, path)
+            yield from units_of(child, path)
         else:
             yield path, child
 
@@ -102,7 +222,7 @@ class _Recorder:
         self._number_bytes = number_bytes
         self._counter = FlopCounterMode(display=False)
         # Of every layer in the order in which they first ran; those that did not run stand behind.
-        self._costs = {unit: _Cost(name) for name, unit in layers_of(module)}
+        self._costs = {unit: _Cost(name) for name, unit in units_of(module)}
         self._ran: dict[Module, None] = {}
         self._rest = _Cost("between the layers")
         self._running = [self._rest]

@@ -20,18 +20,18 @@ from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
 from paceline.launch.script import check_script
 from paceline.tools.run import run
-from paceline.tools.tune.display import NoDisplay, open_display
+from paceline.tools.tune.display import NullDisplay, open_display
 from paceline.tools.tune.drawing import draw_search
-from paceline.tools.tune.driving import SearchTerms, TrialDriver
+from paceline.tools.tune.driver import DriverOptions, TrialDriver
 from paceline.tools.tune.folder import Folder, SearchTask
-from paceline.tools.tune.space import OF_THE_RUN, Span, read_search
+from paceline.tools.tune.search_space import OF_THE_RUN, Span, read_search
 from paceline.tools.tune.study import Study, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.tools.tune.driving import Display
-    from paceline.tools.tune.space import Search
+    from paceline.tools.tune.driver import Display
+    from paceline.tools.tune.search_space import Search
 
 _SOME_SCRIPT: Final = "script.py"
 
@@ -152,15 +152,15 @@ def tune(
         ({'lr': 0.3}, 0.97)
     """
     check_needed()
-    terms = SearchTerms(jobs, trial_timeout_s)
+    limits = DriverOptions(jobs, trial_timeout_s)
     task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
     path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
     if resume and any(path.glob("search.json")):
         folder = Folder.reopen(path)
         if folder.task != task:
             raise UsageError(f"{path} holds another search, script or arguments: name another folder")
-        return pursue(folder, terms, progress=progress)
-    return pursue(Folder.create(path, task), terms, progress=progress)
+        return run_search(folder, limits, progress=progress)
+    return run_search(Folder.create(path, task), limits, progress=progress)
 
 
 def check_needed() -> None:
@@ -194,13 +194,13 @@ def describe_task(
     )
 
 
-def pursue(folder: Folder, terms: SearchTerms, *, progress: bool) -> Tuned:
+def run_search(folder: Folder, options: DriverOptions, *, progress: bool) -> Tuned:
     """Begin a search, or go on with it, to its end; draw its picture."""
     with folder:
         search = folder.task.search
         study = Study.open(search, folder.journal)
-        display: Display = open_display(search, sys.stderr) if progress else NoDisplay()
-        TrialDriver(folder, study, terms, display).drive()
+        display: Display = open_display(search, sys.stderr) if progress else NullDisplay()
+        TrialDriver(folder, study, options, display).drive()
         trials, best = study.trials(), study.best()
         draw_search(search, trials, best, study.importances(), folder.picture, folder.task.name)
         return Tuned(best, tuple(trials), folder.path)

@@ -9,9 +9,9 @@ from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine
-from paceline.tools.tune.api import check_needed, describe_task, pursue
+from paceline.tools.tune.api import check_needed, describe_task, run_search
 from paceline.tools.tune.display import describe
-from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.driver import DriverOptions
 from paceline.tools.tune.folder import Folder
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def tune(
         Show trials as they go.
     """
     check_needed()
-    terms = SearchTerms(jobs, trial_timeout_s)
+    options = DriverOptions(jobs, trial_timeout_s)
     run = {"workers": workers, "servers": servers, "engine": engine}
     if resume is not None:
         if search or out or any(run.values()):
@@ -74,7 +74,7 @@ def tune(
     else:
         task = describe_task(search, script, args, run)
         folder = Folder.create(out or Path("runs", f"tune-{search.stem}"), task)
-    tuned = pursue(folder, terms, progress=progress)
+    tuned = run_search(folder, options, progress=progress)
     _tell(tuned, folder)
     return 1 if tuned.best is None else 0
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.launch.config import Choice
-    from paceline.tools.tune.driving import Display
-    from paceline.tools.tune.running import Running
-    from paceline.tools.tune.space import Metric, Search
+    from paceline.tools.tune.driver import Display, TrialProcess
+    from paceline.tools.tune.search_space import Metric, Search
     from paceline.tools.tune.study import State, Study, Trial
 
 REFRESH_INTERVAL_S: Final = 0.25
@@ -36,13 +35,13 @@ def open_display(search: Search, stream: TextIO) -> Display:
 
 
 @final
-class NoDisplay:
+class NullDisplay:
     """Shows nothing."""
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
         """Show nothing."""
 
-    def ended(self, study: Study, run: Running) -> None:
+    def ended(self, study: Study, run: TrialProcess) -> None:
         """Show nothing."""
 
     def close(self, study: Study) -> None:
@@ -57,10 +56,10 @@ class _Lines:
         self._search = search
         self._stream = stream
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
         """Show nothing of what runs."""
 
-    def ended(self, study: Study, run: Running) -> None:
+    def ended(self, study: Study, run: TrialProcess) -> None:
         trial = study.trials()[run.trial.number]
         best = study.best()
         is_best = best is not None and best.number == trial.number
@@ -119,26 +118,26 @@ class _Live:
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
         now = time.monotonic()
         if now - self._shown_s >= REFRESH_INTERVAL_S:
             self._shown_s = now
             self._update(study, running)
 
-    def ended(self, study: Study, run: Running) -> None:
+    def ended(self, study: Study, run: TrialProcess) -> None:
         """Wait for the next time that the whole is shown."""
 
     def close(self, study: Study) -> None:
         self._update(study, ())
         self._live.stop()
 
-    def _update(self, study: Study, running: Sequence[Running]) -> None:
+    def _update(self, study: Study, running: Sequence[TrialProcess]) -> None:
         room = max(3, self._console.height - _OTHER_LINES)
         elapsed_s = time.monotonic() - self._began_s
         self._live.update(search_table(study, self._search, running, room, elapsed_s), refresh=True)
 
 
-def search_table(study: Study, search: Search, running: Sequence[Running], room: int, elapsed_s: float) -> Table:
+def search_table(study: Study, search: Search, running: Sequence[TrialProcess], room: int, elapsed_s: float) -> Table:
     """Return the best trial, and so many of the latest as there is room for, in the order of their numbers."""
     from rich.table import Table
 
@@ -167,7 +166,7 @@ def search_table(study: Study, search: Search, running: Sequence[Running], room:
     return table
 
 
-def _remark(trial: Trial, run: Running | None, *, is_best: bool) -> str:
+def _remark(trial: Trial, run: TrialProcess | None, *, is_best: bool) -> str:
     if run is not None:
         return f"{run.elapsed_s:.0f} s{', is told to stop' if run.was_told else ''}"
     if trial.reason:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from paceline.tools.tune.space import Search
+    from paceline.tools.tune.search_space import Search
     from paceline.tools.tune.study import Trial
 
 WIDTH_IN: Final = 13.0

@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.launch.local import prepare_run_dir
-from paceline.tools.tune.space import Search
+from paceline.tools.tune.search_space import Search
 
 if TYPE_CHECKING:
     from types import TracebackType

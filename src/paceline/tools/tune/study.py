@@ -17,7 +17,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from paceline.errors import UsageError
-from paceline.tools.tune.space import Span
+from paceline.tools.tune.search_space import Span
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from paceline.launch.config import Choice
-    from paceline.tools.tune.space import Parameters, Search
+    from paceline.tools.tune.search_space import Parameters, Search
 
 _NEW_TRIAL: Final = 4  # the operation of a line that begins a trial; the number of the trial is how many came before
 
@@ -144,7 +144,7 @@ class Study:
     """All trials of a search, in a journal if there is to be one. For one process at a time.
 
     Example:
-        >>> from paceline.tools.tune.space import read_search
+        >>> from paceline.tools.tune.search_space import read_search
         >>> study = Study.open(read_search({"method": "grid", "parameters": {"lr": [0.1, 0.2]}}, "here"))
         >>> while (trial := study.ask()) is not None:
         ...     study.finish(trial.number, trial.parameters["lr"] * 2)

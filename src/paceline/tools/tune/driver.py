@@ -1,10 +1,15 @@
-"""One trial as a process: a `paceline run` of its own, its progress from its traces, and its outcome."""
+"""Runs the trials of a search, each a `paceline run` of its own: starts, follows and stops them, until all are done.
+
+Rules: (1) A trial is in the journal before its process starts. (2) No trial outlives its search: a signal is passed on
+to its processes; if the search is killed, the guard kills them. (3) A trial that fails ends no other.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,25 +17,27 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
+from paceline.errors import UsageError
+from paceline.job.cores import cores_here, share_of
 from paceline.launch.child import pin
 from paceline.launch.config import RunConfig, as_text, flags, option_name
-from paceline.launch.guard import kill_group
+from paceline.launch.guard import Guard, kill_group
+from paceline.launch.signals import Signals
 from paceline.observe.runs import TraceFollower
 from paceline.observe.trace import Evaluated, Reported, Step
-from paceline.tools.compare.running import last_words
-from paceline.tools.tune.space import OF_THE_RUN
+from paceline.tools.compare.runs import failure_reason
+from paceline.tools.tune.search_space import OF_THE_RUN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.launch.config import Choice
-    from paceline.launch.guard import Guard
     from paceline.observe.trace import Record
     from paceline.tools.tune.folder import Folder
-    from paceline.tools.tune.space import Metric
-    from paceline.tools.tune.study import State, Trial
+    from paceline.tools.tune.search_space import Metric
+    from paceline.tools.tune.study import State, Study, Trial
 
 _NO_NUMBER: Final = math.nan
 
@@ -161,7 +168,7 @@ class Verdict:
 
 @final
 @dataclass(slots=True)
-class Running:
+class TrialProcess:
     """A trial that runs.
 
     Attributes:
@@ -187,7 +194,7 @@ class Running:
     @staticmethod
     def start(
         trial: Trial, folder: Folder, guard: Guard, slot: int, cores: Sequence[int], program: Sequence[str]
-    ) -> Running:
+    ) -> TrialProcess:
         """Start the run of a trial; does not wait."""
         task, own = folder.task, folder.trial(trial.number)
         own.mkdir(parents=True)
@@ -213,7 +220,7 @@ class Running:
             process.wait()
             raise
         values = Values(task.search.metric, task.search.every)
-        return Running(trial, slot, own, process, values, TraceFollower(run_dir / "trace"), guard, grace_s)
+        return TrialProcess(trial, slot, own, process, values, TraceFollower(run_dir / "trace"), guard, grace_s)
 
     @property
     def elapsed_s(self) -> float:
@@ -269,4 +276,160 @@ class Running:
         return Verdict("finished", value)
 
     def _words(self) -> str:
-        return last_words((self.folder / "output.txt").read_text(encoding="utf-8", errors="replace"))
+        return failure_reason((self.folder / "output.txt").read_text(encoding="utf-8", errors="replace"))
+
+
+POLL_INTERVAL_S: Final = 0.1
+_GUARD_TIMEOUT_S: Final = 5.0
+_WAKEUP_BYTES: Final = 4096
+
+
+class Display(Protocol):
+    """Who is shown how the search goes."""
+
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
+        """Show the state of things; called about ten times a second."""
+        ...
+
+    def ended(self, study: Study, run: TrialProcess) -> None:
+        """Show that a trial has ended, of which the study knows."""
+        ...
+
+    def close(self, study: Study) -> None:
+        """Show the last state, and leave it as it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DriverOptions:
+    """How trials are run: how many at once, for how long at most, and by which program.
+
+    Raises UsageError for numbers that no trial could be run by.
+    """
+
+    jobs: int = 1
+    trial_timeout_s: float | None = None
+    program: Sequence[str] = PROGRAM
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.jobs < 1:
+            raise UsageError(f"--jobs must be at least 1, got {self.jobs}")
+        if self.trial_timeout_s is not None and not self.trial_timeout_s > 0:
+            raise UsageError(f"--trial-timeout-s must be more than 0, got {self.trial_timeout_s:g}")
+
+
+@final
+class TrialDriver:
+    """One search under way."""
+
+    def __init__(self, folder: Folder, study: Study, options: DriverOptions, display: Display) -> None:
+        self._folder = folder
+        self._study = study
+        self._options = options
+        self._display = display
+        self._running: list[TrialProcess] = []
+        self._best: int | None = None
+
+    def drive(self) -> None:
+        """Run trials until there are enough; blocks. Call it from the main thread: it answers signals.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal has ended it; what runs then is told to leave, and comes again.
+        """
+        guard = Guard(self._folder.path, temporary=False)
+        try:
+            with Signals() as signals:
+                try:
+                    self._keep_going(guard, signals)
+                finally:
+                    self._end_all(signals)
+        finally:
+            guard.dismiss(_GUARD_TIMEOUT_S)
+            self._display.close(self._study)
+
+    def _keep_going(self, guard: Guard, signals: Signals) -> None:
+        self._keep_best()
+        self._begin(guard)
+        while self._running:
+            self._display.show(self._study, self._running)
+            _wait(signals)
+            for number in signals.pop_received():
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            for run in tuple(self._running):
+                self._attend(run)
+            self._begin(guard)
+
+    def _begin(self, guard: Guard) -> None:
+        """Begin trials while there is room."""
+        cores = cores_here()
+        shares = self._options.jobs > 1
+        for slot in sorted(set(range(self._options.jobs)) - {run.slot for run in self._running}):
+            trial = self._study.ask()
+            if trial is None:
+                return
+            own = share_of(cores, slot, self._options.jobs) if shares else ()
+            self._running.append(TrialProcess.start(trial, self._folder, guard, slot, own, self._options.program))
+
+    def _attend(self, run: TrialProcess) -> None:
+        code = run.reap()
+        if code is not None:
+            self._conclude(run, code)
+        elif run.was_told:
+            return
+        elif self._options.trial_timeout_s is not None and run.elapsed_s > self._options.trial_timeout_s:
+            run.late_after_s = self._options.trial_timeout_s
+            run.stop()
+        elif (measured := self._study.measured) is not None:
+            values = run.values.so_far(measured=measured)
+            if self._study.report(run.trial.number, values):
+                run.pruned = f"was behind others after report {len(values)}, {values[-1]:.4g}"
+                run.stop()
+
+    def _conclude(self, run: TrialProcess, code: int) -> None:
+        known, number = self._study.measured, run.trial.number
+        measured = run.values.has_measured if known is None else known
+        verdict = run.judge(code, measured=measured)
+        self._running.remove(run)
+        if verdict.state == "finished" and verdict.value is not None:
+            reports = run.values.so_far(measured=measured, ended=True)
+            self._study.finish(number, verdict.value, reports, measured=measured)
+            self._keep_best()
+        elif verdict.state == "pruned":
+            self._study.prune(number, verdict.reason)
+        else:
+            self._study.fail(number, verdict.reason)
+        self._display.ended(self._study, run)
+
+    def _keep_best(self) -> None:
+        """Write down how the best trial was run, if it is another than before."""
+        best, task = self._study.best(), self._folder.task
+        if best is not None and best.number != self._best:
+            self._best = best.number
+            note = f"The best trial of {task.name} so far, {best.number}: {task.search.metric} {best.value:.6g}."
+            config = configure(task.search.run, task.args, best.parameters)
+            unfinished = self._folder.best.with_name(".best.toml")
+            unfinished.write_text(config.to_toml(note), encoding="utf-8")
+            unfinished.replace(self._folder.best)
+
+    def _end_all(self, signals: Signals) -> None:
+        """Tell what still runs to leave, and see to it that it does; what was through with its work has finished."""
+        for run in self._running:
+            run.stop()
+        while self._running:
+            _wait(signals)
+            if signal.SIGINT in signals.pop_received():  # once more
+                for run in self._running:
+                    run.kill()
+            for run in tuple(self._running):
+                code = run.reap()
+                if code == 0:
+                    self._conclude(run, code)
+                elif code is not None:
+                    self._running.remove(run)
+
+
+def _wait(signals: Signals) -> None:
+    """Block until a signal comes, as it does when a process ends, or a little while has passed."""
+    if select.select([signals.wakeup_fd], [], [], POLL_INTERVAL_S)[0]:
+        os.read(signals.wakeup_fd, _WAKEUP_BYTES)
