@@ -118,6 +118,16 @@ COLUMNS = (
         lambda run: f"{run.num_refused:,}",
     ),
     PageColumn(
+        "read again",
+        "samples that were handed out again, because the worker that had them died",
+        lambda run: _count(run.num_again),
+    ),
+    PageColumn(
+        "skipped",
+        "samples that were left out, because they could not be decoded",
+        lambda run: _count(run.num_skipped),
+    ),
+    PageColumn(
         "test loss",
         "on examples never trained on, after the last step",
         lambda run: "–" if run.test_loss is None else f"{run.test_loss:.4f}",
@@ -226,8 +236,8 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
-def _count(clocks: int | None) -> str:
-    return "–" if clocks is None else f"{clocks}"
+def _count(number: int | None) -> str:
+    return "–" if number is None else f"{number:,}"
 
 
 @dataclass(frozen=True, slots=True)
