@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Layered(Protocol):
-    """A model that says itself which layers it is made of."""
+    """A model that names its own layers."""
 
     def layers(self) -> Sequence[nn.Module]:
         """Return modules whose composition is the forward of the model."""
@@ -31,7 +31,7 @@ class Layered(Protocol):
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module that can draw its parameters anew."""
+    """A module that can draw new initial parameters."""
 
     def reset_parameters(self) -> None:
         """Draw them."""
@@ -102,7 +102,7 @@ def _flattened(model: nn.Sequential, prefix: str) -> list[ModelLayer]:
 def starts_of(layers: Sequence[ModelLayer]) -> list[int]:
     """Return the layers that a stage after the first may begin with.
 
-    Those that have something to learn, with no parameter that a layer before and one from there on share.
+    These have parameters, and no parameter is shared by a layer before them and one from there on.
 
     Example:
         >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -152,7 +152,7 @@ def tree_of(layers: Sequence[ModelLayer]) -> nn.Module:
 
 
 def drop(layers: Sequence[ModelLayer], kept: Sequence[ModelLayer]) -> None:
-    """Free the memory of layers that other workers hold: their tensors have shapes left, but no values."""
+    """Free the memory of layers that other workers hold: their tensors move to the meta device."""
     own = {id(module) for layer in kept for module in layer.module.modules()}
     for layer in layers:
         if own.isdisjoint(map(id, layer.module.modules())):
@@ -160,10 +160,10 @@ def drop(layers: Sequence[ModelLayer], kept: Sequence[ModelLayer]) -> None:
 
 
 def materialise(model: nn.Module) -> None:
-    """Give memory and first values to what was built on the meta device.
+    """Allocate and initialize modules that were built on the meta device.
 
     Raises:
-        UsageError: a module with parameters that cannot draw them, as it has no `reset_parameters`.
+        UsageError: a module with parameters has no `reset_parameters`.
     """
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -173,7 +173,7 @@ def materialise(model: nn.Module) -> None:
         if not isinstance(resettable, Resettable):
             raise UsageError(
                 f"'{name}', a {type(module).__name__}, was built on the meta device and has no reset_parameters() to "
-                "draw first values: give it one, or build the model on the CPU."
+                "draw initial values: give it one, or build the model on the CPU."
             )
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
@@ -186,21 +186,21 @@ _NUM_TIMES: Final = 3
 
 
 def ends_of(layers: Sequence[ModelLayer], placement: Placement | None, sample: Any, mesh: Mesh) -> list[int]:  # noqa: ANN401
-    """Return behind which layers to cut, the last one included.
+    """Return the ends of the stages: the number of the layer after each, in rising order.
 
     Args:
-        layers: of the whole model.
-        placement: what the script says, if it does.
-        sample: inputs to measure the time of each layer with, on worker 0; None to go by the number of parameters.
-        mesh: of all workers.
+        layers: layers of the whole model.
+        placement: stages that the script names, if it does.
+        sample: inputs to measure the time of each layer with, on worker 0; None to use the number of parameters.
+        mesh: mesh of all workers.
 
     Raises:
-        UsageError: stages that would be empty or have nothing to learn, or a placement that makes no sense.
+        UsageError: a stage would have no layers or no parameters, or the placement is not valid.
     """
     num_stages = mesh.grid.pipeline
     if num_stages > len(layers):
         raise UsageError(
-            f"{num_stages} stages for {len(layers)} layers ({_listed(layers)}): each stage needs a layer at least."
+            f"{num_stages} stages for {len(layers)} layers ({_listed(layers)}): each stage needs at least one layer."
         )
     if isinstance(placement, Mapping):
         ends = placed(layers, placement, num_stages)
@@ -218,7 +218,7 @@ def ends_of(layers: Sequence[ModelLayer], placement: Placement | None, sample: A
 
 
 def given(layers: Sequence[ModelLayer], starts: Sequence[int], num_stages: int) -> list[int]:
-    """Return the ends of stages of which each but the first begins with a layer that is listed.
+    """Return the ends of stages, given the first layer of each stage but the first.
 
     >>> given([ModelLayer(str(n), nn.Identity()) for n in range(5)], [2, 3], num_stages=3)
     [2, 3, 5]
@@ -233,9 +233,9 @@ def given(layers: Sequence[ModelLayer], starts: Sequence[int], num_stages: int) 
 
 
 def placed(layers: Sequence[ModelLayer], placement: Mapping[str, int], num_stages: int) -> list[int]:
-    """Return the ends of stages, given the stage of layers by the beginning of their names.
+    """Return the ends of stages, given the stage of layers by prefix of their names.
 
-    A layer that no name stands for goes with the one before.
+    A layer without a prefix is in the stage of the layer before it.
 
     >>> layers = [ModelLayer(name, nn.Identity()) for name in ("features.0", "features.1", "flatten", "classifier")]
     >>> placed(layers, {"features": 0, "classifier": 1}, num_stages=2)
@@ -259,7 +259,7 @@ def placed(layers: Sequence[ModelLayer], placement: Mapping[str, int], num_stage
 
 
 def balanced(layers: Sequence[ModelLayer], costs: Sequence[float], num_stages: int) -> list[int]:
-    """Return the ends of stages of which the dearest is as cheap as it can be, each with something to learn.
+    """Return the ends of stages whose largest cost is smallest; each stage has parameters.
 
     Layers that share a parameter stay in one stage, with those between them.
 
@@ -278,7 +278,7 @@ def balanced(layers: Sequence[ModelLayer], costs: Sequence[float], num_stages: i
 
 
 def costs_of(layers: Sequence[ModelLayer], sample: Any, mesh: Mesh) -> list[float]:  # noqa: ANN401
-    """Return what each layer costs: seconds that worker 0 has measured, or parameters without a sample."""
+    """Return the cost of each layer: seconds measured by worker 0, or without a sample the number of parameters."""
     if sample is None:
         return [float(layer.num_parameters) for layer in layers]
     costs = torch.zeros(len(layers), dtype=torch.float64)
@@ -290,7 +290,7 @@ def costs_of(layers: Sequence[ModelLayer], sample: Any, mesh: Mesh) -> list[floa
 
 
 def measured(layers: Sequence[ModelLayer], sample: Any) -> list[float]:  # noqa: ANN401
-    """Return the seconds of forward and backward of each layer, the best of a few times. Leaves nothing changed."""
+    """Return the seconds of forward and backward of each layer, the best of a few times; the model is not changed."""
     values, costs = sample, list[float]()
     for layer in layers:
         if any(tensor.is_meta for tensor in layer.module.parameters()):
@@ -306,7 +306,7 @@ def measured(layers: Sequence[ModelLayer], sample: Any) -> list[float]:  # noqa:
 
 
 def _timed(module: nn.Module, values: Any) -> tuple[float, Any]:  # noqa: ANN401
-    """Return the seconds of one forward and backward, and what comes out."""
+    """Return the seconds of one forward and backward, and the outputs."""
     leaves = _mapped(values, lambda one: one.detach().requires_grad_(one.is_floating_point()))
     began_s = time.perf_counter()
     found = module(leaves)

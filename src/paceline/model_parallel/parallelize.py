@@ -40,7 +40,7 @@ _Run = Callable[[Any], Any]
 
 
 class Parallel(nn.Module):
-    """A model that several workers hold between them. All who hold a replica call its methods, with the same batch.
+    """A model of which each worker of a replica holds a part. All of them call its methods, with the same batch.
 
     Its parameters, buffers and their names are those of this worker's part, named as in the model it is part of.
     """
@@ -67,11 +67,11 @@ class Parallel(nn.Module):
     def forward(self, inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
         """Return the outputs of the whole model, on all workers of this replica. For evaluation: without gradients.
 
-        Blocks until all of them have called it.
+        Blocks until all workers of the replica call it.
 
         Raises:
-            UsageError: they were given different batches.
-            PeerError: one of them is gone.
+            UsageError: workers were given different batches.
+            PeerError: a worker has died or left.
         """
         run = self._held[1]
         with self._connected("forward", inputs):
@@ -80,17 +80,17 @@ class Parallel(nn.Module):
     def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
         """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
 
-        Loss and gradients are those of the whole batch of this replica, as one process would find them. Under
-        all-reduce the gradients are combined with those of the other replicas before this returns, but for calls inside
-        of `optimizer.accumulate()`. Blocks until all workers of the replica have done their part.
+        Loss and gradients are those of the whole batch of this replica, as one process would compute them. Under
+        all-reduce the gradients are combined with those of the other replicas before this returns, except for calls
+        inside `optimizer.accumulate()`. Blocks until all workers of the replica call it.
 
         Args:
             inputs: (batch, ...) a tensor, or a tuple of tensors for a model that takes one.
-            targets: (batch, ...) what the loss takes beside the outputs.
+            targets: (batch, ...) second argument of the loss.
 
         Raises:
-            UsageError: a batch that does not divide into micro-batches, or another one than the others were given.
-            PeerError: a worker is gone, or did not come in time; the message names it.
+            UsageError: the batch does not divide into micro-batches, or differs from that of the other workers.
+            PeerError: a worker has died or left, or is too late; the message names it.
         """
         run = self._held[1]
         if self._part.mesh is None:
@@ -111,13 +111,13 @@ class Parallel(nn.Module):
         return found
 
     def when_backward(self, act: WeakMethod[Callable[[], None]]) -> None:
-        """Have this called at the end of each `forward_backward` of layers that several workers hold."""
+        """Call `act` at the end of each `forward_backward` of layers that several workers hold."""
         self._followers.append(act)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Scale all gradients of this replica so that their norm is `max_norm` at most; return the norm before.
+        """Scale all gradients of this replica to a norm of at most `max_norm`; return the norm before.
 
-        What `torch.nn.utils.clip_grad_norm_` does for one process. All workers of the replica must call it.
+        As `torch.nn.utils.clip_grad_norm_` for one process. Blocks until all workers of the replica call it.
         """
         total = _squared_norm(self, self._part)
         mesh = self._part.mesh
@@ -131,14 +131,14 @@ class Parallel(nn.Module):
         return norm
 
     def train(self, mode: bool = True) -> Parallel:
-        """Set the mode of the layers here."""
+        """Set the mode of this worker's layers."""
         self._held[0].train(mode)
         return super().train(mode)
 
     def whole_state_dict(self) -> dict[str, Tensor] | None:
-        """Return a copy of the state of the whole model to the first worker of the replica, None to the others.
+        """Return a copy of the state of the whole model on the first worker of the replica, None on the others.
 
-        All of them must call it; blocks until they have.
+        Blocks until all workers of the replica call it.
         """
         grid, position, mesh = self._part.grid, self._part.position, self._part.mesh
         if mesh is None:
@@ -158,9 +158,9 @@ class Parallel(nn.Module):
 
     @contextmanager
     def _connected(self, pattern: Pattern, inputs: object) -> Generator[None]:
-        """See to it that the ranks of split layers are given the same batch, and say who is to blame if one is gone."""
+        """Check that the ranks of split layers are given the same batch, and explain failed connections."""
         mesh = self._part.mesh
-        if mesh is None or mesh.grid.pipeline > 1:  # a pipeline sees to it
+        if mesh is None or mesh.grid.pipeline > 1:  # a pipeline does both
             yield
             return
         mesh.agree(CallSignature.over(parts(inputs, "the batch")[0], pattern, root=1), pattern)
@@ -169,7 +169,7 @@ class Parallel(nn.Module):
 
 
 def _split_loss(part: ModelPart) -> AbstractContextManager[object]:
-    """Return the context in which the loss takes scores that are split over tensor ranks."""
+    """Return the context in which the loss accepts scores that are split over tensor ranks."""
     if part.grid.tensor == 1:
         return nullcontext()
     from paceline.model_parallel.tensor import split_loss  # takes half a second
@@ -189,7 +189,7 @@ def _squared_norm(module: nn.Module, part: ModelPart) -> Tensor:
 
 
 def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
-    """Return the state of this stage, its layers whole."""
+    """Return the state of this stage with whole layers."""
     if mesh.grid.tensor == 1:
         return {name: tensor.clone() for name, tensor in module.state_dict().items()}
     from paceline.model_parallel.tensor import whole_state
@@ -199,7 +199,7 @@ def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ParallelizeOptions:
-    """What a script asks of `paceline.parallelize`, which says what it means; None leaves it to the launcher."""
+    """Arguments of `paceline.parallelize`, which documents them; None leaves one to the launcher."""
 
     pipeline: int | None = None
     tensor: int | None = None
@@ -212,7 +212,7 @@ class ParallelizeOptions:
     reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be."""
+        """Validate the numbers and the schedule."""
         for name, number in (
             ("pipeline", self.pipeline),
             ("tensor", self.tensor),
@@ -224,7 +224,7 @@ class ParallelizeOptions:
             raise UsageError(f"parallelize: schedule is {self.schedule!r}, expected {' or '.join(SCHEDULES)}.")
 
     def over(self, launched: Distribution) -> Distribution:
-        """Return how the work is shared: as the script says, and else as the launcher was told.
+        """Return the distribution: that of the script, completed by that of the launcher.
 
         >>> str(ParallelizeOptions(pipeline=2, data="ssp:3").over(Distribution.parse("all-reduce+tensor:2")))
         'ssp:3+pipeline:2+tensor:2'
@@ -249,7 +249,7 @@ def keep_part(
     if isinstance(loss, type) or not callable(loss):
         raise UsageError(
             f"parallelize: loss is {brief(loss)}, expected a function of outputs and targets, "
-            "torch.nn.functional.cross_entropy for example, or a loss module that was made."
+            "such as torch.nn.functional.cross_entropy, or an instance of a loss module."
         )
     wanted = asked.over(arrangement.distribution)
     stages, count = wanted.pipeline, asked.micro_batches
@@ -266,7 +266,7 @@ def keep_part(
 
 
 def _cut(model: nn.Module, loss: Loss, asked: ParallelizeOptions, part: ModelPart) -> Parallel:
-    """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
+    """Return this worker's part of a model; the layers of other workers lose their values."""
     mesh, stage = part.mesh, part.position.stage
     joining = joining_of(loss, asked.reduction)
     # A BatchNorm mostly cannot learn from one sample.
@@ -299,13 +299,13 @@ def _require_cpu(model: nn.Module) -> None:
     away = [name for name, parameter in model.named_parameters() if parameter.device.type not in ("cpu", "meta")]
     if away:
         raise UsageError(
-            f"parallelize: '{away[0]}' is on an accelerator, but stages and ranks speak to each other over Gloo, on "
+            f"parallelize: '{away[0]}' is on an accelerator, but stages and ranks communicate over Gloo, on "
             "the CPU: leave the model there."
         )
 
 
 def _ends(model: nn.Module, asked: ParallelizeOptions, mesh: Mesh) -> list[int]:
-    """Return behind which layers stages end."""
+    """Return the ends of the stages."""
     layers = layers_of(model)
     ends = ends_of(layers, asked.placement, asked.balance, mesh)
     require_apart(layers, ends)
@@ -313,13 +313,13 @@ def _ends(model: nn.Module, asked: ParallelizeOptions, mesh: Mesh) -> list[int]:
 
 
 def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
-    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then.
+    """Split the layers of a model over tensor ranks, in place; return a loss that accepts its outputs.
 
     Args:
-        model: the whole one.
-        loss: of what it gives.
-        mesh: of all workers.
-        in_row: its layers are called one after the other, and its own forward is not.
+        model: the whole model.
+        loss: loss of its outputs.
+        mesh: mesh of all workers.
+        in_row: whether its layers are called one after the other, in place of its own forward.
     """
     from paceline.model_parallel.split_loss import loss_of_split
     from paceline.model_parallel.tensor import split_over  # takes half a second

@@ -240,7 +240,7 @@ class History:
     def _check_applied(self, server: int, shard: SeenShard, push_id: PushId, clock: int) -> None:
         made = self.made.get((push_id.worker, push_id.incarnation), ())
         if not any(push_id == own and clock == its for own, its in reversed(made)):
-            raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, and nobody made it")
+            raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, but no worker made it")
         if push_id in shard.position:
             raise Violation(f"E1: {push_id} is applied twice on server {server}")
         if (server, push_id) in self.refused:

@@ -116,7 +116,7 @@ tied[3].weight = tied[0].weight
 for words, model, asked in (
     ("cannot be split", Block(4), {}),
     ("leaves out parameters", type("Short", (Talker,), {"layers": lambda self: [self.embedding]})(), {}),
-    ("each stage needs a layer", nn.Sequential(nn.Linear(2, 2)), {}),
+    ("each stage needs at least one layer", nn.Sequential(nn.Linear(2, 2)), {}),
     ("are one parameter", tied, {"placement": list(range(1, size))}),
     ("only 1 have parameters", nn.Sequential(nn.Linear(2, 2), *(nn.Tanh() for _ in range(size))), {}),
     ("no parameters to learn", nn.Sequential(*(nn.Tanh() for _ in range(size))), {"placement": list(range(1, size))}),

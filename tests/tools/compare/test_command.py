@@ -23,7 +23,7 @@ def test_it_runs_one_after_another_and_a_failure_does_not_end_the_others(
 
     assert code == 1, shown.err
     assert "[2/2] bsp@2" in shown.err
-    assert "ssp:3@2 has failed: this strategy is refused" in shown.out
+    assert "ssp:3@2 failed: this strategy is refused" in shown.out
     numbers = json.loads((out / "comparison.json").read_text())
     assert numbers["ssp:3@2"] == {"failed": "this strategy is refused"}
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")

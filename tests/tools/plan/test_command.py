@@ -143,7 +143,7 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("--layers 4 --hidden 64 --heads 5", "--heads 5 does not divide --hidden 64"),
         ("--layers 4 --hidden 64 --heads -4", "--heads is -4"),
         ("nowhere.py:made --input 4", "There is no file nowhere.py"),
-        ("nowhere.py --input 4", "names no function"),
+        ("nowhere.py --input 4", "does not name a function"),
     ],
 )
 def test_mistakes_are_told_in_a_line(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

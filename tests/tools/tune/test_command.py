@@ -34,10 +34,10 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         study.finish(first.number, 0.5, [1.0, 0.5])
     assert answer(["tune", "--resume", str(folder.path)]) == 0
     shown = capfd.readouterr()
-    assert shown.err.startswith("[2/2] trial 1  |  x 2  |  pruned: was behind others after report ")
+    assert shown.err.startswith("[2/2] trial 1  |  x 2  |  pruned: was worse than others at report ")
     assert "2 trials: 1 finished, 1 pruned" in shown.out
     assert "stopped by SIGTERM" in (said := (folder.trial(1) / "output.txt").read_text())
-    assert "had not ended" not in said  # each worker has left by itself, in a report
+    assert "did not end" not in said  # each worker has left by itself, in a report
     assert f"paceline run --config {folder.best} {SCRIPT}" in shown.out
     assert read_config(folder.best) == RunConfig({"transport": "memory", "workers": 2}, ("--x=1.0",))
     assert answer(["tune", "--resume", str(folder.path)]) == 0  # there is nothing left to do
@@ -63,7 +63,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         (TWO, ["-j", "0"], "--jobs must be at least 1"),
         (TWO, ["--trial-timeout-s", "0"], "--trial-timeout-s must be more than 0"),
         (TWO, ["--out", "."], "is not empty"),
-        (TWO, ["--resume", "."], "--resume goes on with a search as it was begun"),
+        (TWO, ["--resume", "."], "--resume continues a search as it was started"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(
@@ -79,7 +79,7 @@ def test_mistakes_are_told_before_anything_runs(
 
 def test_a_search_needs_a_file_and_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["tune", str(tmp_path / "s.yaml")]) == 2
-    assert "expected a file that says what is searched, and a script" in capsys.readouterr().err
+    assert "expected a file that describes the search, and a script" in capsys.readouterr().err
     assert answer(["tune", str(tmp_path / "s.yaml"), str(SCRIPT)]) == 2
     assert "cannot read" in capsys.readouterr().err
 

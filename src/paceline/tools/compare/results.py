@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from paceline.observe.trace import Resources, Step
     from paceline.tools.compare.runs import ComparedEntry, RunEnded
 
-# The last loss is the mean over this share of the steps: a single one says little.
+# The final loss is the mean over this share of the steps: the loss of a single step is noisy.
 _END: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class RunTraffic:
-    """What TCP connections carried, of a worker and step in the mean, the first values included."""
+    """Bytes on TCP connections, the mean for a worker and step, with the transfer of the first values."""
 
     sent_bytes: float
     received_bytes: float
@@ -32,17 +32,17 @@ class RunTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The numbers of a run; None where a run has none.
+    """Results of a run; None where it was not measured.
 
     Args:
-        entry: what was run.
-        summary: of its traces.
-        num_samples: trained on; what several ranks of a replica share counts once.
-        final_loss: the mean training loss of the last tenth of all steps.
-        held_out_loss: as the script has measured it last.
-        loss_by_samples: the training loss after so many samples.
-        traffic: between the processes.
-        peak_bytes: the most memory that a worker's process had, of the worker with the most.
+        entry: the strategy that was run.
+        summary: summary of its traces.
+        num_samples: number of samples trained on; samples that the ranks of a replica share count once.
+        final_loss: mean training loss of the last tenth of all steps.
+        held_out_loss: last loss on held-out data that the script reported.
+        loss_by_samples: training loss by number of samples.
+        traffic: bytes between processes.
+        peak_bytes: largest peak memory of a worker's process.
     """
 
     entry: ComparedEntry
@@ -56,17 +56,17 @@ class Result:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """Name in tables and figures."""
         return str(self.entry)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples in a second of training."""
+        """Samples per second of training."""
         return self.num_samples / self.summary.seconds if self.summary.seconds else 0.0
 
 
 def read_result(entry: ComparedEntry, run: Run) -> Result:
-    """Return the numbers of a run."""
+    """Return the results of a run."""
     summary = summarize(run)
     return Result(
         entry=entry,
@@ -86,7 +86,7 @@ def _final_loss(steps: Sequence[Step]) -> float | None:
 
 
 def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
-    """Follow the mean loss of the workers, clock by clock, over the samples that all replicas together have had."""
+    """Return the mean loss of the workers of each clock by the number of samples of all replicas."""
     by_clock: dict[int, list[Step]] = {}
     for step in steps:
         by_clock.setdefault(step.clock, []).append(step)
@@ -113,7 +113,7 @@ _MEGA = 1e6
 
 
 def comparison_table(outcomes: Sequence[Result | RunEnded]) -> Table:
-    """Return one line for each strategy, in the order in which they ran."""
+    """Return a table with one line for each strategy, in the order of the runs."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -145,7 +145,7 @@ def _loss(loss: float | None) -> str:
 
 
 def megabytes(size_bytes: float) -> str:
-    """Write a size in megabytes, with as many digits as say something.
+    """Return a size in megabytes, with up to three digits.
 
     >>> megabytes(3_456_000), megabytes(345_600_000), megabytes(1_200)
     ('3.5 MB', '346 MB', '0.001 MB')
@@ -156,7 +156,7 @@ def megabytes(size_bytes: float) -> str:
 
 
 def comparison_json(outcomes: Sequence[Result | RunEnded]) -> dict[str, dict[str, object]]:
-    """Return the same by strategy, with all digits."""
+    """Return the results by strategy, with all digits."""
     return {
         str(outcome.entry): _numbers(outcome) if isinstance(outcome, Result) else {"failed": outcome.failure_reason}
         for outcome in outcomes

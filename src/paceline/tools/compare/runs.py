@@ -24,7 +24,7 @@ class ComparedEntry:
 
     Args:
         strategy: how the workers share the work; None for one worker alone, with its server in the same process.
-        num_workers: of the run.
+        num_workers: number of workers of the run.
     """
 
     strategy: Distribution | None
@@ -32,12 +32,12 @@ class ComparedEntry:
 
     @property
     def ranks_per_replica(self) -> int:
-        """How many workers work on the same samples."""
+        """Number of workers that work on the same samples."""
         return 1 if self.strategy is None else self.strategy.ranks_per_replica
 
     @property
     def file_name(self) -> str:
-        """What its folder is called.
+        """Name of its folder.
 
         >>> ComparedEntry.parse("ssp:3+pipeline:2@4", 2).file_name
         'ssp-3-pipeline-2-4-workers'
@@ -45,19 +45,19 @@ class ComparedEntry:
         return _NOT_OF_A_NAME.sub("-", f"{self.strategy or SINGLE} {self.num_workers} workers")
 
     def __str__(self) -> str:
-        """Write it as it is read."""
+        """Return the text that `parse` reads."""
         return SINGLE if self.strategy is None else f"{self.strategy}{_COUNT}{self.num_workers}"
 
     @staticmethod
     def parse(text: str, num_workers: int) -> ComparedEntry:
-        """Read a strategy, behind which its own number of workers may stand.
+        """Read a strategy, which its own number of workers may follow.
 
         Args:
             text: "single", or a strategy as `paceline run` takes it, "all-reduce" or "ssp:3+pipeline:2@4".
-            num_workers: where the text has none.
+            num_workers: number of workers where the text has none.
 
         Raises:
-            UsageError: the strategy is not known, or so many workers cannot share the work like this.
+            UsageError: the strategy is not known, or the workers do not divide by it.
 
         Example:
             >>> ComparedEntry.parse("pipeline:2+SSP:3@4", 2).num_workers
@@ -66,7 +66,7 @@ class ComparedEntry:
         name, separator, count = text.strip().lower().partition(_COUNT)
         if separator:
             if not count.isascii() or not count.isdigit() or int(count) < 1:
-                raise UsageError(f"strategy '{text}': behind {_COUNT} stands a number of workers, as in all-reduce@2.")
+                raise UsageError(f"strategy '{text}': expected a number of workers after {_COUNT}, as in all-reduce@2.")
             num_workers = int(count)
         if name == SINGLE:
             if separator and num_workers != 1:
@@ -81,7 +81,7 @@ def parse_entries(text: str, num_workers: int) -> list[ComparedEntry]:
     """Read entries that are separated by commas.
 
     Raises:
-        UsageError: there is none, one comes twice, or one cannot be read.
+        UsageError: there is no entry, one comes twice, or one is not valid.
 
     Example:
         >>> [str(entry) for entry in parse_entries("single, all-reduce, ssp:3@4", 2)]
@@ -95,10 +95,10 @@ def parse_entries(text: str, num_workers: int) -> list[ComparedEntry]:
     return entries
 
 
-# The kernel counts the traffic of the first only.
+# The kernel counts the traffic of tcp only.
 Carrier = Literal["tcp", "shm"]
 
-# Who made a run fail, as its last line says, and what that one wrote; lines that are indented only say where it was.
+# The process that made a run fail, as its last line says, and the lines of that process; indented ones are tracebacks.
 _CULPRIT: Final = re.compile(r"^paceline: (.+?) (?:ended with|was killed by) [^\n]*\Z", re.MULTILINE)
 _WRITTEN: Final = r"^\[{name}\] (?:paceline: )?(\S.*)$"
 _FROM_SIGNALS: Final = range(129, 160)
@@ -106,7 +106,7 @@ _FROM_SIGNALS: Final = range(129, 160)
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What all runs of a comparison have in common."""
+    """Options that all runs of a comparison share."""
 
     script: Path
     args: tuple[str, ...]
@@ -115,15 +115,15 @@ class RunPlan:
     folder: Path
 
     def run_dir(self, entry: ComparedEntry) -> Path:
-        """Where the traces of a run are kept."""
+        """Folder of the traces of a run."""
         return self.folder / entry.file_name
 
     def output(self, entry: ComparedEntry) -> Path:
-        """Where the output of a run is kept."""
+        """File of the output of a run."""
         return self.folder / f"{entry.file_name}.txt"
 
     def launch(self, entry: ComparedEntry) -> LocalRun:
-        """Return how a run is started."""
+        """Return the options of a run for the launcher."""
         alone = entry.strategy is None
         return LocalRun(
             script=self.script,
@@ -143,7 +143,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """How a run has ended: its exit code, and its last words where that is not 0."""
+    """End of a run: its exit code, and the reason where that is not 0."""
 
     entry: ComparedEntry
     code: int
@@ -151,7 +151,7 @@ class RunEnded:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether it was interrupted, and with it the comparison."""
+        """Whether a signal has stopped it, and with it the comparison."""
         return self.code in _FROM_SIGNALS and "stopped by" in self.failure_reason
 
 
@@ -159,14 +159,14 @@ def run_entry(plan: RunPlan, entry: ComparedEntry) -> RunEnded:
     """Run the script under one strategy to its end; blocks. Call it from the main thread.
 
     Raises:
-        UsageError: the script is not there, or the folder of the run has something in it.
+        UsageError: the script does not exist, or the folder of the run is not empty.
     """
     code = run_local(plan.launch(entry))
     return RunEnded(entry, code, failure_reason(plan.output(entry).read_text(encoding="utf-8")) if code else "")
 
 
 def failure_reason(output: str) -> str:
-    r"""Return the line that says best why a run has failed.
+    r"""Return the line of the output that best says why a run has failed.
 
     Example:
         >>> failure_reason("[worker 0] paceline: no data\npaceline: worker 0 ended with exit code 1")
@@ -177,4 +177,4 @@ def failure_reason(output: str) -> str:
     culprit = _CULPRIT.search(output.rstrip())
     written = re.findall(_WRITTEN.format(name=re.escape(culprit[1])), output, re.MULTILINE) if culprit else []
     lines = [line for line in output.splitlines() if line.strip()]
-    return written[-1] if written else lines[-1] if lines else "it has said nothing"
+    return written[-1] if written else lines[-1] if lines else "it printed nothing"

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from paceline.tools.tune.study import State, Study, Trial
 
 REFRESH_INTERVAL_S: Final = 0.25
-# Lines of a terminal that are not for trials: heading, title, and where the cursor is.
+# Lines of a terminal that are not for trials: heading, title, and the cursor's.
 _OTHER_LINES: Final = 5
 _STYLES: Final[Mapping[State, str]] = {"running": "cyan", "pruned": "dim", "failed": "red", "interrupted": "dim"}
 
 
 def open_display(search: Search, stream: TextIO) -> Display:
-    """Return what fits where this is shown."""
+    """Return a live table for a terminal, else plain lines."""
     if not stream.isatty():
         return _Lines(search, stream)
     from rich.console import Console
@@ -57,7 +57,7 @@ class _Lines:
         self._stream = stream
 
     def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
-        """Show nothing of what runs."""
+        """Show nothing while trials run."""
 
     def ended(self, study: Study, run: TrialProcess) -> None:
         trial = study.trials()[run.trial.number]
@@ -72,12 +72,12 @@ class _Lines:
 
 
 def num_ended(study: Study) -> int:
-    """Return how many trials are done, however they have ended, but for those that come again."""
+    """Return the number of trials that have ended, without interrupted ones, which run again."""
     return sum(trial.state not in ("running", "interrupted") for trial in study.trials())
 
 
 def plain_line(trial: Trial, metric: Metric, elapsed_s: float, *, is_best: bool) -> str:
-    """Say in one line what a trial has come to.
+    """Return the result of a trial in one line.
 
     >>> from paceline.tools.tune.study import Trial
     >>> plain_line(Trial(3, {"lr": 0.1}, "finished", 0.25), "loss", 4.2, is_best=True)
@@ -92,7 +92,7 @@ def plain_line(trial: Trial, metric: Metric, elapsed_s: float, *, is_best: bool)
 
 
 def describe(parameters: Mapping[str, Choice]) -> str:
-    """Write parameters in one line.
+    """Return parameters in one line.
 
     >>> describe({"lr": 0.012345678, "batch": 32})
     'lr 0.01235, batch 32'
@@ -106,7 +106,7 @@ def _short(value: Choice) -> str:
 
 @final
 class _Live:
-    """A table that is redrawn in place, for terminals: the best, what runs, and what has ended lately."""
+    """A table that is redrawn in place, for terminals: the best trial, running ones, and the latest that ended."""
 
     def __init__(self, search: Search, console: Console) -> None:
         from rich.live import Live
@@ -125,7 +125,7 @@ class _Live:
             self._update(study, running)
 
     def ended(self, study: Study, run: TrialProcess) -> None:
-        """Wait for the next time that the whole is shown."""
+        """Leave it to the next redraw."""
 
     def close(self, study: Study) -> None:
         self._update(study, ())
@@ -138,7 +138,7 @@ class _Live:
 
 
 def search_table(study: Study, search: Search, running: Sequence[TrialProcess], room: int, elapsed_s: float) -> Table:
-    """Return the best trial, and so many of the latest as there is room for, in the order of their numbers."""
+    """Return a table of `room` trials by number: the latest ones, with the best."""
     from rich.table import Table
 
     trials, best = study.trials(), study.best()
@@ -168,7 +168,7 @@ def search_table(study: Study, search: Search, running: Sequence[TrialProcess], 
 
 def _remark(trial: Trial, run: TrialProcess | None, *, is_best: bool) -> str:
     if run is not None:
-        return f"{run.elapsed_s:.0f} s{', is told to stop' if run.was_told else ''}"
+        return f"{run.elapsed_s:.0f} s{', stopping' if run.was_told else ''}"
     if trial.reason:
         return f"{trial.state}: {trial.reason}"
     return "best" if is_best else trial.state

@@ -44,7 +44,7 @@ _NO_NUMBER: Final = math.nan
 
 @final
 class Series:
-    """Numbers that several workers report alike: the first of each, the second of each, and so on, as their means."""
+    """Numbers that all workers report: the mean of the first ones, of the second ones, and so on."""
 
     def __init__(self) -> None:
         self._by_worker: dict[int, list[float]] = {}
@@ -52,14 +52,14 @@ class Series:
         self._means: list[float] = []
 
     def add(self, worker: int, number: float | None) -> None:
-        """Take the next number of a worker; None is one that is not finite."""
+        """Add the next number of a worker; None stands for one that is not finite."""
         if worker not in self._by_worker:
             self._by_worker[worker] = []
             self._means.clear()  # it was in none of them
         self._by_worker[worker].append(_NO_NUMBER if number is None else number)
 
     def means(self, *, to_the_end: bool) -> list[float]:
-        """Return the mean of each round: those that every worker has had which reports at all, or, at the end, all."""
+        """Return the means of the rounds that all reporting workers have reached, or, at the end, of all rounds."""
         lengths = [len(numbers) for numbers in self._by_worker.values()] or [0]
         self._means += [self._mean(turn) for turn in range(len(self._means), min(lengths))]
         return self._means + [self._mean(turn) for turn in range(min(lengths), max(lengths) if to_the_end else 0)]
@@ -70,11 +70,11 @@ class Series:
 
 @final
 class Values:
-    """What one trial has reported.
+    """Values that one trial has reported.
 
     Args:
-        metric: which of it counts.
-        every: how many reports of training loss make one value.
+        metric: the metric that the search compares.
+        every: number of reports of training loss whose mean is one value.
 
     Example:
         >>> values = Values("loss", every=2)
@@ -91,7 +91,7 @@ class Values:
         self._measured = Series()
 
     def add(self, record: Record) -> None:
-        """Take one record of the trial's traces."""
+        """Add one record of the trial's traces."""
         match record:
             case Evaluated():
                 number = record.accuracy if self._metric == "accuracy" else record.loss
@@ -105,13 +105,13 @@ class Values:
 
     @property
     def has_measured(self) -> bool:
-        """Whether something was measured on held-out data."""
+        """Whether the script has reported measurements on held-out data."""
         return bool(self._measured.means(to_the_end=True))
 
     def so_far(self, *, measured: bool, ended: bool = False) -> Sequence[float]:
-        """Return all values up to now, in order: measurements, or the training loss; NaN is no finite number.
+        """Return all values so far, in order: measurements, or means of the training loss; NaN where one is not finite.
 
-        Those that other workers may still add to are left out, until the trial has ended.
+        Rounds that some workers have not reached yet are left out until the trial has ended.
         """
         if measured or self._metric == "accuracy":
             return self._measured.means(to_the_end=ended)
@@ -119,24 +119,24 @@ class Values:
         return [fmean(losses[end - self._every : end]) for end in range(self._every, len(losses) + 1, self._every)]
 
     def final(self, *, measured: bool) -> float | None:
-        """Return the value of the whole trial, which has ended; None if it has reported nothing that counts."""
+        """Return the value of a trial that has ended; None if it has not reported the metric."""
         if measured or self._metric == "accuracy":
             return next(reversed(self._measured.means(to_the_end=True)), None)
         losses = self._training.means(to_the_end=True)[-self._every :]
         return fmean(losses) if losses else None
 
 
-# -P: what lies in the folder that this was called from is not imported instead of what belongs to Python.
+# -P: files of the working folder do not take the place of Python's own modules.
 PROGRAM: Final = (sys.executable, "-P", "-m", "paceline", "run")
 DEFAULT_GRACE_S: Final = 5.0  # of a run
-# From being told to end until being killed: beyond the grace that a run has for its workers, and for its servers.
+# From the request to end until the kill: beyond the grace period of the workers and of the servers.
 STOP_TIMEOUT_S: Final = 20.0
 _PLACE: Final = re.compile(r"\{([A-Za-z][\w.-]*)\}")  # of a parameter, in an argument
-DIVERGED: Final = "what it reports is no finite number any more"
+DIVERGED: Final = "its reports are no longer finite numbers"
 
 
 def configure(run: Mapping[str, Choice], args: Sequence[str], parameters: Mapping[str, Choice]) -> RunConfig:
-    """Return how a trial is run: parameters fill the places that arguments have for them, or come behind these.
+    """Return the configuration of a trial: parameters fill their places in the arguments, or follow the arguments.
 
     >>> configure({"workers": 2}, ["--rate={lr}"], {"lr": 0.1, "batch": 32, "run.consistency": "ssp:3"})
     RunConfig(options={'workers': 2, 'consistency': 'ssp:3'}, args=('--rate=0.1', '--batch=32'))
@@ -159,7 +159,7 @@ def _text(parameters: Mapping[str, Choice], name: str, otherwise: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial has come to."""
+    """Result of a trial."""
 
     state: State
     value: float | None = None
@@ -169,13 +169,13 @@ class Verdict:
 @final
 @dataclass(slots=True)
 class TrialProcess:
-    """A trial that runs.
+    """The process of a running trial.
 
     Attributes:
-        slot: which part of the machine's cores it has.
-        grace_s: of the run, for workers and for servers.
-        pruned: why it was told to stop, if it was behind others.
-        late_after_s: after how long it was told to stop, if it took too long.
+        slot: number of its share of the machine's cores.
+        grace_s: grace period of the run, for workers and for servers.
+        pruned: why it was asked to stop, if it was worse than others.
+        late_after_s: time after which it was asked to stop, if it took too long.
     """
 
     trial: Trial
@@ -215,7 +215,7 @@ class TrialProcess:
         try:
             guard.watch(process.pid)
             pin(process.pid, cores)
-        except BaseException:  # nobody else would end it
+        except BaseException:  # no other process would end it
             kill_group(process.pid)
             process.wait()
             raise
@@ -224,20 +224,20 @@ class TrialProcess:
 
     @property
     def elapsed_s(self) -> float:
-        """For how long it runs."""
+        """Seconds since its start."""
         return time.monotonic() - self.began_s
 
     @property
     def was_told(self) -> bool:
-        """Whether it was told to stop."""
+        """Whether it was asked to stop."""
         return self._kill_at_s < math.inf
 
     def reap(self) -> int | None:
-        """Return its exit code, or None while it runs; then take in what it has reported."""
+        """Return its exit code, or None while it runs; reads what it has reported."""
         pid = self.process.pid
         code = None
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            kill_group(pid)  # in this order: the group's number cannot be given to others before
+            kill_group(pid)  # before the wait: until then the number of the group is not given to another
             self.guard.forget(pid)
             code = self.process.wait()
         elif time.monotonic() > self._kill_at_s:
@@ -247,29 +247,29 @@ class TrialProcess:
         return code
 
     def stop(self) -> None:
-        """Tell the run to end: workers finish their step. It is killed if that takes too long."""
+        """Ask the run to end: workers finish their step. Later polls kill it if that takes too long."""
         if not self.was_told:
             self._kill_at_s = time.monotonic() + STOP_TIMEOUT_S + 2 * self.grace_s
-            os.kill(self.process.pid, signal.SIGTERM)  # nobody else has its number: it was not waited for
+            os.kill(self.process.pid, signal.SIGTERM)  # no other process has its number before it is waited for
 
     def kill(self) -> None:
-        """Kill the run; what it has started ends with it."""
+        """Kill the run with all processes that it has started."""
         kill_group(self.process.pid)
 
     def judge(self, code: int, *, measured: bool) -> Verdict:
-        """Say what it has come to, by its exit code and what it has reported."""
+        """Return its result, by its exit code and its reports."""
         value = self.values.final(measured=measured)
         if code != 0 and self.pruned:
             return Verdict("pruned", reason=self.pruned)
         if code != 0 and self.late_after_s is not None:
             return Verdict(
-                "failed", reason=f"had not ended after {self.late_after_s:g} s; its last words: {self._words()}"
+                "failed", reason=f"did not end within {self.late_after_s:g} s; its last line: {self._words()}"
             )
         if code != 0:
             return Verdict("failed", reason=self._words())
         if value is None:
             return Verdict(
-                "failed", reason="the script has reported nothing: it says paceline.report(loss=..., accuracy=...)"
+                "failed", reason="the script has not reported the metric: call paceline.report(loss=..., accuracy=...)"
             )
         if not math.isfinite(value):
             return Verdict("pruned", reason=DIVERGED)
@@ -285,10 +285,10 @@ _WAKEUP_BYTES: Final = 4096
 
 
 class Display(Protocol):
-    """Who is shown how the search goes."""
+    """Shows the progress of a search."""
 
     def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
-        """Show the state of things; called about ten times a second."""
+        """Show the trials; called about ten times a second."""
         ...
 
     def ended(self, study: Study, run: TrialProcess) -> None:
@@ -302,9 +302,9 @@ class Display(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DriverOptions:
-    """How trials are run: how many at once, for how long at most, and by which program.
+    """Options of a search: trials at a time, the longest time of a trial, and the program that runs one.
 
-    Raises UsageError for numbers that no trial could be run by.
+    Raises UsageError for numbers below the least.
     """
 
     jobs: int = 1
@@ -321,7 +321,7 @@ class DriverOptions:
 
 @final
 class TrialDriver:
-    """One search under way."""
+    """Runs the trials of one search."""
 
     def __init__(self, folder: Folder, study: Study, options: DriverOptions, display: Display) -> None:
         self._folder = folder
@@ -332,10 +332,11 @@ class TrialDriver:
         self._best: int | None = None
 
     def drive(self) -> None:
-        """Run trials until there are enough; blocks. Call it from the main thread: it answers signals.
+        """Run trials until all are done; blocks. Call it from the main thread, which receives signals.
 
         Raises:
-            KeyboardInterrupt, SystemExit: a signal has ended it; what runs then is told to leave, and comes again.
+            KeyboardInterrupt, SystemExit: a signal has ended the search; running trials are asked to end, and come
+                again when the search is resumed.
         """
         guard = Guard(self._folder.path, temporary=False)
         try:
@@ -361,7 +362,7 @@ class TrialDriver:
             self._begin(guard)
 
     def _begin(self, guard: Guard) -> None:
-        """Begin trials while there is room."""
+        """Start trials until as many run as may."""
         cores = cores_here()
         shares = self._options.jobs > 1
         for slot in sorted(set(range(self._options.jobs)) - {run.slot for run in self._running}):
@@ -383,7 +384,7 @@ class TrialDriver:
         elif (measured := self._study.measured) is not None:
             values = run.values.so_far(measured=measured)
             if self._study.report(run.trial.number, values):
-                run.pruned = f"was behind others after report {len(values)}, {values[-1]:.4g}"
+                run.pruned = f"was worse than others at report {len(values)}, {values[-1]:.4g}"
                 run.stop()
 
     def _conclude(self, run: TrialProcess, code: int) -> None:
@@ -402,7 +403,7 @@ class TrialDriver:
         self._display.ended(self._study, run)
 
     def _keep_best(self) -> None:
-        """Write down how the best trial was run, if it is another than before."""
+        """Write the configuration of the best trial, if it has changed."""
         best, task = self._study.best(), self._folder.task
         if best is not None and best.number != self._best:
             self._best = best.number
@@ -413,7 +414,7 @@ class TrialDriver:
             unfinished.replace(self._folder.best)
 
     def _end_all(self, signals: Signals) -> None:
-        """Tell what still runs to leave, and see to it that it does; what was through with its work has finished."""
+        """Ask all running trials to end, and wait until they have; one that completes meanwhile counts as finished."""
         for run in self._running:
             run.stop()
         while self._running:
@@ -430,6 +431,6 @@ class TrialDriver:
 
 
 def _wait(signals: Signals) -> None:
-    """Block until a signal comes, as it does when a process ends, or a little while has passed."""
+    """Block until a signal arrives, as when a child ends, or the poll interval has passed."""
     if select.select([signals.wakeup_fd], [], [], POLL_INTERVAL_S)[0]:
         os.read(signals.wakeup_fd, _WAKEUP_BYTES)
