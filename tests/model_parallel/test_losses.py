@@ -89,7 +89,7 @@ def test_what_the_script_says_is_tried_on_the_first_batch() -> None:
 
 def test_targets_that_would_be_spread_over_outputs_are_refused() -> None:
     taking = PieceLoss(functional.mse_loss, Joining(is_aligned=True), [torch.ones(4, 1)])
-    with pytest.raises(UsageError, match=r"outputs \(4,\) and targets \(4, 1\), which would be spread"):
+    with pytest.raises(UsageError, match="be broadcast"):
         taking(torch.ones(4))
 
 

@@ -121,7 +121,7 @@ def test_a_plan_offers_what_parallelize_does(name: str) -> None:
 def test_stages_of_a_plan_begin_where_stages_may() -> None:
     model = planned(MODELS["tied inside"])
     assert model.rules.starts == (1, 4, 5)
-    with pytest.raises(UsageError, match="6 layers, of which 4 can be stages"):
+    with pytest.raises(UsageError, match="6 layers, which make 4 stages at most"):
         check_model(PlannedStrategy(pipeline=5), model)
     with pytest.raises(UsageError, match="a Alone cannot be split: expected a"):
         check_model(PlannedStrategy(pipeline=2), planned(Alone))

@@ -34,21 +34,21 @@ class ModelOptions:
     Parameters
     ----------
     parameters
-        Number of parameters, such as 340M or 1.5B; with a shape, what its layers add up to.
+        Number of parameters, such as 340M or 1.5B; with a shape, its layers are scaled to it.
     layers
-        Blocks of a transformer, or equal layers when only --parameters is given.
+        Number of blocks of a transformer, or of equal layers when only --parameters is given.
     hidden
         Width of a transformer.
     heads
-        Heads of its attention.
+        Number of attention heads.
     vocabulary
         Rows of its embedding.
     sequence
-        Tokens of a sample; by default 1024 of a transformer, and otherwise 1.
+        Tokens of a sample. Default: 1024 for a transformer, else 1.
     fused_attention
-        Attention keeps no matrix of scores; modules from a file are always taken so.
+        Attention by fused kernels, which keep no matrix of scores; always assumed for modules from a file.
     input
-        One sample of a module from a file, without the batch: 3,224,224, or 128:ids for tokens.
+        Shape of one sample for a module from a file, without the batch: 3,224,224, or 128:ids for tokens.
     """
 
     parameters: str | None = None
@@ -69,18 +69,18 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """How it is trained.
+    """Training.
 
     Parameters
     ----------
     batch
-        Samples of a step, of all replicas together; by default one for each device.
+        Samples of a step, of all replicas together. Default: one for each device.
     precision
         mixed: half-precision weights and gradients with a float32 master copy; fp32: float32 everywhere.
     optimizer
-        What the optimizer keeps for each parameter.
+        Optimizer, which determines the state kept for each parameter.
     compute_s
-        Measured seconds of such a batch on one device, without communication.
+        Measured seconds of a step of this batch on one device, without communication.
     """
 
     batch: int | None = None
@@ -91,25 +91,25 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """What there is to train on.
+    """Machines.
 
     Parameters
     ----------
     device
-        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES, the last two with :FLOPS behind.
+        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES; :FLOPS may follow the last two.
     devices
-        Number of them.
+        Number of devices.
     devices_per_machine
-        How many share a machine; by default all.
+        Number of devices of a machine. Default: all.
     link
         Between the devices of a machine: shm, nvlink-v100, nvlink-a100, nvlink-h100, pcie3, pcie4, 10gbit, or bytes a
-        second and latency as in 12.5GB:10us. By default the device's own.
+        second and latency, such as 12.5GB:10us. Default: the link of the device.
     network
-        Between machines, for each device.
+        Network between machines, for each device.
     server_device
-        What servers run on.
+        Device that servers run on.
     utilisation
-        The share of its best rate that a device reaches.
+        Share of its peak rate that a device reaches.
     """
 
     device: str = "a100-80"
@@ -121,7 +121,7 @@ class MachineOptions:
     utilisation: float = 0.4
 
     def machines(self) -> Machines:
-        """Return the machines, or raise UsageError for what is not known."""
+        """Return the machines; raise UsageError for an unknown device or link."""
         device = parse_device(self.device)
         return Machines(
             device=device,
@@ -136,20 +136,20 @@ class MachineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """What to look at.
+    """Strategies.
 
     Parameters
     ----------
     strategies
-        Which ones, separated by commas: single, all-reduce, zero-1, zero-2, fsdp, parameter-server:SERVERS,
-        colocated-server:SERVERS, pipeline:STAGES, tensor:RANKS, recompute, or several of these joined by +. By default
+        Strategies to estimate, separated by commas: single, all-reduce, zero-1, zero-2, fsdp, parameter-server:SERVERS,
+        colocated-server:SERVERS, pipeline:STAGES, tensor:RANKS, recompute, or several of these joined by +. Default:
         all that are possible.
     servers
-        Servers of those with servers, where no strategy says; by default one for each machine.
+        Number of servers where a strategy names none. Default: one for each machine.
     micro_batches
-        Micro-batches of a replica; by default up to four for each stage.
+        Micro-batches of a replica. Default: up to four for each stage.
     schedule
-        Of a pipeline: gpipe or 1f1b.
+        Schedule of a pipeline: gpipe or 1f1b.
     """
 
     strategies: Annotated[tuple[str, ...], Parameter(negative="")] = ()
@@ -158,11 +158,11 @@ class StrategyOptions:
     schedule: Schedule = "1f1b"
 
     def names(self) -> Iterator[str]:
-        """Yield the strategies that are named, each once."""
+        """Yield the named strategies, each once."""
         yield from dict.fromkeys(name.strip() for text in self.strategies for name in text.split(","))
 
     def num_servers(self, machines: Machines) -> int:
-        """Return how many servers there are, or raise UsageError."""
+        """Return the number of servers; raise UsageError for numbers below 1."""
         if self.servers is not None and self.servers < 1:
             raise UsageError(f"--servers is {self.servers}, expected 1 or more.")
         if self.micro_batches is not None and self.micro_batches < 1:
@@ -171,10 +171,10 @@ class StrategyOptions:
 
 
 def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, num_devices: int) -> PlannedTask:
-    """Return what is to be trained.
+    """Return the model, batch and recipe to plan for.
 
     Raises:
-        UsageError: the model is not known or cannot be loaded, or a number makes no sense.
+        UsageError: the model is not known or cannot be loaded, or a number is not valid.
     """
     batch = num_devices if training.batch is None else training.batch
     if batch < 1:
@@ -244,7 +244,7 @@ def _refuse_input(options: ModelOptions) -> None:
         raise UsageError("--input is the sample of a module from a file; leave it out for any other model.")
 
 
-_ACTIVATIONS_UNKNOWN = "Activations are not known and not counted: give a shape or a file."
+_ACTIVATIONS_UNKNOWN = "Activations are unknown and not counted: give a shape or a file."
 
 
 def plan(
@@ -258,7 +258,7 @@ def plan(
     well_known: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say what each way to distribute a model needs and takes, and which one to choose.
+    """Estimate memory, traffic and time of each way to distribute a model, and recommend one.
 
     Parameters
     ----------
@@ -266,15 +266,15 @@ def plan(
         bert-large, gpt-2, turing-nlg, gpt-3, or FILE.py:FUNCTION, which returns a torch.nn.Module; without it
         --parameters or a shape.
     shape
-        The model by its numbers, or what it takes.
+        The model by its numbers, or the shape of its input.
     training
-        How it is trained.
+        Batch, precision and optimizer.
     machines
-        What there is to train on.
+        Devices and the links between them.
     look
-        Which strategies to look at.
+        Strategies to estimate.
     well_known
-        Print what well-known models need and which devices have it, and nothing else.
+        Print only the memory of well-known models, and the devices that have it.
     json
         Print one JSON object instead of a table.
     """
@@ -294,7 +294,7 @@ def plan(
 
 
 def _estimates(task: PlannedTask, machines: Machines, look: StrategyOptions) -> list[Estimate]:
-    """Return the estimates of the strategies that are named, as they are; otherwise of all that are possible."""
+    """Return the estimates of the named strategies, or else of all that are possible."""
     num_servers = look.num_servers(machines)
     named = [parse_strategy(name, machines.num_devices) for name in look.names()]
     if not named:

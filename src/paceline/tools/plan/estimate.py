@@ -21,7 +21,7 @@ from paceline.tools.plan.strategy import PlannedStrategy
 
 
 def ring_bytes(num_ranks: int, size_bytes: float) -> float:
-    """Return what each rank of an all-reduce sends over a ring: 2 (n - 1) / n of its bytes.
+    """Return the bytes that each rank of a ring all-reduce sends: 2 (n - 1) / n of its bytes.
 
     Example:
         >>> ring_bytes(4, 100.0)
@@ -31,15 +31,15 @@ def ring_bytes(num_ranks: int, size_bytes: float) -> float:
 
 
 def ring_s(num_ranks: int, size_bytes: float, link: NetworkLink) -> float:
-    """Return the seconds of such an all-reduce: its bytes, and 2 (n - 1) messages one after another."""
+    """Return the seconds of a ring all-reduce: its bytes, and the latency of 2 (n - 1) messages."""
     return ring_bytes(num_ranks, size_bytes) / link.bytes_per_s + 2 * (num_ranks - 1) * link.latency_s
 
 
 def server_shares(num_workers: int, num_servers: int) -> tuple[float, float]:
-    """Return which shares of the values a server alone and one beside a worker keep, so that both end together.
+    """Return the shares of the values of a server alone and of one beside a worker, which finish together.
 
     BytePS: a machine with a server alone 2 (n - 1) / (n² + k n - 2 k), one beside a worker (n - k) / (n² + k n - 2 k).
-    From as many servers as workers on, nothing is left for those beside workers.
+    With as many servers as workers or more, those beside workers keep nothing.
 
     Example:
         >>> server_shares(4, 2)
@@ -54,9 +54,9 @@ def server_shares(num_workers: int, num_servers: int) -> tuple[float, float]:
 
 
 def colocated_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
-    """Return what each machine sends when the values are shared out so: 2 n (n - 1) / (n² + k n - 2 k) of the bytes.
+    """Return the bytes that each machine sends under these shares: 2 n (n - 1) / (n² + k n - 2 k) of the bytes.
 
-    Without servers of their own it is a ring's, with as many as workers the bytes themselves.
+    Without servers alone these are the bytes of a ring; with as many as workers, the bytes themselves.
 
     Example:
         >>> [round(colocated_bytes(4, servers, 1.0), 3) for servers in range(5)]
@@ -65,12 +65,12 @@ def colocated_bytes(num_workers: int, num_servers: int, size_bytes: float) -> fl
     if num_servers >= num_workers:
         return size_bytes
     _, beside = server_shares(num_workers, num_servers)
-    # A worker's machine pushes what others keep, and sends the values that it keeps to all other workers.
+    # A worker's machine pushes the shares of others, and sends its share of the values to all other workers.
     return ((1 - beside) + (num_workers - 1) * beside) * size_bytes
 
 
 def alone_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
-    """Return what the busiest machine sends when only servers of their own keep values: max(1, n / k) of the bytes.
+    """Return the bytes that the busiest machine sends with servers alone: max(1, n / k) of the bytes.
 
     Example:
         >>> [round(alone_bytes(4, servers, 1.0), 2) for servers in (1, 2, 3, 4)]
@@ -80,7 +80,7 @@ def alone_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
 
 
 def bubble_share(num_stages: int, num_micro_batches: int) -> float:
-    """Return for which share of a step a stage of a pipeline has nothing to do: (K - 1) / (M + K - 1).
+    """Return the share of a step in which a stage of a pipeline idles: (K - 1) / (M + K - 1).
 
     Example:
         >>> [round(bubble_share(2, number), 2) for number in (1, 2, 4, 8)]
@@ -92,12 +92,12 @@ def bubble_share(num_stages: int, num_micro_batches: int) -> float:
 def balanced_stages(
     layers: Sequence[PlannedLayer], num_stages: int, starts: Sequence[int] | None = None
 ) -> list[tuple[PlannedLayer, ...]]:
-    """Cut the layers into stages of neighbours, each with one layer at least, by their operations.
+    """Cut the layers into stages of neighbours, each with at least one layer, balanced by their operations.
 
     Args:
-        layers: of the model.
-        num_stages: that they are cut into.
-        starts: the layers that a stage after the first may begin with; None for all.
+        layers: layers of the model.
+        num_stages: number of stages.
+        starts: layers that a stage after the first may begin with; None for all.
 
     Example:
         >>> layers = [PlannedLayer(name, 1, flops=cost) for name, cost in zip("abcd", (3, 1, 1, 1))]
@@ -111,16 +111,16 @@ def balanced_stages(
     return [tuple(layers[start:end]) for start, end in pairwise([0, *(edges[end] for end in ends)])]
 
 
-_MICRO_BATCHES_PER_STAGE = 4  # from here on the bubble is small
+_MICRO_BATCHES_PER_STAGE = 4  # with these, the bubble is small
 
 
 def with_micro_batches(strategy: PlannedStrategy, batch: int, wanted: int | None) -> PlannedStrategy:
-    """Return the strategy with its micro-batches: those wanted, or for a pipeline up to four for each stage.
+    """Return the strategy with its number of micro-batches: `wanted`, or for a pipeline up to four for each stage.
 
     Args:
-        strategy: of which a replica gets `batch` / replicas.
+        strategy: the strategy; a replica gets `batch` / replicas samples.
         batch: samples of a step, of all replicas together.
-        wanted: micro-batches of a replica; None leaves it open, and then they divide its samples.
+        wanted: micro-batches of a replica; None for the largest number that divides its samples.
 
     Raises:
         UsageError: replicas or micro-batches do not divide the batch.
@@ -148,18 +148,15 @@ def with_micro_batches(strategy: PlannedStrategy, batch: int, wanted: int | None
 
 
 def check_model(strategy: PlannedStrategy, model: Model) -> None:
-    """Raise UsageError when the model cannot be cut so: stages without layers, heads that ranks do not divide.
-
-    What `paceline.parallelize` refuses of a module is refused here.
-    """
+    """Raise UsageError when the model cannot be cut as the strategy says, as `paceline.parallelize` would."""
     if (strategy.pipeline > 1 or strategy.recompute) and model.rules.no_row:
         raise UsageError(f"strategy '{strategy}': {model.rules.no_row}")
     if strategy.pipeline > model.max_stages:
-        can = f", of which {model.max_stages} can be stages: each with parameters that it shares with none before it"
+        can = f", which make {model.max_stages} stages at most: each needs parameters not shared with earlier layers"
         can = "" if model.rules.starts is None else can
         raise UsageError(
             f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers{can}; "
-            "take as many stages as layers or fewer."
+            "choose fewer stages."
         )
     if strategy.tensor == 1:
         return
@@ -182,9 +179,10 @@ _PASSES_AGAIN = 4  # and forward once more under recomputation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """What is to be trained: the model, the samples of a step, and how numbers are kept.
+    """Training to plan for: the model, the samples of a step, and the recipe.
 
-    `compute_s` is a measured step of the whole batch on one device, without communication; None takes the operations.
+    `compute_s` is a measured step of the whole batch on one device, without communication; None to estimate it from
+    the number of operations.
     """
 
     model: Model
@@ -195,7 +193,7 @@ class PlannedTask:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One kind of process: what it needs, on which device, and how many there are."""
+    """One kind of process: its memory, its device, and the number of processes."""
 
     name: str
     memory: Memory
@@ -204,18 +202,18 @@ class Role:
 
     @property
     def fullness(self) -> float:
-        """The share of the device's memory that it needs; more than 1 does not fit."""
+        """Share of the device's memory that it needs; more than 1 does not fit."""
         return self.memory.total / self.device.memory_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether it fits its device."""
         return self.fullness <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """What the busiest process of each kind sends in a step: for the replicas, between stages, among tensor ranks."""
+    """Bytes that the busiest process of each kind sends in a step: for replicas, between stages, among tensor ranks."""
 
     data: float
     pipeline: float
@@ -229,9 +227,9 @@ class PlannedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long a step takes, one thing after another: nothing is taken to hide behind anything else.
+    """Seconds of a step, without any overlap of its parts.
 
-    `bubble` is when a stage waits for others, with what they send meanwhile.
+    `bubble` is the time in which a stage waits for others, with their communication.
     """
 
     compute: float
@@ -246,7 +244,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A strategy, the needs of each of its roles (the neediest stage's for workers), and a step's bytes and seconds."""
+    """A strategy, the memory of its roles (for workers that of the largest stage), and bytes and seconds of a step."""
 
     strategy: PlannedStrategy
     roles: tuple[Role, ...]
@@ -260,12 +258,12 @@ class Estimate:
 
     @property
     def fullness(self) -> float:
-        """How full the fullest device is."""
+        """Fullness of the fullest device."""
         return max(role.fullness for role in self.roles)
 
     @property
     def bubble_share(self) -> float:
-        """The share of a pipeline's ticks in which a stage has nothing to do."""
+        """Share of a step in which a stage of a pipeline idles."""
         return bubble_share(self.strategy.pipeline, self.strategy.num_micro_batches)
 
     @property
@@ -294,7 +292,7 @@ def estimate(
 def _roles(
     task: PlannedTask, strategy: PlannedStrategy, machines: Machines, stages: Sequence[Sequence[PlannedLayer]]
 ) -> tuple[Role, ...]:
-    """Return the worker of the neediest stage, and the servers."""
+    """Return the worker of the stage that needs most memory, and the servers."""
     samples = _samples(task, strategy)
     between = [stage[-1].output_bytes for stage in stages[:-1]]
     inputs = [task.model.input_bytes, *between]
@@ -338,7 +336,7 @@ def _roles(
 def _pace(
     task: PlannedTask, strategy: PlannedStrategy, machines: Machines, stages: Sequence[Sequence[PlannedLayer]]
 ) -> tuple[PlannedBytes, Seconds]:
-    """Return bytes and seconds of a step; the slowest stage sets the pace of all."""
+    """Return bytes and seconds of a step, which the slowest stage determines."""
     samples, ranks = _samples(task, strategy), strategy.tensor
     passes = _PASSES_AGAIN if strategy.recompute else _PASSES
     rate = _flops_per_s(task, machines)
@@ -370,7 +368,7 @@ def _samples(task: PlannedTask, strategy: PlannedStrategy) -> float:
 
 
 def _flops_per_s(task: PlannedTask, machines: Machines) -> float:
-    """Return the operations a second that a device reaches: as measured, or its share of the best it can."""
+    """Return the operations a second that a device reaches: measured, or a share of its peak."""
     if task.compute_s is not None and task.model.flops:
         return _PASSES * task.model.flops * task.batch / task.compute_s
     return machines.device.flops(task.recipe.precision) * machines.utilisation
@@ -387,7 +385,7 @@ def _reduced(stage: Sequence[PlannedLayer], samples: float, strategy: PlannedStr
 def _joined(
     strategy: PlannedStrategy, recipe: TrainingRecipe, num_parameters: float, machines: Machines
 ) -> tuple[float, float]:
-    """Return bytes and seconds of keeping the replicas of a stage the same, gradients there and values back."""
+    """Return bytes and seconds of joining the replicas of a stage: gradients out, values back."""
     replicas, size = strategy.data, recipe.gradient_bytes * num_parameters
     link = machines.server_link if strategy.has_servers else machines.link_over(strategy.tensor * replicas)
     if strategy.joint == "parameter-server":
@@ -408,7 +406,7 @@ def _joined(
 def _through_memory_s(
     strategy: PlannedStrategy, recipe: TrainingRecipe, num_parameters: float, link: NetworkLink
 ) -> float:
-    """Return how long servers read gradients, and read and write values and optimizer state, in the host's memory."""
+    """Return the seconds in which servers read gradients, and read and write values and state, in host memory."""
     gradients = strategy.data * recipe.gradient_bytes
     values = recipe.master_bytes or recipe.weight_bytes
     return num_parameters * (gradients + 2 * (values + recipe.moment_bytes)) / link.bytes_per_s
