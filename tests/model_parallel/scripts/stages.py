@@ -132,7 +132,7 @@ for words, model, asked in (
 ):
     with refused(words):
         paceline.parallelize(model, loss=loss, **asked)
-with refused("not told of a model"):
+with refused("without a model that was cut"):
     paceline.distributed(torch.optim.SGD(mlp().parameters(), lr=0.1), model=mlp())
 part = paceline.parallelize(mlp(), loss=loss, micro_batches=size)
 with refused("overlap=True"):
