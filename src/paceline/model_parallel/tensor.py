@@ -123,19 +123,6 @@ def squared_norm(module: nn.Module, mesh: DeviceMesh) -> Tensor:
     return share.add_up(split) + common
 
 
-def clip_gradients(module: nn.Module, mesh: DeviceMesh, max_norm: float) -> float:
-    """Scale the gradients of a split module to a norm of at most `max_norm` over the whole module.
-
-    As `clip_grad_norm_` of torch for one process. Returns the norm before; blocks until all ranks call it.
-    """
-    norm = float(squared_norm(module, mesh).sqrt())
-    if norm > max_norm:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(max_norm / (norm + 1e-6))
-    return norm
-
-
 def cut_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of which this rank has a part, by full name."""
     return {name: module.get_parameter(name) for name, _ in _cuts(module)}

@@ -37,11 +37,6 @@ class Memory:
         """Peak of the memory."""
         return sum(self.by_part().values())
 
-    @property
-    def state(self) -> float:
-        """Bytes of the parameters' state, independent of the batch."""
-        return self.weights + self.gradients + self.optimizer
-
     def by_part(self) -> dict[str, float]:
         """Return the parts by their names."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
