@@ -26,7 +26,7 @@ class Packed(Dataset[tuple[bytes, int]]):
 
 
 class Decoded(Dataset[tuple[Tensor, int]]):
-    """The same as (image, label), decoded by whoever asks."""
+    """The same as (image, label), decoded by the process that asks."""
 
     def __init__(self, num_samples: int) -> None:
         self._records = Packed(num_samples)

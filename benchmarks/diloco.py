@@ -3,7 +3,7 @@
     python benchmarks/diloco.py [--steps 500] [--seeds 3] [--picture docs/pictures/diloco.png] [--json]
 
 First, for real: four workers and a server over tcp learn the next letter of a text; losses after equally many samples
-are on text that nobody learned from, and bytes are those of all frames of worker 0. Then, on virtual time: four workers
+are on held-out text, and bytes are those of all frames of worker 0. Then, on virtual time: four workers
 of different speeds (0.58 to 3.33 s a step) through the real update rules, as `diloco_toy.py` says.
 """
 

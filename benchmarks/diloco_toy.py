@@ -96,7 +96,7 @@ class Learner:
 
 @dataclass(slots=True)
 class Curve:
-    """Loss on points that nobody learned from, after so many rounds of all workers together."""
+    """Loss on points that no worker learned from, after so many rounds of all workers together."""
 
     rounds: list[int] = field(default_factory=list[int])
     seconds: list[float] = field(default_factory=list[float])

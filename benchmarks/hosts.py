@@ -18,7 +18,7 @@ from hosted_job import HostedJob, JobFailedError, hosted_spec
 from measuring import machine, print_json, progress
 from shaped_network import CannotShapeError, Line, ShapedNetwork
 
-from paceline.tools.plan.timing import colocated_bytes, ring_bytes, server_shares
+from paceline.tools.plan.estimate import colocated_bytes, ring_bytes, server_shares
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 300.0

@@ -8,7 +8,7 @@ import argparse
 import time
 
 import paceline
-from paceline.tools.demo.pace import SLOW_WORKER, ComputePace
+from paceline.tools.demo.runs import SLOW_WORKER, ComputePace
 
 SIZE = 1000
 

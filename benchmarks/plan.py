@@ -22,9 +22,8 @@ from plan_worker import ALONE, MICRO_BATCHES, SIZES
 from turns import BENCHMARKS, PlayFailed, Stage
 
 from paceline.tools.plan.estimate import PlannedTask, estimate
-from paceline.tools.plan.loading import Sample
 from paceline.tools.plan.machine import Machines, parse_device, parse_link
-from paceline.tools.plan.measuring import measured_model
+from paceline.tools.plan.measuring import Sample, measured_model
 from paceline.tools.plan.model import TrainingRecipe
 from paceline.tools.plan.strategy import parse_strategy
 

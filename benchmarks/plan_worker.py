@@ -10,7 +10,7 @@ from torch import Tensor
 from turns import Act, play
 
 import paceline
-from paceline.tools.plan.loading import Sample
+from paceline.tools.plan.measuring import Sample
 
 ALONE: Final = "single"
 SIZES: Final = {"tiny": TINY, "whole": WORK}

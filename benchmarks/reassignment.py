@@ -26,8 +26,8 @@ SUM_OF_SPEEDS = NUM_WORKERS - 0.5
 STRAGGLER_OVER_SUM = 2 * SUM_OF_SPEEDS / NUM_WORKERS  # what a clock takes at its pace, over what it could take
 SLICES = 6
 NUM_LAST = 3
-# Alone: a worker of twice the speed of another meets a bound of s when it has finished 2 s clocks. With slices nobody
-# is ahead, so that fewer show the rate.
+# Alone: a worker of twice the speed of another meets a bound of s when it has finished 2 s clocks. With slices no
+# worker is ahead, so that fewer show the rate.
 CLOCKS_ALONE = {"bsp": 4, "ssp:3": 6 + NUM_LAST, "ssp:10": 20 + NUM_LAST}
 CLOCKS_SLICED = 6
 ALONE_FASTER = 2.5  # samples of those runs, where nearly all that is measured is waiting for the straggler

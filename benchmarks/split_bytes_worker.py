@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, mse_loss, scaled_dot_product_attention
 
 import paceline
-from paceline.observe.resources import measure
+from paceline.observe.resources import ResourceUsage
 
 WIDTH, NUM_HEADS, NUM_BLOCKS = 256, 4, 4
 BATCH, LENGTH = 8, 64  # of a replica
@@ -44,14 +44,14 @@ def main() -> None:
     model = paceline.parallelize(whole, loss=mse_loss)
     optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.01), model=model)
     inputs, targets = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
-    sent = []
+    resources, sent = ResourceUsage(), []
     for step in range(1 + NUM_STEPS):
         if step in (0, 1):
             ps.barrier()
         optimizer.zero_grad()
         model.forward_backward(inputs, targets)
         optimizer.step()
-        usage = measure()
+        usage = resources.usage()
         assert usage is not None, "the kernel counts bytes on Linux only"
         sent.append(usage.sent_bytes)
     ps.barrier()

@@ -116,7 +116,7 @@ class Learner:
 
 
 def alone(stage: str, task: str, rank: int, num_threads: int) -> None:
-    """Be one worker that talks to nobody."""
+    """Run one worker without any other process."""
     torch.set_num_threads(num_threads)
     learner = Learner(task, rank)
     optimizer = learner.make_optimizer()

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.launch.config import Choice, read_mapping
-from paceline.tools.tune.space import Pruning, Search, read_search
+from paceline.tools.tune.search_space import Pruning, Search, read_search
 from paceline.tools.tune.study import Study
 
 SEARCH: Final = Path(__file__).parents[1] / "examples" / "digits_search.yaml"
@@ -71,7 +71,7 @@ class Found:
     trials: int
 
 
-def pursue(digits: Digits, search: Search, goal: float, max_steps: float) -> Found:
+def run_search(digits: Digits, search: Search, goal: float, max_steps: float) -> Found:
     """Search until a trial is at least as good as the goal, or the trials are over, or there were too many steps."""
     study, steps, num_trials = Study.open(search), 0, 0
     best = float("inf")
@@ -121,9 +121,9 @@ def tune(
     runs: list[tuple[Found, Found]] = []
     for seed in range(seeds):
         search = read_search({**told, "method": "random", "pruning": "none", "trials": trials, "seed": seed}, "random")
-        random = pursue(digits, search, goal=0.0, max_steps=float("inf"))
+        random = run_search(digits, search, goal=0.0, max_steps=float("inf"))
         pruned = msgspec.structs.replace(search, method="tpe", pruning=pruning, trials=10 * trials, seed=seeds + seed)
-        tpe = pursue(digits, pruned, random.best, max_steps=random.steps)
+        tpe = run_search(digits, pruned, random.best, max_steps=random.steps)
         runs.append((random, tpe))
         ratios.append(tpe.steps / random.steps if tpe.best <= random.best else float("inf"))
         progress(

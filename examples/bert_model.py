@@ -38,7 +38,7 @@ class Bert(nn.Module):
     """Classifies sentences: (batch, length) numbers of pieces to (batch, num_classes) scores.
 
     What goes from layer to layer is one tensor, (batch, length, width + 1): the last feature of a place is 1 where a
-    piece stands, and 0 where there is padding, to which nobody attends.
+    piece stands, and 0 where there is padding, which is not attended to.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {

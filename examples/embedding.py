@@ -1,6 +1,6 @@
 """Who likes what: rows of users and items on the servers, a dense part beside them, each under a policy of its own.
 
-Nobody lists the ids: a row comes with its first gradient. The dense part keeps all workers in step (bsp), the rows may
+Ids are not listed: a row comes with its first gradient. The dense part keeps all workers in step (bsp), the rows may
 be four clocks old (ssp), and those of the next batch are on their way while this one is computed. Run it alone, or as
 two workers:
 

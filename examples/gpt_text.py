@@ -8,7 +8,7 @@ from library_text import library_words
 from torch import Tensor
 from torch.utils.data import Dataset
 
-HELD_OUT = 0.05  # the last share of the text, which nobody trains on
+HELD_OUT = 0.05  # the last share of the text, which is not trained on
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def sample_together(
     for batch in batches:
         counts.push(batch.vocabulary, *batch.count(model.num_topics))
     ps.clock()
-    ps.barrier()  # nobody draws from counts that are not all there
+    ps.barrier()  # no worker draws from incomplete counts
     for sweep in range(options.sweeps):
         for batch in batches:
             words, totals = counts.pull(batch.vocabulary)

@@ -43,7 +43,7 @@ class Batch:
         words: (tokens,) of each token, the place of its word in `vocabulary`.
         documents: (tokens,) of each token, the number of its document in the batch.
         rounds: where each round begins, and where the last one ends.
-        topics: (tokens,) of each token. Nobody else knows them: they stay with the worker.
+        topics: (tokens,) of each token. They stay with the worker.
     """
 
     vocabulary: np.ndarray

@@ -91,9 +91,9 @@ def rest(until: float) -> None:
 
 
 def watch(ps: paceline.Session, factors: Factors, ratings: Ratings, options: Namespace) -> None:
-    """Copy all rows now and then, and write how the square loss fell; computed at the end, when it disturbs nobody.
+    """Copy all rows now and then, and write how the square loss fell; computed at the end, when it disturbs no worker.
 
-    A worker that pushes nothing is done with its clocks before all others. So nobody waits for it, and it waits in an
+    A worker that pushes nothing is done with its clocks before all others. So none waits for it, and it waits in an
     exact pull until they have come as far.
     """
     began, copies = time.monotonic(), []
@@ -119,7 +119,7 @@ def main() -> None:
     with paceline.connect() as ps:
         factors = Factors.open(ps, options.seed)
         num_learners = ps.size - (options.watch is not None)
-        ps.barrier()  # so that nobody's start counts
+        ps.barrier()  # so that no worker's start counts
         if ps.rank < num_learners:
             train(ps, factors, training[ps.rank :: num_learners], options)
             ps.barrier()  # now all pushes of all workers are applied

@@ -155,7 +155,7 @@ def caption(limit: float, step: float, options: Namespace) -> str:
     """Say what was done."""
     data = options.ratings.name if options.ratings else "made-up ratings"
     servers = "1 server" if options.servers == 1 else f"{options.servers} servers"
-    pace = f", of {options.clock_ms:g} ms for everybody (by sleeping)" if options.clock_ms else ""
+    pace = f", of {options.clock_ms:g} ms for every worker (by sleeping)" if options.clock_ms else ""
     return (
         f"{data}  ·  {options.workers} workers, {servers}  ·  a clock is 1 % of a worker's ratings{pace}\n"
         f"step {step:.3g} for every rating, each push applied in full: {options.share:g} of bsp's largest stable step, "

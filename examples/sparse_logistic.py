@@ -168,7 +168,7 @@ def read(options: Namespace) -> tuple[Samples, Samples, dict[int, str]]:
 
 
 def facts(samples: Samples, problem: Problem, options: Namespace, size: int) -> str:
-    """Say what is learned, by whom and how fast."""
+    """Describe the task, the workers and the pace."""
     source = "paragraphs of Python's manual" if options.train is None else options.train.name
     num, num_test, num_ids = len(samples), len(problem.test.labels), len(problem.train.ids)
     step = {

@@ -1,6 +1,6 @@
 """Sparse samples for the examples, from a file or from text that comes with Python, and how well they are told apart.
 
-An id may be any 64-bit integer, and nobody lists the ids in advance.
+An id may be any 64-bit integer, and the ids are not listed in advance.
 """
 
 import re

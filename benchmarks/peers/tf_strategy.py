@@ -50,7 +50,7 @@ def start_cluster(num_workers: int) -> tuple[dict[str, list[str]], list[subproce
 
 
 def free_ports(number: int) -> list[int]:
-    """Return some ports that nobody listens on now."""
+    """Return some ports that are free now."""
     sockets = [socket.socket() for _ in range(number)]
     for each in sockets:
         each.bind(("localhost", 0))

@@ -12,8 +12,7 @@ from tests.model_parallel.ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.tensor_checks import require_row, require_splittable
-from paceline.model_parallel.tensor_plan import Plan, found_plan, plan_for
+from paceline.model_parallel.tensor_plan import Plan, found_plan, plan_for, require_row, require_splittable
 
 SCRIPT = Path(__file__).with_name("scripts") / "tensor_ranks.py"
 CHECKS = (

@@ -12,7 +12,7 @@ from tests.simulate.swarm import POINTS, draw
 
 from paceline.core.consistency import backup, bsp
 from paceline.errors import ProtocolBug
-from paceline.simulate.lives import Violation
+from paceline.simulate.history import Violation
 from paceline.simulate.world import World
 
 # Rare mistakes show where clocks close or quorums are short; these points come up more often here.

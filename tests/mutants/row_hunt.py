@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
-from paceline.simulate.lives import Violation
+from paceline.simulate.history import Violation
 
 _OF_CORES = ("tests.core.test_row_reads", "tests.core.test_row_readers")
 _OF_NODES = ("tests.worker.rows.test_reads", "tests.worker.rows.test_cache", "tests.worker.rows.test_orders")

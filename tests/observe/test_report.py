@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.observe.report import LabelledRun, write_report
 from paceline.observe.runs import Run, gather
 from paceline.observe.summary import summarize
-from paceline.observe.trace import Exit, Step
+from paceline.observe.trace import Epoch, Exit, Step
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 FACTS = {"data": "digits & more", "workers": "4"}
@@ -70,7 +70,7 @@ def test_the_page_has_every_number_of_every_run(folder: Path, runs: dict[str, Ru
         assert cells[4] == f"{summary.comm_share_mean:.1%}" != "0.0%"
         assert cells[5:7] == [f"{summary.wait_share_mean:.1%}", f"{summary.wait_share_max:.1%}"]
         assert cells[11] == f"{summary.num_refused}"
-        assert cells[12:] == [f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
+        assert cells[12:] == ["–", "–", f"{summary.test_loss:.4f}", f"{summary.test_accuracy:.2%}"]
         if label == "one process":
             assert cells[7:11] == ["–"] * 4
         else:
@@ -131,6 +131,14 @@ def test_without_matplotlib_the_error_names_what_to_install(
 
 def test_an_empty_run_can_be_reported(tmp_path: Path) -> None:
     assert "<img" not in write_report([LabelledRun("empty", Run())], tmp_path, title="", facts={}).read_text()
+
+
+def test_samples_that_were_read_again_or_skipped_are_counted(tmp_path: Path) -> None:
+    epochs = [Epoch(2.0, worker, 0, samples=5000, skipped=worker, again=1000 * worker) for worker in range(3)]
+    run = gather([Step(1.0, 0, 0, 1, 1.0, 0.0, 1.0), *epochs])
+    page = Page(write_report([LabelledRun("fed", run)], tmp_path, title="t", facts={}).read_text())
+    numbers = dict(zip(*page.rows, strict=True))
+    assert (numbers["read again"], numbers["skipped"]) == ("3,000", "3")
 
 
 def test_processes_that_were_lost_are_listed(tmp_path: Path) -> None:

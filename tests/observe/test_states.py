@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.progress import TraceDisplay, WorkerRow, plain_line
-from paceline.observe.states import HUNG_S
+from paceline.observe.progress import HUNG_S, TraceDisplay, WorkerRow, plain_line
 from paceline.observe.trace import Record, Resources, State, Step, Trace, trace_path
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.simulate.swarm import draw
 from tests.simulate.watching import MUST_HAPPEN, WatchedWorld
 
-from paceline.simulate.lives import Violation
+from paceline.simulate.history import Violation
 from paceline.simulate.scenario import Scenario
 
 

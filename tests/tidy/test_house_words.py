@@ -22,21 +22,15 @@ WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 NAMES_LEFT = {"server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
     "api": 10,
-    "benchmarks": 6,
     "core": 18,
     "docs": 5,
-    "examples": 10,
     "job": 15,
     "launch": 37,
-    "model_parallel": 8,
-    "observe": 3,
     "ray": 10,
     "root": 11,
     "serve": 21,
     "server": 18,
-    "simulate": 7,
     "tests": 134,
-    "tools": 11,
     "training": 14,
     "worker": 22,
 }

@@ -16,8 +16,7 @@ from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshShape
 from paceline.model_parallel.part import ModelPart
-from paceline.model_parallel.split import RankShare
-from paceline.model_parallel.split_layers import ColumnLinear, RowLinear
+from paceline.model_parallel.split_layers import ColumnLinear, RankShare, RowLinear
 from paceline.training.all_reduce import AllReduce
 from paceline.training.optimizer import ParameterServer, Settings
 from paceline.training.part_job import distribute_part

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.model_parallel.cutting import Placement
+    from paceline.model_parallel.layers import Placement
     from paceline.model_parallel.losses import Loss, Reduction
-    from paceline.model_parallel.parallel import Parallel
+    from paceline.model_parallel.parallelize import Parallel
     from paceline.model_parallel.pipeline import Schedule
 
 _Source = TypeVar("_Source")

@@ -36,7 +36,7 @@ from paceline.launch.process_backend import LocalBackend
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import ProgressDisplay, SupervisionConfig, Supervisor
-from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
+from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
 TRACE_NAME: Final = "trace"

@@ -17,12 +17,12 @@ from paceline.model_parallel.part import ModelPart
 
 @dataclass(slots=True)
 class Arrangement:
-    """What one worker knows of how all of them share the work.
+    """How all workers share models and data, as one worker knows it.
 
     Args:
         rank: number of this worker.
         size: number of workers.
-        distribution: what the launcher was told of strategies, until a script says more.
+        distribution: strategy of the launcher, until the script names another.
     """
 
     rank: int
@@ -31,11 +31,11 @@ class Arrangement:
     # Weak, so that a dropped model is freed.
     _parts: WeakKeyDictionary[nn.Module, ModelPart] = field(default_factory=WeakKeyDictionary[nn.Module, ModelPart])
     _mesh: Mesh | None = None
-    _relied_on: str = ""  # what has to stay true, as a clause for messages
+    _relied_on: str = ""  # why the arrangement can no longer change, as a clause for messages
 
     @property
     def grid(self) -> MeshShape:
-        """Where each worker stands.
+        """Position of each worker.
 
         Raises:
             UsageError: the workers do not divide into whole replicas.
@@ -44,57 +44,57 @@ class Arrangement:
         return MeshShape(wanted.pipeline, wanted.num_replicas(self.size), wanted.tensor)
 
     def settle(self, wanted: Distribution) -> MeshShape:
-        """Take what a script asks for.
+        """Set the distribution that a script asks for, and return its shape.
 
         Raises:
-            UsageError: the workers do not divide by it, or something relies on another arrangement already.
+            UsageError: the workers do not divide by it, or data or a model already use another arrangement.
         """
         grid = MeshShape(wanted.pipeline, wanted.num_replicas(self.size), wanted.tensor)
         if self._relied_on and grid != self.grid:
             raise UsageError(
                 f"worker {self.rank}: parallelize asks for {wanted.pipeline} stages of {wanted.tensor} ranks, but "
                 f"{self._relied_on} with {self.grid.pipeline} stages of {self.grid.tensor}. Call parallelize before "
-                "shard, and with the same numbers for each model; or say them to the launcher (--strategy)."
+                "shard, and with the same numbers for each model; or give them to the launcher (--strategy)."
             )
         self.distribution = wanted
         return grid
 
     def mesh(self, exchange: Collectives) -> Mesh:
-        """Return the process groups of all workers, made the first time; blocks until all have come then."""
+        """Return the process groups of all workers; the first call makes them, and blocks until all workers call it."""
         if self._mesh is None:
             self._mesh = Mesh.open(exchange, self.grid)
         return self._mesh
 
     def share(self) -> tuple[int, int]:
-        """Return which part of the data is this worker's, and of how many: all who hold a replica get the same."""
+        """Return this worker's part of the data and the number of parts; all workers of a replica get the same."""
         self._relied_on = self._relied_on or "the data is cut already"
         return self.grid.position(self.rank).replica, self.grid.replicas
 
     def enter(self, model: nn.Module, part: ModelPart) -> None:
-        """Remember which part of its whole a model is."""
+        """Register a model with the part of the whole that it is."""
         self._relied_on = self._relied_on or "a model is held already"
         self._parts[model] = part
 
     def part_of(self, model: nn.Module | None, name: str) -> ModelPart | None:
-        """Return which part of its whole a model is; None for one that this worker holds alone.
+        """Return the part of the whole that a model is; None for a model that this worker holds alone.
 
         Raises:
-            UsageError: the workers hold their models between them, but not this one.
+            UsageError: models are split over workers, but this one was not.
         """
         part = self._parts.get(model) if model is not None else None
         if part is None and self.grid.is_split:
             raise UsageError(
-                f"worker {self.rank}: '{name}' runs under {self.distribution}, but is not told of a model that was "
+                f"worker {self.rank}: '{name}' runs under {self.distribution}, but without a model that was "
                 "cut that way: model = paceline.parallelize(model, loss=...), then give model=model to "
                 "paceline.distributed."
             )
         return part if part is not None and part.grid.is_split else None
 
     def between_replicas(self, *, served: bool) -> Distribution:
-        """Return what makes one model of the replicas: where there is but one, its workers step by themselves.
+        """Return the distribution of the replicas; the workers of a single replica need no servers.
 
         Args:
-            served: whether a consistency has been given, which only servers need.
+            served: whether a consistency was given, which only servers use.
         """
         alone = self.grid.is_split and self.grid.replicas == 1 and self.distribution.data is None
         return replace(self.distribution, data=ALL_REDUCE) if alone and not served else self.distribution

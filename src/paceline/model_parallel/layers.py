@@ -1,21 +1,28 @@
-"""A model as a sequence of layers, each fed with the output of the one before."""
+"""A model as a sequence of layers, each fed with the output of the one before, and where it is cut into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.model_parallel.balance import balanced_ends
 from paceline.model_parallel.tensor_plan import has_hooks
+
+if TYPE_CHECKING:
+    from paceline.model_parallel.mesh import Mesh
 
 
 @runtime_checkable
 class Layered(Protocol):
-    """A model that says itself which layers it is made of."""
+    """A model that names its own layers."""
 
     def layers(self) -> Sequence[nn.Module]:
         """Return modules whose composition is the forward of the model."""
@@ -24,7 +31,7 @@ class Layered(Protocol):
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module that can draw its parameters anew."""
+    """A module that can draw new initial parameters."""
 
     def reset_parameters(self) -> None:
         """Draw them."""
@@ -95,7 +102,7 @@ def _flattened(model: nn.Sequential, prefix: str) -> list[ModelLayer]:
 def starts_of(layers: Sequence[ModelLayer]) -> list[int]:
     """Return the layers that a stage after the first may begin with.
 
-    Those that have something to learn, with no parameter that a layer before and one from there on share.
+    These have parameters, and no parameter is shared by a layer before them and one from there on.
 
     Example:
         >>> first, last = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -145,7 +152,7 @@ def tree_of(layers: Sequence[ModelLayer]) -> nn.Module:
 
 
 def drop(layers: Sequence[ModelLayer], kept: Sequence[ModelLayer]) -> None:
-    """Free the memory of layers that other workers hold: their tensors have shapes left, but no values."""
+    """Free the memory of layers that other workers hold: their tensors move to the meta device."""
     own = {id(module) for layer in kept for module in layer.module.modules()}
     for layer in layers:
         if own.isdisjoint(map(id, layer.module.modules())):
@@ -153,10 +160,10 @@ def drop(layers: Sequence[ModelLayer], kept: Sequence[ModelLayer]) -> None:
 
 
 def materialise(model: nn.Module) -> None:
-    """Give memory and first values to what was built on the meta device.
+    """Allocate and initialize modules that were built on the meta device.
 
     Raises:
-        UsageError: a module with parameters that cannot draw them, as it has no `reset_parameters`.
+        UsageError: a module with parameters has no `reset_parameters`.
     """
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -166,8 +173,156 @@ def materialise(model: nn.Module) -> None:
         if not isinstance(resettable, Resettable):
             raise UsageError(
                 f"'{name}', a {type(module).__name__}, was built on the meta device and has no reset_parameters() to "
-                "draw first values: give it one, or build the model on the CPU."
+                "draw initial values: give it one, or build the model on the CPU."
             )
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             resettable.reset_parameters()
+
+
+Placement: TypeAlias = Mapping[str, int] | Sequence[int]
+
+_NUM_TIMES: Final = 3
+
+
+def ends_of(layers: Sequence[ModelLayer], placement: Placement | None, sample: Any, mesh: Mesh) -> list[int]:  # noqa: ANN401
+    """Return the ends of the stages: the number of the layer after each, in rising order.
+
+    Args:
+        layers: layers of the whole model.
+        placement: stages that the script names, if it does.
+        sample: inputs to measure the time of each layer with, on worker 0; None to use the number of parameters.
+        mesh: mesh of all workers.
+
+    Raises:
+        UsageError: a stage would have no layers or no parameters, or the placement is not valid.
+    """
+    num_stages = mesh.grid.pipeline
+    if num_stages > len(layers):
+        raise UsageError(
+            f"{num_stages} stages for {len(layers)} layers ({_listed(layers)}): each stage needs at least one layer."
+        )
+    if isinstance(placement, Mapping):
+        ends = placed(layers, placement, num_stages)
+    elif placement is not None:
+        ends = given(layers, placement, num_stages)
+    else:
+        ends = balanced(layers, costs_of(layers, sample, mesh), num_stages)
+    for stage, (start, end) in enumerate(pairwise([0, *ends])):
+        if not any(layer.num_parameters for layer in layers[start:end]):
+            raise UsageError(
+                f"stage {stage} of {num_stages} has no parameters to learn, only {_listed(layers[start:end])}: cut "
+                "elsewhere (placement=...), or take fewer stages."
+            )
+    return ends
+
+
+def given(layers: Sequence[ModelLayer], starts: Sequence[int], num_stages: int) -> list[int]:
+    """Return the ends of stages, given the first layer of each stage but the first.
+
+    >>> given([ModelLayer(str(n), nn.Identity()) for n in range(5)], [2, 3], num_stages=3)
+    [2, 3, 5]
+    """
+    edges = [0, *starts, len(layers)]
+    if len(starts) != num_stages - 1 or any(a >= b for a, b in pairwise(edges)):
+        raise UsageError(
+            f"placement {list(starts)} does not cut {len(layers)} layers into {num_stages} stages: expected "
+            f"{num_stages - 1} rising numbers from 1 to {len(layers) - 1}, where each stage after the first begins."
+        )
+    return edges[1:]
+
+
+def placed(layers: Sequence[ModelLayer], placement: Mapping[str, int], num_stages: int) -> list[int]:
+    """Return the ends of stages, given the stage of layers by prefix of their names.
+
+    A layer without a prefix is in the stage of the layer before it.
+
+    >>> layers = [ModelLayer(name, nn.Identity()) for name in ("features.0", "features.1", "flatten", "classifier")]
+    >>> placed(layers, {"features": 0, "classifier": 1}, num_stages=2)
+    [3, 4]
+    """
+    stages: list[int] = []
+    unused = set(placement)
+    for layer in layers:
+        names = [name for name in placement if layer.name == name or layer.name.startswith(f"{name}.")]
+        unused.difference_update(names)
+        stages.append(placement[max(names, key=len)] if names else stages[-1] if stages else 0)
+    if unused:
+        raise UsageError(f"placement names {', '.join(sorted(unused))}, but the layers are {_listed(layers)}.")
+    if stages != sorted(stages) or set(stages) != set(range(num_stages)):
+        said = ", ".join(f"{layer.name}: {stage}" for layer, stage in zip(layers, stages, strict=True))
+        raise UsageError(
+            f"placement puts the layers on the stages {said}; expected stages 0 to {num_stages - 1}, each of them, "
+            "in the order of the layers."
+        )
+    return [stages.index(stage) for stage in range(1, num_stages)] + [len(layers)]
+
+
+def balanced(layers: Sequence[ModelLayer], costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return the ends of stages whose largest cost is smallest; each stage has parameters.
+
+    Layers that share a parameter stay in one stage, with those between them.
+
+    >>> layers = [ModelLayer(str(n), layer) for n, layer in enumerate((nn.Linear(1, 1), nn.Tanh(), nn.Linear(1, 1)))]
+    >>> balanced(layers, [1.0, 5.0, 2.0], num_stages=2)
+    [2, 3]
+    """
+    edges = [0, *starts_of(layers), len(layers)]
+    if num_stages > len(edges) - 1:
+        raise UsageError(
+            f"{num_stages} stages, but of the layers {_listed(layers)} only {len(edges) - 1} have parameters to learn "
+            "that no layer before them shares, and each stage needs one."
+        )
+    ends = balanced_ends([sum(costs[start:end]) for start, end in pairwise(edges)], num_stages)
+    return [edges[end] for end in ends]
+
+
+def costs_of(layers: Sequence[ModelLayer], sample: Any, mesh: Mesh) -> list[float]:  # noqa: ANN401
+    """Return the cost of each layer: seconds measured by worker 0, or without a sample the number of parameters."""
+    if sample is None:
+        return [float(layer.num_parameters) for layer in layers]
+    costs = torch.zeros(len(layers), dtype=torch.float64)
+    if mesh.worker_set.rank == 0:
+        costs.copy_(torch.tensor(measured(layers, sample)))
+    with mesh.explained("the cost of layers"):
+        dist.broadcast(costs, src=0)
+    return costs.tolist()
+
+
+def measured(layers: Sequence[ModelLayer], sample: Any) -> list[float]:  # noqa: ANN401
+    """Return the seconds of forward and backward of each layer, the best of a few times; the model is not changed."""
+    values, costs = sample, list[float]()
+    for layer in layers:
+        if any(tensor.is_meta for tensor in layer.module.parameters()):
+            raise UsageError(f"the cost of '{layer.name}' cannot be measured on the meta device: leave out balance=...")
+        buffers = {buffer: buffer.clone() for buffer in layer.module.buffers()}
+        with torch.random.fork_rng(devices=[]):
+            times = [_timed(layer.module, values) for _ in range(1 + _NUM_TIMES)]
+        costs.append(min(time_s for time_s, _ in times))
+        values = times[-1][1]
+        for buffer, before in buffers.items():
+            buffer.copy_(before)
+    return costs
+
+
+def _timed(module: nn.Module, values: Any) -> tuple[float, Any]:  # noqa: ANN401
+    """Return the seconds of one forward and backward, and the outputs."""
+    leaves = _mapped(values, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+    began_s = time.perf_counter()
+    found = module(leaves)
+    outputs = [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+    inputs = [one for one in (leaves if isinstance(leaves, tuple) else (leaves,)) if one.requires_grad]
+    learned = [one for one in module.parameters() if one.requires_grad]
+    if outputs:
+        ones = [torch.ones_like(one) for one in outputs]
+        torch.autograd.grad(outputs, [*inputs, *learned], ones, allow_unused=True)
+    return time.perf_counter() - began_s, _mapped(found, Tensor.detach)
+
+
+def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    return tuple(map(change, values)) if isinstance(values, tuple) else change(values)
+
+
+def _listed(layers: Sequence[ModelLayer]) -> str:
+    names = [layer.name for layer in layers]
+    return ", ".join(names if len(names) < 8 else [*names[:4], "...", *names[-2:]])

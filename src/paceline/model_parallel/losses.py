@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from paceline.errors import UsageError
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.tensor_plan import has_hooks
-from paceline.model_parallel.whole import whole
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
-Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], Any]  # the last says what targets weigh in the mean
+Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], Any]  # the last returns the weight of targets
 
 _BY_CLASS: Final[tuple[Callable[..., Tensor], ...]] = (functional.cross_entropy, functional.nll_loss)
 _BY_ELEMENT: Final[tuple[Callable[..., Tensor], ...]] = (
@@ -41,13 +41,14 @@ _REDUCTIONS: Final = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How a loss of a batch follows from those of its micro-batches.
+    """How the loss of a batch follows from the losses of its micro-batches.
 
     Args:
-        is_sum: it is their sum; else their mean.
-        weigh: what a micro-batch weighs in the mean, by its targets; None where all weigh the same.
-        is_known: the loss is torch's own, so that this is certain.
-        is_aligned: outputs and targets are taken element by element, so the first dimension of both is the batch.
+        is_sum: whether it is their sum; else it is their mean.
+        weigh: weight of a micro-batch in the mean, by its targets; None for equal weights.
+        is_known: whether the loss is torch's own, so that this is certain.
+        is_aligned: whether outputs and targets are compared element by element, so the first dimension of both is the
+            batch.
     """
 
     is_sum: bool = False
@@ -56,7 +57,7 @@ class Joining:
     is_aligned: bool = False
 
     def shares(self, targets: Sequence[object]) -> list[float]:
-        """Return what the loss of each micro-batch is multiplied by.
+        """Return the factor of the loss of each micro-batch.
 
         >>> Joining(weigh=len).shares([[1], [2, 3, 4]])
         [0.25, 0.75]
@@ -69,13 +70,13 @@ class Joining:
 
 
 def joining_of(loss: Loss, said: Reduction | None) -> Joining | None:
-    """Return how a loss of a batch follows from those of its micro-batches: as the script says, or as torch's own does.
+    """Return how the loss of a batch follows from those of its micro-batches, by `said` or for torch's own losses.
 
     Returns:
-        None for a loss of which nothing is known: it has to be taken of the whole batch.
+        None for an unknown loss, which is computed on the whole batch.
 
     Raises:
-        UsageError: the script says something else than the loss does, or one that gives a number for each sample.
+        UsageError: `said` contradicts the loss, or the loss returns a number for each sample.
 
     Example:
         >>> joining_of(functional.mse_loss, None).is_sum, joining_of(lambda outputs, targets: outputs.sum(), None)
@@ -96,7 +97,7 @@ def joining_of(loss: Loss, said: Reduction | None) -> Joining | None:
 
 
 def _opened(loss: Loss) -> tuple[Callable[..., Tensor] | None, Mapping[str, Any]]:
-    """Return the function of torch that a loss is, with its options; None for another."""
+    """Return the function of torch that a loss calls, with its options; None for other losses."""
     if isinstance(loss, nn.Module):
         plain = type(loss) in _MODULES and "forward" not in vars(loss) and not has_hooks(loss)
         options = {name: getattr(loss, name) for name in _OPTIONS if hasattr(loss, name)}
@@ -128,7 +129,7 @@ def _known(function: Callable[..., Tensor], options: Mapping[str, Any]) -> Joini
 
 
 def _counted(targets: Tensor, *, weight: Tensor | None, ignored: int) -> float:
-    """Return what targets weigh in the mean of a cross entropy: those that count, or the weights of their classes."""
+    """Return the weight of targets in the mean of a cross entropy: their number, or the weights of their classes."""
     if targets.is_floating_point():  # probabilities of classes, of which each sample counts once
         return 1.0
     counted = targets[targets != ignored]
@@ -139,27 +140,27 @@ def _counted(targets: Tensor, *, weight: Tensor | None, ignored: int) -> float:
 
 
 class Taking(ABC):
-    """Takes the loss of one batch, whose micro-batches come one after the other.
+    """Computes the loss of one batch, whose micro-batches come one after the other.
 
     Attributes:
-        total: the loss of the batch, once all have come.
+        total: loss of the batch, once all micro-batches have come.
     """
 
     total: Tensor
 
     @abstractmethod
     def __call__(self, outputs: Any) -> Tensor:  # noqa: ANN401 - whatever the last layer gives
-        """Return what backward begins with, (1,), for the next micro-batch."""
+        """Return the tensor of shape (1,) that backward of the next micro-batch begins with."""
         ...
 
 
 class PieceLoss(Taking):
-    """The loss of each micro-batch by itself, times its share.
+    """Loss computed on each micro-batch, times its share.
 
     Args:
-        loss: of a micro-batch.
-        joining: how their losses become one.
-        targets: of each micro-batch.
+        loss: loss of a micro-batch.
+        joining: how the losses of micro-batches become that of the batch.
+        targets: targets of each micro-batch.
     """
 
     def __init__(self, loss: Loss, joining: Joining, targets: Sequence[object]) -> None:
@@ -168,12 +169,12 @@ class PieceLoss(Taking):
         self._left: list[tuple[Any, float]] = list(zip(targets, joining.shares(targets), strict=True))
 
     def __call__(self, outputs: Any) -> Tensor:  # noqa: ANN401 - whatever the last layer gives
-        """Return the share of the next micro-batch in the loss, (1,)."""
+        """Return the share of the next micro-batch in the loss, of shape (1,)."""
         targets, share = self._left.pop(0)
         if self._joining.is_aligned and not _are_aligned(outputs, targets):
             raise UsageError(
-                f"the loss is taken of outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}, which would "
-                "be spread over each other: expected the same number of dimensions, and as many samples."
+                f"the loss compares outputs {tuple(outputs.shape)} with targets {tuple(targets.shape)}, which would "
+                "be broadcast: expected the same number of dimensions, and as many samples."
             )
         if share == 0:  # its own mean would be over nothing
             return _nothing(outputs)
@@ -183,13 +184,14 @@ class PieceLoss(Taking):
 
 
 class BatchLoss(Taking):
-    """The loss of the whole batch, once the outputs of all micro-batches are here; for any loss there is.
+    """Loss computed on the whole batch, once the outputs of all micro-batches are there; for any loss.
 
     Args:
-        loss: of the batch.
-        targets: of the batch.
-        num: of micro-batches.
-        dims: along which the micro-batches of each output lie one after the other; None for what all have the same.
+        loss: loss of the batch.
+        targets: targets of the batch.
+        num: number of micro-batches.
+        dims: of each output leaf, the dimension along which micro-batches are concatenated; None for leaves that do
+            not grow with the batch.
     """
 
     def __init__(self, loss: Loss, targets: object, num: int, dims: Sequence[int | None]) -> None:
@@ -198,7 +200,7 @@ class BatchLoss(Taking):
         self._gradients: list[list[Tensor | None]] = []
 
     def __call__(self, outputs: Any) -> Tensor:  # noqa: ANN401 - whatever the last layer gives
-        """Keep the outputs of the next micro-batch; with the last one take the loss of all."""
+        """Keep the outputs of the next micro-batch; with the last one compute the loss."""
         leaves, spec = tree_flatten(outputs)
         index = len(self._pieces)
         self._pieces.append([one.detach() if isinstance(one, Tensor) else one for one in leaves])
@@ -207,7 +209,7 @@ class BatchLoss(Taking):
         return _Later.apply(self, index, *(one for one in leaves if isinstance(one, Tensor) and one.requires_grad))
 
     def gradients_of(self, index: int) -> list[Tensor | None]:
-        """Return the gradients of the outputs of a micro-batch that have any."""
+        """Return the gradients of those outputs of a micro-batch that require gradients."""
         return self._gradients[index]
 
     def _take(self, spec: TreeSpec, learned: Sequence[bool]) -> None:
@@ -226,7 +228,7 @@ class BatchLoss(Taking):
 
 
 class _Later(torch.autograd.Function):
-    """Begins the backward of a micro-batch with gradients that are known once all have come."""
+    """Begins the backward of a micro-batch with gradients that are known once all micro-batches have come."""
 
     @staticmethod
     def forward(ctx: Any, taking: BatchLoss, index: int, *outputs: Tensor) -> Tensor:  # noqa: ANN401 - torch's own
@@ -241,7 +243,7 @@ class _Later(torch.autograd.Function):
 
 
 def cut_targets(targets: object, batch_size: int, num: int) -> list[Any]:
-    """Return the targets of each micro-batch: of tensors in it that have as many entries as the batch, their part."""
+    """Return the targets of each micro-batch: tensors as long as the batch are cut, others are repeated."""
     if isinstance(targets, Tensor) and (targets.ndim == 0 or len(targets) != batch_size):
         num_targets = len(targets) if targets.ndim else 1
         raise UsageError(f"the batch has {batch_size} samples and {num_targets} targets, expected as many.")
@@ -253,15 +255,15 @@ def cut_targets(targets: object, batch_size: int, num: int) -> list[Any]:
 
 
 def batch_dims(one: object, two: object, is_said: bool) -> list[int | None]:
-    """Return along which dimension the outputs of two micro-batches lie one after the other, for each leaf.
+    """Return, for each leaf, the dimension along which the outputs of micro-batches are concatenated.
 
     Args:
-        one: the outputs of a micro-batch.
-        two: those of one twice as large.
-        is_said: how losses become one is known, so that an output need not have such a dimension.
+        one: outputs of a micro-batch.
+        two: outputs of a micro-batch twice as large.
+        is_said: whether the script names the reduction, so that an output need not have such a dimension.
 
     Raises:
-        UsageError: an output that has gradients and no such dimension.
+        UsageError: an output requires gradients and has no such dimension.
     """
     dims: list[int | None] = []
     for small, large in zip(tree_leaves(one), tree_leaves(two), strict=True):
@@ -272,16 +274,16 @@ def batch_dims(one: object, two: object, is_said: bool) -> list[int | None]:
         ]
         if len(grown) != 1 and isinstance(small, Tensor) and small.requires_grad and not is_said:
             raise UsageError(
-                "the loss is not one of torch's own, so it is taken of the whole batch, but an output of "
-                f"shape {tuple(small.shape)} does not grow with the batch: say reduction='mean', 'sum', or what "
-                "targets weigh, to have the loss taken of each micro-batch."
+                "the loss is not one of torch's own, so it is computed on the whole batch, but an output of "
+                f"shape {tuple(small.shape)} does not grow with the batch: give reduction='mean', 'sum', or a function "
+                "for the weight of targets, to compute the loss on each micro-batch."
             )
         dims.append(grown[0] if len(grown) == 1 else None)
     return dims
 
 
 def joined_pieces(pieces: Sequence[Sequence[Any]], dims: Sequence[int | None]) -> list[Any]:
-    """Return the leaves of the outputs of a batch, given those of its micro-batches."""
+    """Return the output leaves of a batch, given those of its micro-batches."""
     return [
         found[0] if dim is None else torch.cat(list(found), dim)
         for found, dim in zip(zip(*pieces, strict=True), dims, strict=True)
@@ -294,28 +296,28 @@ def require_joining(
     """Raise UsageError when the loss of a batch does not follow from its micro-batches as the script says.
 
     Args:
-        loss: of outputs and targets.
-        joining: as the script says.
-        outputs: of one micro-batch, which stand in for those of each.
-        dims: along which the outputs of several lie one after the other.
-        targets: of the batch.
-        pieces: those of each micro-batch.
+        loss: function of outputs and targets.
+        joining: how the script says it follows.
+        outputs: outputs of one micro-batch, which stand in for those of each.
+        dims: of each output leaf, the dimension along which micro-batches are concatenated.
+        targets: targets of the batch.
+        pieces: targets of each micro-batch.
     """
     leaves, spec = tree_flatten(outputs)
     if any(dim is None and isinstance(one, Tensor) for one, dim in zip(leaves, dims, strict=True)):
-        return  # what such an output is for the whole batch is not known
+        return  # the output for the whole batch is not known
     with torch.no_grad():
         taking = PieceLoss(loss, joining, pieces)
         for _ in pieces:
             taking(outputs)
         joined = tree_unflatten(joined_pieces([leaves] * len(pieces), dims), spec)
         expected, found = float(loss(joined, targets)), float(taking.total)
-    if abs(expected - found) > 1e-3 * max(abs(expected), abs(found)):  # what float32 and half precision round is less
+    if abs(expected - found) > 1e-3 * max(abs(expected), abs(found)):  # beyond rounding of float32 and half
         said = "sum" if joining.is_sum else "mean" if joining.weigh is None else "mean, weighed as the script says,"
         raise UsageError(
             f"parallelize: reduction says that the loss of a batch is the {said} of those of its micro-batches, but "
             f"for outputs like those of the first that is {found:g}, and the loss of all {len(pieces)} together is "
-            f"{expected:g}. Leave reduction out to have the loss taken of the whole batch."
+            f"{expected:g}. Leave reduction out to compute the loss on the whole batch."
         )
 
 
@@ -325,6 +327,6 @@ def _are_aligned(outputs: Any, targets: Any) -> bool:  # noqa: ANN401
 
 
 def _nothing(outputs: object) -> Tensor:
-    """Return 0 as a loss of outputs whose targets all are left out, with gradients of 0."""
+    """Return a loss of 0 with gradients of 0, for outputs whose targets are all ignored."""
     learned = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
     return whole(sum((one[:0].sum() for one in learned), torch.zeros(()))).reshape(1)

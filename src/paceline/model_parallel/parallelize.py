@@ -1,32 +1,205 @@
-"""Conversion of a model into one that several workers hold together."""
+"""Conversion of a model into one that several workers hold together, each a part of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - what all kinds of it are
 
 from paceline.collective.collectives import Collectives
+from paceline.collective.signature import CallSignature, Pattern
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
 from paceline.model_parallel.arrangement import Arrangement
-from paceline.model_parallel.cutting import Placement, ends_of
-from paceline.model_parallel.layers import drop, layers_of, materialise, require_apart, tree_of
+from paceline.model_parallel.layers import Placement, drop, ends_of, layers_of, materialise, require_apart, tree_of
 from paceline.model_parallel.losses import Loss, Reduction, joining_of
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.parallel import Parallel
-from paceline.model_parallel.part import ModelPart
-from paceline.model_parallel.pipeline import SCHEDULES, Pipeline, Schedule
-from paceline.model_parallel.stage import PipelineStage
+from paceline.model_parallel.part import ModelPart, whole
+from paceline.model_parallel.pipeline import (
+    SCHEDULES,
+    Pipeline,
+    PipelineStage,
+    Schedule,
+    letters_of,
+    parts,
+    receive_tensors,
+    send_tensors,
+    text_of,
+)
 from paceline.worker.given import brief
+
+_Run = Callable[[Any], Any]
+
+
+class Parallel(nn.Module):
+    """A model of which each worker of a replica holds a part. All of them call its methods, with the same batch.
+
+    Its parameters, buffers and their names are those of this worker's part, named as in the model it is part of.
+    """
+
+    def __init__(self, held: nn.Module, run: _Run | Pipeline, loss: Loss, part: ModelPart) -> None:
+        super().__init__()
+        for name, child in held.named_children():
+            self.add_module(name, child)
+        for name, parameter in held.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        lasting = held.state_dict().keys()
+        for name, buffer in held.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in lasting)
+        self._held: tuple[nn.Module, _Run | Pipeline] = (held, run)  # in a tuple, where torch sees no child
+        self._loss = loss
+        self._part = part
+        self._followers: list[WeakMethod[Callable[[], None]]] = []
+
+    @property
+    def held(self) -> nn.Module:
+        """The layers that this worker holds, in the shape that the model had."""
+        return self._held[0]
+
+    def forward(self, inputs: Any) -> Any:  # noqa: ANN401 - whatever the model takes and gives
+        """Return the outputs of the whole model, on all workers of this replica. For evaluation: without gradients.
+
+        Blocks until all workers of the replica call it.
+
+        Raises:
+            UsageError: workers were given different batches.
+            PeerError: a worker has died or left.
+        """
+        run = self._held[1]
+        with self._connected("forward", inputs):
+            return run.forward(inputs) if isinstance(run, Pipeline) else run(inputs)
+
+    def forward_backward(self, inputs: Any, targets: Any) -> float:  # noqa: ANN401
+        """Add the gradients of a batch to `.grad` of this worker's parameters; return the loss of the batch.
+
+        Loss and gradients are those of the whole batch of this replica, as one process would compute them. Under
+        all-reduce the gradients are combined with those of the other replicas before this returns, except for calls
+        inside `optimizer.accumulate()`. Blocks until all workers of the replica call it.
+
+        Args:
+            inputs: (batch, ...) a tensor, or a tuple of tensors for a model that takes one.
+            targets: (batch, ...) second argument of the loss.
+
+        Raises:
+            UsageError: the batch does not divide into micro-batches, or differs from that of the other workers.
+            PeerError: a worker has died or left, or is too late; the message names it.
+        """
+        run = self._held[1]
+        if self._part.mesh is None:
+            loss = self._loss(self(inputs), targets)  # through hooks, as of an optimizer that combines gradients
+            loss.backward()
+            return float(loss.detach())
+        with self._connected("step", inputs), _split_loss(self._part):
+            if isinstance(run, Pipeline):
+                found = run.forward_backward(inputs, targets)
+            else:
+                loss = self._loss(run(inputs), targets)
+                loss.backward()
+                found = float(loss.detach())
+        for follower in self._followers:
+            act = follower()
+            if act is not None:
+                act()
+        return found
+
+    def when_backward(self, act: WeakMethod[Callable[[], None]]) -> None:
+        """Call `act` at the end of each `forward_backward` of layers that several workers hold."""
+        self._followers.append(act)
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Scale all gradients of this replica to a norm of at most `max_norm`; return the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_` for one process. Blocks until all workers of the replica call it.
+        """
+        total = _squared_norm(self, self._part)
+        mesh = self._part.mesh
+        if mesh is not None:
+            with mesh.explained("clip_gradients"):
+                dist.all_reduce(total, group=mesh.group("pipeline"))
+        norm = float(total.sqrt())
+        for parameter in self.parameters():
+            if parameter.grad is not None and norm > max_norm:
+                parameter.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    def train(self, mode: bool = True) -> Parallel:
+        """Set the mode of this worker's layers."""
+        self._held[0].train(mode)
+        return super().train(mode)
+
+    def whole_state_dict(self) -> dict[str, Tensor] | None:
+        """Return a copy of the state of the whole model on the first worker of the replica, None on the others.
+
+        Blocks until all workers of the replica call it.
+        """
+        grid, position, mesh = self._part.grid, self._part.position, self._part.mesh
+        if mesh is None:
+            return {name: whole(tensor).clone() for name, tensor in self.state_dict().items()}
+        with mesh.explained("whole_state_dict"):
+            own = _whole_state(self, mesh)
+            group = mesh.group("pipeline")
+            if position.stage > 0:
+                named = (letters_of("\n".join(own)), *own.values())
+                send_tensors(named, partial(dist.send, dst=grid.rank(replace(position, stage=0)), group=group))
+                return None
+            for stage in range(1, grid.pipeline):
+                source = grid.rank(replace(position, stage=stage))
+                names, *values = receive_tensors(partial(dist.recv, src=source, group=group))
+                own.update(zip(text_of(names).split("\n"), values, strict=True))
+        return own if position.tensor == 0 else None
+
+    @contextmanager
+    def _connected(self, pattern: Pattern, inputs: object) -> Generator[None]:
+        """Check that the ranks of split layers are given the same batch, and explain failed connections."""
+        mesh = self._part.mesh
+        if mesh is None or mesh.grid.pipeline > 1:  # a pipeline does both
+            yield
+            return
+        mesh.agree(CallSignature.over(parts(inputs, "the batch")[0], pattern, root=1), pattern)
+        with mesh.explained(pattern):
+            yield
+
+
+def _split_loss(part: ModelPart) -> AbstractContextManager[object]:
+    """Return the context in which the loss accepts scores that are split over tensor ranks."""
+    if part.grid.tensor == 1:
+        return nullcontext()
+    from paceline.model_parallel.tensor import split_loss  # takes half a second
+
+    return split_loss()
+
+
+def _squared_norm(module: nn.Module, part: ModelPart) -> Tensor:
+    """Return the sum of the squares of the gradients of this stage."""
+    if part.mesh is not None and part.grid.tensor > 1:
+        from paceline.model_parallel.tensor import squared_norm
+
+        return squared_norm(module, part.mesh.axis("tensor"))
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    squares = (whole(one.detach().double().square().sum()).cpu() for one in gradients)
+    return sum(squares, torch.zeros((), dtype=torch.float64))
+
+
+def _whole_state(module: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """Return the state of this stage with whole layers."""
+    if mesh.grid.tensor == 1:
+        return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    from paceline.model_parallel.tensor import whole_state
+
+    return whole_state(module, mesh.axis("tensor"))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelizeOptions:
-    """What a script asks of `paceline.parallelize`, which says what it means; None leaves it to the launcher."""
+    """Arguments of `paceline.parallelize`, which documents them; None leaves one to the launcher."""
 
     pipeline: int | None = None
     tensor: int | None = None
@@ -39,7 +212,7 @@ class ParallelizeOptions:
     reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be."""
+        """Validate the numbers and the schedule."""
         for name, number in (
             ("pipeline", self.pipeline),
             ("tensor", self.tensor),
@@ -51,7 +224,7 @@ class ParallelizeOptions:
             raise UsageError(f"parallelize: schedule is {self.schedule!r}, expected {' or '.join(SCHEDULES)}.")
 
     def over(self, launched: Distribution) -> Distribution:
-        """Return how the work is shared: as the script says, and else as the launcher was told.
+        """Return the distribution: that of the script, completed by that of the launcher.
 
         >>> str(ParallelizeOptions(pipeline=2, data="ssp:3").over(Distribution.parse("all-reduce+tensor:2")))
         'ssp:3+pipeline:2+tensor:2'
@@ -76,7 +249,7 @@ def keep_part(
     if isinstance(loss, type) or not callable(loss):
         raise UsageError(
             f"parallelize: loss is {brief(loss)}, expected a function of outputs and targets, "
-            "torch.nn.functional.cross_entropy for example, or a loss module that was made."
+            "such as torch.nn.functional.cross_entropy, or an instance of a loss module."
         )
     wanted = asked.over(arrangement.distribution)
     stages, count = wanted.pipeline, asked.micro_batches
@@ -93,7 +266,7 @@ def keep_part(
 
 
 def _cut(model: nn.Module, loss: Loss, asked: ParallelizeOptions, part: ModelPart) -> Parallel:
-    """Return the part of a model that this worker holds; the values of what others hold are gone from the model."""
+    """Return this worker's part of a model; the layers of other workers lose their values."""
     mesh, stage = part.mesh, part.position.stage
     joining = joining_of(loss, asked.reduction)
     # A BatchNorm mostly cannot learn from one sample.
@@ -126,13 +299,13 @@ def _require_cpu(model: nn.Module) -> None:
     away = [name for name, parameter in model.named_parameters() if parameter.device.type not in ("cpu", "meta")]
     if away:
         raise UsageError(
-            f"parallelize: '{away[0]}' is on an accelerator, but stages and ranks speak to each other over Gloo, on "
+            f"parallelize: '{away[0]}' is on an accelerator, but stages and ranks communicate over Gloo, on "
             "the CPU: leave the model there."
         )
 
 
 def _ends(model: nn.Module, asked: ParallelizeOptions, mesh: Mesh) -> list[int]:
-    """Return behind which layers stages end."""
+    """Return the ends of the stages."""
     layers = layers_of(model)
     ends = ends_of(layers, asked.placement, asked.balance, mesh)
     require_apart(layers, ends)
@@ -140,13 +313,13 @@ def _ends(model: nn.Module, asked: ParallelizeOptions, mesh: Mesh) -> list[int]:
 
 
 def _split(model: nn.Module, loss: Loss, mesh: Mesh, *, in_row: bool) -> Loss:
-    """Split the layers of a model over tensor ranks, in place; return the loss of what it gives then.
+    """Split the layers of a model over tensor ranks, in place; return a loss that accepts its outputs.
 
     Args:
-        model: the whole one.
-        loss: of what it gives.
-        mesh: of all workers.
-        in_row: its layers are called one after the other, and its own forward is not.
+        model: the whole model.
+        loss: loss of its outputs.
+        mesh: mesh of all workers.
+        in_row: whether its layers are called one after the other, in place of its own forward.
     """
     from paceline.model_parallel.split_loss import loss_of_split
     from paceline.model_parallel.tensor import split_over  # takes half a second

@@ -1,8 +1,10 @@
-"""The part of a model that a worker holds."""
+"""The part of a model that a worker holds, and whole tensors of sharded ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import Tensor, nn
 
 from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.model_parallel.mesh import Mesh
@@ -47,3 +49,18 @@ class ModelPart:
     def name_end(self) -> str:
         """Suffix of the optimizer's name for this part's tables: ".stage1"."""
         return f".{self.name}" if self.name else ""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor as an ordinary one; all workers must call it, and block until all have.
+
+    Example:
+        >>> import torch
+        >>> whole(torch.ones(2))  # not sharded
+        tensor([1., 1.])
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor  # takes half a second
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
@@ -18,8 +19,9 @@ from torch.utils._pytree import (
     treespec_dumps,
     treespec_loads,
 )
+from torch.utils.checkpoint import checkpoint
 
-from paceline.collective.signature import CallSignature
+from paceline.collective.signature import NUM_WORDS, CallSignature
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshPosition
 from paceline.model_parallel.losses import (
@@ -33,11 +35,157 @@ from paceline.model_parallel.losses import (
     require_joining,
 )
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.passing import letters_of, receive_tensors, send_tensors, text_of
-from paceline.model_parallel.stage import PipelineStage, joined, parts
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+Carry = Callable[[Tensor], object]  # sends a contiguous tensor, or receives into it
+
+
+def send_tensors(tensors: Sequence[Tensor], carry: Carry) -> None:
+    """Send tensors to another worker, each after its shape, its dtype and whether it requires a gradient."""
+    for tensor in tensors:
+        told = CallSignature.over(tensor, "forward")
+        carry(_numbered(told, len(tensors), tensor.requires_grad).words())
+        if tensor.numel():
+            carry(_bytes(tensor.detach().contiguous()))
+
+
+def receive_tensors(carry: Carry) -> tuple[Tensor, ...]:
+    """Receive the tensors that another worker sends."""
+    found: list[Tensor] = []
+    while True:
+        words = torch.zeros(NUM_WORDS, dtype=torch.int64)
+        carry(words)
+        told = CallSignature.read(words)
+        tensor = torch.empty(told.shape, dtype=told.dtype)
+        if tensor.numel():
+            carry(_bytes(tensor))
+        found.append(tensor.requires_grad_(bool(told.weight)))
+        if len(found) == told.number:
+            return tuple(found)
+
+
+def letters_of(text: str) -> Tensor:
+    """Return a text as a tensor, to be sent with others.
+
+    >>> text_of(letters_of("0.weight"))
+    '0.weight'
+    """
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def text_of(letters: Tensor) -> str:
+    """Return the text in a tensor of `letters_of`."""
+    return bytes(letters.tolist()).decode()
+
+
+def _numbered(told: CallSignature, num_tensors: int, takes_gradient: bool) -> CallSignature:
+    return CallSignature(num_tensors, told.pattern, dtype=told.dtype, shape=told.shape, weight=float(takes_gradient))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes, because the transport does not support every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+Values: TypeAlias = Tensor | tuple[Tensor, ...]
+
+
+class PipelineStage(nn.Module):
+    """Layers, of which each takes what the one before gives: a tensor, or a tuple of tensors as one argument.
+
+    Args:
+        layers: of this worker.
+        recompute: keep only the input of each layer, and run it again for backward, with the same random numbers and
+            buffers, which it leaves as they are.
+
+    Attributes:
+        taking: takes the loss of what the last layer gives, where that is here, in the step under way.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.recompute = recompute
+        self.taking: Taking | None = None
+
+    def run(self, values: Any) -> Any:  # noqa: ANN401 - whatever the layers take and give
+        """Run the layers."""
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                again = _Again(layer)
+                values = checkpoint(layer, values, use_reentrant=False, context_fn=again.contexts)
+            else:
+                values = layer(values)
+        return values
+
+    def forward(self, *values: Tensor) -> Any:  # noqa: ANN401 - a tensor, or several
+        """Return what goes to the next stage; of the last one what the backward of a micro-batch begins with, (1,)."""
+        found = self.run(joined(values))
+        if self.taking is None:
+            return joined(tuple(value.contiguous() for value in parts(found, "a stage")))
+        return self.taking(found)
+
+
+class _Again:
+    """Runs a layer a second time with the buffers that it had the first time, and leaves those that it has by then.
+
+    BatchNorm would move its statistics twice, and what reads a buffer that it has changed would compute something else.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._before: list[tuple[nn.Module, str, Tensor]] = []  # of those that the first run has changed
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Return what is entered around the first run, and around the second."""
+        return self._first(), self._second()
+
+    @contextmanager
+    def _first(self) -> Generator[None]:
+        before = [(owner, name, buffer.clone()) for owner, name, buffer in _buffers(self._layer)]
+        yield
+        self._before = [
+            (owner, name, one) for owner, name, one in before if not torch.equal(owner.get_buffer(name), one)
+        ]
+
+    @contextmanager
+    def _second(self) -> Generator[None]:
+        now = [(owner, name, owner.get_buffer(name)) for owner, name, _ in self._before]
+        for owner, name, before in self._before:
+            setattr(owner, name, before.clone())  # another tensor: what autograd has kept stays as it is
+        try:
+            yield
+        finally:
+            for owner, name, buffer in now:
+                setattr(owner, name, buffer)
+
+
+def _buffers(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in layer.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield module, name, buffer
+
+
+def joined(values: tuple[Tensor, ...]) -> Values:
+    """Return what a layer takes: the tensor, where there is but one."""
+    return values[0] if len(values) == 1 else values
+
+
+def parts(values: object, what: str) -> tuple[Tensor, ...]:
+    """Return the tensors that something is made of.
+
+    Raises:
+        UsageError: it is neither a tensor nor a tuple of tensors.
+    """
+    found: tuple[object, ...] = values if isinstance(values, tuple) else (values,)
+    tensors = tuple(value for value in found if isinstance(value, Tensor))
+    if not found or len(tensors) != len(found):
+        kinds = ", ".join(type(value).__name__ for value in found)
+        raise UsageError(f"{what} gives {kinds or 'nothing'}, expected a tensor or a tuple of tensors between stages.")
+    return tensors
+
 
 Schedule = Literal["1f1b", "gpipe"]
 
@@ -157,7 +305,8 @@ class Pipeline:
         return self._engines[key]
 
     def _made(self, given: tuple[Tensor, ...], num: int) -> _Made:
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # takes a second
+        from torch.distributed.pipelining import PipelineStage as TorchStage  # takes a second
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         size = len(given[0]) // num
         inputs, outputs = self._tried(tuple(tensor[:size] for tensor in given))
@@ -169,7 +318,7 @@ class Pipeline:
         if self._is_last and not any(one.requires_grad for one in tree_leaves(outputs) if isinstance(one, Tensor)):
             raise UsageError("nothing in the model learns: the parameters of all stages are frozen (requires_grad).")
         sent = (torch.empty(1, requires_grad=True),) if self._is_last else _blank(parts(outputs, "a stage"))
-        stage = PipelineStage(
+        stage = TorchStage(
             self.stage,
             self.mesh.position.stage,
             self.mesh.grid.pipeline,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
-from paceline.model_parallel.split import RankShare
+from paceline.model_parallel.split_layers import RankShare
 
 Guard = Callable[[], AbstractContextManager[None]]
 

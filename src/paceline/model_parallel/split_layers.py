@@ -1,4 +1,4 @@
-"""Layers of which each rank of a group holds a part: linear by columns or rows, and attention by heads.
+"""Layers of which each rank holds a part: linear by columns or rows, attention by heads, embeddings by words.
 
 Their parameters are plain ones that hold this rank's part, so whatever steps, sends or saves parameters works on them.
 """
@@ -6,19 +6,182 @@ Their parameters are plain ones that hold this rank's part, so whatever steps, s
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from paceline.errors import UsageError
-from paceline.model_parallel.split import LayerCut, RankShare, SplitRegion, enter, leave
 
 if TYPE_CHECKING:
-    from paceline.model_parallel.trial import EquivalenceTrial
+    from paceline.model_parallel.equivalence import EquivalenceTrial
+
+_ADDED_AS: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # rounded once, after all additions
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """Position of this rank in a 1-D mesh of ranks that split layers, with their sums and gathers."""
+
+    mesh: DeviceMesh
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> RankShare:
+        """Return the position of this rank in a mesh."""
+        return RankShare(mesh, mesh.get_local_rank(), mesh.size())
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The connections to the other ranks."""
+        return self.mesh.get_group()
+
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first rank; blocks until all ranks call it."""
+        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks, the same bits on each; blocks until all call it."""
+        total = tensor.to(_ADDED_AS.get(tensor.dtype, tensor.dtype), copy=True).contiguous()
+        dist.all_reduce(total, group=self.group)
+        return total.to(tensor.dtype)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape; blocks until all call it."""
+        own = tensor.detach().contiguous()
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """How a parameter is divided: evenly along a dimension.
+
+    Args:
+        num_stacked: number of matrices that are concatenated along it, each of which is divided.
+
+    Example:
+        >>> LayerCut(0, num_stacked=2).part(torch.arange(8), rank=1, size=2)
+        tensor([2, 3, 6, 7])
+    """
+
+    dim: int
+    num_stacked: int = 1
+
+    def part(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """Return a rank's part, in memory of its own."""
+        stacked = whole.chunk(self.num_stacked, self.dim)
+        return torch.cat([one.chunk(size, self.dim)[rank] for one in stacked], self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter, given the parts of all ranks."""
+        stacked = zip(*(part.chunk(self.num_stacked, self.dim) for part in parts), strict=True)
+        return torch.cat([one for pieces in stacked for one in pieces], self.dim)
+
+
+class SplitRegion:
+    """Computation of each rank's own part: from the layers split by columns to the one split by rows.
+
+    Inputs are the same on all ranks; their gradient is summed over the ranks, once for all layers that they enter.
+    Inside, dropout draws from a random stream of each rank, seeded by the common one: different parts are dropped
+    inside, the same outside, and a recomputation repeats both.
+    """
+
+    def __init__(self, share: RankShare) -> None:
+        self._share = share
+        self._entered: tuple[Tensor, Tensor] | None = None  # the latest input, and what the layers inside get for it
+        self._common: tuple[torch.Generator, Tensor] | None = None  # the state of the common stream, while inside
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """Return an input for the layers inside."""
+        if self._entered is None or self._entered[0] is not tensor:
+            self._entered = (tensor, enter(tensor, self._share))
+        return self._entered[1]
+
+    def draw_alone(self, device: torch.device) -> None:
+        """Draw random numbers of this rank's own from here on."""
+        if self._common is None:
+            generator = generator_of(device)
+            seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+            self._common = (generator, generator.get_state())
+            generator.manual_seed(seed + self._share.rank)
+
+    def draw_together(self) -> None:
+        """Draw the same random numbers on all ranks again."""
+        if self._common is not None:
+            generator, state = self._common
+            generator.set_state(state)
+            self._common = None
+
+    def end_with(self, module: nn.Module) -> None:
+        """End the region with a module's forward, also when it raises."""
+
+        def close(module: nn.Module, inputs: object, outputs: object) -> None:
+            del module, inputs, outputs
+            self.draw_together()
+            self._entered = None
+
+        module.register_forward_hook(close, always_call=True)
+
+    def surround(self, dropout: nn.Module) -> None:
+        """Make one dropout layer a region, which draws from this rank's stream."""
+
+        def begin(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if module.training:
+                self.draw_alone(inputs[0].device)
+
+        dropout.register_forward_pre_hook(begin)
+        self.end_with(dropout)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator that layers on a device draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def enter(tensor: Tensor, share: RankShare) -> Tensor:
+    """Return the same values; their gradient is the sum of the gradients of all ranks."""
+    return _Enter.apply(tensor, share) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+
+def leave(tensor: Tensor, share: RankShare) -> Tensor:
+    """Return the sum of the tensors of all ranks; each of them has the gradient of the sum. Blocks."""
+    return _Leave.apply(tensor, share)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, share: RankShare) -> Tensor:  # noqa: ANN401 - torch's own
+        ctx.share = share
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return ctx.share.add_up(gradients[0]), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, share: RankShare) -> Tensor:  # noqa: ANN401
+        del ctx
+        return share.add_up(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        del ctx
+        return gradients[0], None
+
 
 Made = dict[nn.Parameter, nn.Parameter]  # a whole parameter, and this rank's part of it
 
@@ -27,10 +190,10 @@ class SplitLayer(nn.Module, ABC):
     """A layer of which this rank has a part.
 
     Attributes:
-        cuts: how each parameter is divided, by name; the others are whole and the same on all ranks.
-        name: that it has in the model.
-        trial: the run in which it stands in for the whole layer; None in earnest.
-        is_proven: what stands around it gives what it gives around the whole layer.
+        cuts: how each parameter is divided, by name; other parameters are whole and the same on all ranks.
+        name: name of the layer in the model.
+        trial: the trial run in which it gives stand-in outputs; None in training and evaluation.
+        is_proven: whether the module around it computes the same as around the whole layer.
     """
 
     cuts: Mapping[str, LayerCut]
@@ -44,14 +207,14 @@ class SplitLayer(nn.Module, ABC):
         for name in self.kept:
             parameter: nn.Parameter | None = getattr(whole, name)
             cut = cuts.get(name)
-            if parameter is not None and cut is not None and parameter not in made:  # who shared it shares its part
+            if parameter is not None and cut is not None and parameter not in made:  # shared by layers, as before
                 part = cut.part(parameter.detach(), share.rank, share.size)
                 made[parameter] = nn.Parameter(part, parameter.requires_grad)
             self.register_parameter(name, None if parameter is None else made.get(parameter, parameter))
         self.train(whole.training)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as torch has it
-        """Return a parameter; in a trial one that stands in for it, whole or this rank's part."""
+        """Return a parameter; in a trial a stand-in for it, whole or this rank's part."""
         value: Any = super().__getattr__(name)
         trial = self.__dict__.get("trial")
         if trial is None or name not in self.kept or value is None:
@@ -63,7 +226,7 @@ class SplitLayer(nn.Module, ABC):
         return trial.stand_in(shape, value.dtype, value.device, cut)
 
     def require_proven(self) -> None:
-        """Raise UsageError where nothing has tried out what stands around this layer."""
+        """Raise UsageError when the module around this layer has not been checked."""
         if not self.is_proven:
             raise UsageError(
                 f"layer '{self.name}' is split together with others, but was called without the module around: call "
@@ -75,8 +238,8 @@ class ColumnLinear(SplitLayer):
     """A linear layer with a part of its outputs on each rank: (..., in) to (..., out / ranks).
 
     Args:
-        num_stacked: layers that lie one after the other in its outputs, query, key and value for example.
-        region: which this layer opens, together with others of the same inputs; None where it is by itself.
+        num_stacked: number of layers that are concatenated in its outputs, such as query, key and value.
+        region: region that this layer opens, with others of the same inputs; None for a layer in a row of layers.
     """
 
     weight: Tensor
@@ -124,7 +287,7 @@ class RowLinear(SplitLayer):
         self._region, self.is_proven = region, False
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs; blocks until all ranks have come."""
+        """Return the outputs; blocks until all ranks call it."""
         if self.trial is not None and self.trial.rank is None:
             self.trial.check_inputs(self, inputs)
             return self.trial.stand_in_outputs(self, inputs.shape[:-1], self.out_features)
@@ -155,10 +318,10 @@ class SplitAttention(SplitLayer):
         super().__init__(whole, {"in_proj_weight": thirds, "in_proj_bias": thirds}, share, made, name)
         self.embed_dim, self.num_heads = whole.embed_dim, whole.num_heads // share.size
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
-        self._qkv_same_embed_dim = False  # tells layers of torch to call this, not to compute in its stead
+        self._qkv_same_embed_dim = False  # makes torch's layers call this instead of their fused path
         self._region = SplitRegion(share)
         self.out_proj = RowLinear(whole.out_proj, share, made, self._region, f"{name}.out_proj")
-        self.out_proj.is_proven = True  # nothing but this layer stands around it
+        self.out_proj.is_proven = True  # only this layer is around it
         self._region.end_with(self)
 
     def forward(
@@ -172,7 +335,7 @@ class SplitAttention(SplitLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Return what attention gives, in the shape of the query, and no weights; blocks until all ranks have come."""
+        """Return what attention gives, in the shape of the query, and no weights; blocks until all ranks call it."""
         del average_attn_weights, is_causal  # the mask says it
         if need_weights or query.ndim != 3 or (attn_mask is not None and attn_mask.ndim != 2):
             raise UsageError(
@@ -213,7 +376,7 @@ def _combined(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as what is added to the scores: torch's masks may also say True for what is left out."""
+    """Return a mask to add to the scores: torch's masks may also be boolean, True where attention is not allowed."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
@@ -231,7 +394,7 @@ class SplitEmbedding(SplitLayer):
     def __init__(self, whole: nn.Embedding, share: RankShare, made: Made, name: str) -> None:
         asked = [option for option in _REFUSED if getattr(whole, option)]
         if asked:
-            raise UsageError(f"layer '{name}' cannot be split with {' and '.join(asked)}: build it without.")
+            raise UsageError(f"layer '{name}' cannot be split with {' and '.join(asked)}: build it without them.")
         super().__init__(whole, {"weight": LayerCut(0)}, share, made, name)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self._num_own = whole.num_embeddings // share.size
@@ -240,7 +403,7 @@ class SplitEmbedding(SplitLayer):
         self._padding = padding if 0 <= padding < self._num_own else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of these words; blocks until all ranks have come."""
+        """Return the rows of these words; blocks until all ranks call it."""
         if bool(((ids < 0) | (ids >= self.num_embeddings)).any()):
             raise IndexError(f"layer '{self.name}' has rows 0 to {self.num_embeddings - 1}, got an id beyond them")
         if self.trial is not None:
@@ -255,8 +418,8 @@ class SplitEmbedding(SplitLayer):
 class VocabularyLinear(SplitLayer):
     """The linear layer that scores words, each rank a part of them: (..., in) to (..., words).
 
-    While gradients are on the scores are a `DTensor`, sharded over the words, of which `cross_entropy` takes the loss
-    without gathering them, inside of `split_loss`. While they are off, they are gathered.
+    With gradients enabled the scores are a `DTensor`, sharded over the words; inside `split_loss`, `cross_entropy`
+    computes the loss without gathering them. With gradients disabled they are gathered.
     """
 
     weight: Tensor

@@ -1,6 +1,6 @@
-"""The cross entropy of scores of a split vocabulary: three numbers a token are added up, and no scores are gathered.
+"""Cross entropy of scores of a split vocabulary: three numbers a token are reduced, and no scores are gathered.
 
-Torch's `loss_parallel` takes it too, but while that is on, every other use of `log_softmax` has wrong gradients.
+Torch's `loss_parallel` does it too, but inside of it every other use of `log_softmax` has wrong gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _SIGNATURE: Final = inspect.signature(functional.cross_entropy)
 _REDUCTIONS: Final = ("none", "mean", "sum")
-# What changes the shape of a tensor only, or tells of it.
+# Functions that only change the shape of a tensor, or return it.
 _SHAPES: Final = frozenset(
     (
         *("flatten", "unflatten", "reshape", "view", "view_as", "transpose", "permute", "movedim", "swapaxes", "mT"),
@@ -30,19 +30,19 @@ _SHAPES: Final = frozenset(
 
 
 class SplitCrossEntropy(TorchFunctionMode):
-    """A context in which `cross_entropy` takes scores that are split over the ranks of a mesh by their words.
+    """A context in which `cross_entropy` accepts scores that are split over the ranks of a mesh by words.
 
-    It gives an ordinary tensor, the same on all ranks. With label smoothing, or probabilities as targets, scores are
-    left to torch, as are all other functions of them.
+    It returns an ordinary tensor, the same on all ranks. Label smoothing, probabilities as targets, and all other
+    functions of the scores are left to torch.
     """
 
     def leave(self, scores: Tensor) -> None:
-        """Leave scores of another kind of cross entropy to torch."""
+        """Handle scores for a kind of cross entropy that is left to torch."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - whatever the function gives
-        """Call a function, or take the loss in its place."""
+        """Call a function, or compute the loss in its place."""
         del types
         if func is functional.cross_entropy:
             given = _SIGNATURE.bind(*args, **(kwargs or {}))
@@ -54,11 +54,11 @@ class SplitCrossEntropy(TorchFunctionMode):
 
 
 class _NeedsWhole(Exception):
-    """A loss does something else with split scores than to take their cross entropy."""
+    """A loss does something else with split scores than their cross entropy."""
 
 
 class _OnlyCrossEntropy(SplitCrossEntropy):
-    """The same, where scores may only change their shape on the way: torch would mix parts and wholes in backward."""
+    """The same; before the loss, scores may only change their shape: torch would mix parts and wholes in backward."""
 
     def leave(self, scores: Tensor) -> None:
         """Refuse scores that are split."""
@@ -68,7 +68,7 @@ class _OnlyCrossEntropy(SplitCrossEntropy):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - whatever the function gives
-        """Call a function of scores that are split, unless it is one that needs them whole."""
+        """Call a function of split scores, unless it needs them whole."""
         is_fine = func is functional.cross_entropy or getattr(func, "__name__", "") in _SHAPES
         if not is_fine and any(isinstance(one, DTensor) for one in tree_leaves((args, kwargs))):
             raise _NeedsWhole
@@ -78,7 +78,7 @@ class _OnlyCrossEntropy(SplitCrossEntropy):
 def loss_of_split(loss: Callable[[Any, Any], Tensor], outputs: Any, targets: Any) -> Tensor:  # noqa: ANN401
     """Return a loss of outputs that may be scores of a split vocabulary, the same on all ranks.
 
-    A loss that does more with scores than to take their cross entropy is taken of scores that are gathered.
+    A loss that is more than a cross entropy of the scores is computed on gathered scores.
     """
     if not any(isinstance(one, DTensor) for one in tree_leaves(outputs)):
         return loss(outputs, targets)
@@ -87,14 +87,17 @@ def loss_of_split(loss: Callable[[Any, Any], Tensor], outputs: Any, targets: Any
             return loss(outputs, targets)
     except _NeedsWhole:
         pass
-    except (RuntimeError, NotImplementedError) as error:  # a change of shape that torch has not for split tensors
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # torch cannot change this shape of split ones
         if "DTensor" not in str(error):
             raise
     return loss(tree_map_only(DTensor, DTensor.full_tensor, outputs), targets)
 
 
 def plain(loss: Tensor) -> Tensor:
-    """Return a loss that was taken of split scores as an ordinary tensor, the same on all ranks."""
+    """Return a loss of split scores as an ordinary tensor, the same on all ranks."""
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
@@ -142,7 +145,7 @@ def _class_dim(scores: Tensor) -> int:
 
 
 class _OfTargets(torch.autograd.Function):
-    """What each target costs, (...), of the scores of this rank's words, (..., words)."""
+    """Cross entropy of each target, (...), given the scores of this rank's words, (..., words)."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor, first: int, group: ProcessGroup) -> Tensor:  # noqa: ANN401 - torch's own

@@ -1,7 +1,7 @@
 """Tensor parallelism: each layer of a model is split over the ranks of a mesh, which compute it together.
 
-A linear layer split by columns gives each rank a part of the features, the next one split by rows takes these parts and
-adds up what comes out: one sum forward, and one backward, for the pair. Attention is such a pair around its heads.
+A linear layer split by columns computes a part of the features on each rank; the next one, split by rows, takes these
+parts and sums the results: one sum forward and one backward for the pair. Attention is such a pair around its heads.
 """
 
 from __future__ import annotations
@@ -13,49 +13,60 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.model_parallel.split import LayerCut, RankShare, SplitRegion, generator_of
+from paceline.model_parallel.equivalence import WholeCheck
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.split_layers import (
     ColumnLinear,
+    LayerCut,
     Made,
+    RankShare,
     RowLinear,
     SplitAttention,
     SplitEmbedding,
     SplitLayer,
+    SplitRegion,
     VocabularyLinear,
+    generator_of,
 )
 from paceline.model_parallel.split_loss import SplitCrossEntropy
-from paceline.model_parallel.tensor_checks import heads_of, require_row, require_splittable
-from paceline.model_parallel.tensor_plan import COLUMN, ROW, VOCABULARY, Plan, plan_for
-from paceline.model_parallel.trial import WholeCheck
-from paceline.model_parallel.whole import whole
+from paceline.model_parallel.tensor_plan import (
+    COLUMN,
+    ROW,
+    VOCABULARY,
+    Plan,
+    heads_of,
+    plan_for,
+    require_row,
+    require_splittable,
+)
 
 
 def split_over(
     model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, row: Sequence[tuple[str, nn.Module]] = ()
 ) -> None:
-    """Split layers of a model over the ranks of a 1-D mesh, in place; blocks until all ranks have come.
+    """Split layers of a model over the ranks of a 1-D mesh, in place; blocks until all ranks call it.
 
     Its parameters become those of the mesh's first rank, of which each rank keeps its part as an ordinary parameter of
-    the same name; so optimizers and tables of servers work on parts. What is not split stays whole on each rank, with
-    the same values and the same gradients. Make optimizers afterwards. Random numbers are the same on all ranks from
+    the same name; so optimizers and tables of servers work on parts. Other parameters stay whole on each rank, with the
+    same values and the same gradients. Make optimizers afterwards. Random numbers are the same on all ranks from
     here on, except between a layer split by columns and the one split by rows. Where a vocabulary is split, take the
     loss inside of `split_loss`.
 
-    A module whose layers are split is tried out at its first call, without sending anything: what stands between them
-    must give parts of what it gives between whole layers. Else that call raises UsageError, on every rank.
+    A module whose layers are split is checked at its first call, without communication: the operations between its
+    layers must compute the same on parts as on the whole. Else that call raises UsageError, on every rank.
 
     Args:
-        mesh: of the tensor ranks.
-        model: the whole one. Split it before it is cut into stages.
+        model: the whole model. Split it before it is cut into stages.
+        mesh: mesh of the tensor ranks.
         plan: how each layer is split, by patterns of layer names: "column", "column:3" (three layers that lie one
             after the other in one, as query, key and value do), "row", "vocabulary" (an embedding, or the layer that
-            scores words) or "attention" (`nn.MultiheadAttention`). By default the model's own `tensor_plan`, or
-            what is known of its shape.
+            scores words) or "attention" (`nn.MultiheadAttention`). Default: the model's own `tensor_plan`, or
+            a plan found from its layers.
         row: layers by name that are called one after the other in place of the model, as by the stages of a pipeline.
 
     Raises:
-        UsageError: nothing to split; a layer that cannot be split, such as a subclass or one with hooks; or a number of
-            heads, features or words that does not divide by the ranks. The model is as it was.
+        UsageError: there is nothing to split; a layer cannot be split, such as a subclass or one with hooks; or a
+            number of heads, features or words does not divide by the ranks. The model is not changed.
 
     Example::
 
@@ -77,23 +88,19 @@ def split_over(
     _try_out(model, planned, in_row, regions, share.size)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # a shortcut past its layers, which would be past their split
+            module.use_nested_tensor = False  # it would bypass the split layers
 
 
 def split_loss() -> AbstractContextManager[object]:
-    """Return a context in which `cross_entropy` takes scores of a split vocabulary, without gathering them.
+    """Return a context in which `cross_entropy` accepts scores of a split vocabulary, without gathering them.
 
-    What other losses make of them is a `DTensor`, which
-    `paceline.model_parallel.split_loss.plain` makes an ordinary one of.
+    Other losses of them are `DTensor`s; `paceline.model_parallel.split_loss.plain` makes them ordinary tensors.
     """
     return SplitCrossEntropy()
 
 
 def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Return the state of a split module as that of the whole one, on every rank; blocks until all have come.
-
-    Every rank of the mesh must call it, with its part of the same module.
-    """
+    """Return the state of the whole module, given a split one, on every rank of the mesh; blocks until all call it."""
     share, cuts = RankShare.of(mesh), dict(_cuts(module))
     state = {name: whole(tensor).detach() for name, tensor in module.state_dict().items()}
     return {
@@ -103,9 +110,9 @@ def whole_state(module: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def squared_norm(module: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the squares of all gradients of the whole module, those that all ranks have counted once.
+    """Return the sum of squares of all gradients of the whole module, float64, shape ().
 
-    The same bits on every rank of the mesh; blocks until all have come.
+    Gradients that all ranks have count once. The same bits on every rank; blocks until all call it.
     """
     share, cuts = RankShare.of(mesh), {id(module.get_parameter(name)) for name, _ in _cuts(module)}
     split, common = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -116,26 +123,13 @@ def squared_norm(module: nn.Module, mesh: DeviceMesh) -> Tensor:
     return share.add_up(split) + common
 
 
-def clip_gradients(module: nn.Module, mesh: DeviceMesh, max_norm: float) -> float:
-    """Scale the gradients of a split module so that the norm of the whole module's is `max_norm` at most.
-
-    What `clip_grad_norm_` of torch does for one process. Returns the norm before; blocks until all ranks have come.
-    """
-    norm = float(squared_norm(module, mesh).sqrt())
-    if norm > max_norm:
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(max_norm / (norm + 1e-6))
-    return norm
-
-
 def cut_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of which this rank has a part, by full name."""
     return {name: module.get_parameter(name) for name, _ in _cuts(module)}
 
 
 def _cuts(module: nn.Module) -> Iterator[tuple[str, LayerCut]]:
-    """Yield the parameters of which this rank has a part, by full name, those that layers share under each name."""
+    """Yield the parameters of which this rank has a part, by full name; shared ones under each name."""
     for path, layer in module.named_modules():
         if isinstance(layer, SplitLayer):
             for name, cut in layer.cuts.items():
@@ -152,7 +146,7 @@ def _split(
         return SplitAttention(layer, share, made, name)
     if isinstance(layer, nn.Embedding):
         return SplitEmbedding(layer, share, made, name)
-    assert isinstance(layer, nn.Linear), "the plan was looked through"
+    assert isinstance(layer, nn.Linear), "require_splittable has checked the plan"
     if word == VOCABULARY:
         return VocabularyLinear(layer, share, made, name)
     if word == COLUMN:
@@ -161,7 +155,7 @@ def _split(
 
 
 def _open_regions(model: nn.Module, planned: Mapping[str, str], share: RankShare) -> dict[str, SplitRegion]:
-    """Give modules with layers split by columns a region each, and as many heads as are this rank's."""
+    """Give each module with layers split by columns a region, and this rank's number of heads."""
     parents = {name.rpartition(".")[0] for name, kind in planned.items() if kind.startswith(COLUMN)}
     regions: dict[str, SplitRegion] = {}
     for path in sorted(parents):
@@ -178,7 +172,7 @@ def _open_regions(model: nn.Module, planned: Mapping[str, str], share: RankShare
 
 
 def _open_around_dropout(row: Sequence[tuple[str, nn.Module]], planned: Mapping[str, str], share: RankShare) -> None:
-    """Make each dropout between columns and rows a region by itself: a row that is cut has no forward of its own."""
+    """Make each dropout between columns and rows a region of its own: a model cut into stages has no forward."""
     inside = False
     for name, layer in row:
         kind = planned.get(name, "")
@@ -190,7 +184,7 @@ def _open_around_dropout(row: Sequence[tuple[str, nn.Module]], planned: Mapping[
 def _try_out(
     model: nn.Module, planned: Mapping[str, str], in_row: Collection[str], regions: Mapping[str, SplitRegion], size: int
 ) -> None:
-    """Have each smallest module around layers by columns and their rows tried out at its first call."""
+    """Check each smallest module around layers by columns and their rows at its first call."""
     rows = [name for name, kind in planned.items() if kind == ROW and name not in in_row]
     units: set[str] = set()
     for name, kind in planned.items():
@@ -208,7 +202,7 @@ def _try_out(
 
 
 def _agree(model: nn.Module, share: RankShare) -> None:
-    """Let all ranks have the values of the first one, and draw the same random numbers from here on."""
+    """Copy the values and random number state of the first rank to all ranks."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     with torch.no_grad():
         for tensor in tensors:

@@ -1,8 +1,8 @@
-"""Tensor-parallel plan: which layers are split over the ranks, and how, as declared or derived from the model."""
+"""Tensor-parallel plan: which layers are split over the ranks, and how; checked before anything is changed or sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Final, TypeGuard
@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 
 Plan = Mapping[str, str]
 
-COLUMN: Final = "column"  # "column:3" where three layers lie one after the other in one, as query, key and value do
+COLUMN: Final = "column"  # "column:3" where three layers are concatenated in one, as query, key and value
 ROW: Final = "row"
 VOCABULARY: Final = "vocabulary"
 ATTENTION: Final = "attention"
@@ -25,7 +25,7 @@ SPLITTABLE: Final[Mapping[str, tuple[type[nn.Module], ...]]] = {
     ATTENTION: (nn.MultiheadAttention,),
 }
 _KINDS: Final = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
-# Where torch keeps what is called around a forward or backward, and around saving and loading.
+# Attributes of torch with the hooks of forward, backward, saving and loading.
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -37,9 +37,9 @@ _OWN: Final[Mapping[type[nn.Module], frozenset[str]]] = {
     nn.MultiheadAttention: frozenset({"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}),
 }
 
-# What the numbers of heads are called in attention layers.
+# Names of the number of heads in attention layers.
 HEADS: Final = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads", "num_key_value_heads")
-# What the features of one head are called there.
+# Names of the number of features of a head.
 HEAD_WIDTHS: Final = ("head_width", "head_dim", "head_size")
 _STACKED: Final = ("qkv", "in_proj", "qkv_proj", "to_qkv", "c_attn")
 _QUERY_KEY_VALUE: Final = (
@@ -55,7 +55,7 @@ _PAIRS: Final = (
     *(("w1", "w2"), ("wi", "wo"), ("widen", "narrow")),
 )
 _GATES: Final = ("gate", "gate_proj", "w3")
-# Modules that treat every feature by itself, so that each rank can run them on its own.
+# Modules that compute each feature by itself, so that a rank can run them on its part.
 _ELEMENTWISE: Final = (
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Hardtanh, nn.ReLU6),
     *(nn.Mish, nn.Hardswish, nn.Dropout, nn.Identity),
@@ -63,13 +63,13 @@ _ELEMENTWISE: Final = (
 
 
 def plan_for(model: nn.Module, given: Plan | None, size: int) -> dict[str, str]:
-    """Return how each layer that is to be split is, by its full name.
+    """Return how each layer is split, by full name.
 
-    The first that there is counts: the plan given, the model's own `tensor_plan` (a mapping, or a method that returns
-    one), what is known of its shape.
+    The first of these counts: the given plan, the model's own `tensor_plan` (a mapping, or a method that returns one),
+    a plan found from its layers.
 
     Raises:
-        UsageError: a pattern that no layer answers to, a layer that cannot be split so, or nothing to split.
+        UsageError: a pattern matches no layer, a layer cannot be split as planned, or there is nothing to split.
     """
     own: Plan | Callable[[], Plan] | None = getattr(model, "tensor_plan", None)
     patterns = given if given is not None else own() if callable(own) else own
@@ -85,9 +85,9 @@ def plan_for(model: nn.Module, given: Plan | None, size: int) -> dict[str, str]:
 
 
 def obstacle(layer: nn.Module) -> str:
-    """Return why a linear, embedding or attention layer cannot be replaced by its parts; empty where it can.
+    """Return why a linear, embedding or attention layer cannot be split; empty where it can.
 
-    A part computes what torch's own class computes: an overridden forward and hooks would be lost.
+    A part computes what torch's own class computes, so an overridden forward or hooks would be lost.
 
     Example:
         >>> obstacle(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
@@ -112,12 +112,12 @@ def obstacle(layer: nn.Module) -> str:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether something of the script's is called around a module's forward or backward, or its state."""
+    """Return whether a module has hooks around forward, backward, or its state."""
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Return whether a module is known to treat every feature by itself.
+    """Return whether a module is known to compute each feature by itself.
 
     >>> is_elementwise(nn.GELU()), is_elementwise(nn.Softmax(-1))
     (True, False)
@@ -126,10 +126,10 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def found_plan(model: nn.Module, size: int) -> dict[str, str]:
-    """Return what is known of the shapes of a model: attention, pairs of linear layers, and its vocabulary.
+    """Return a plan found from the layers of a model: attention, pairs of linear layers, and its vocabulary.
 
     Args:
-        model: the whole one.
+        model: the whole model.
         size: number of ranks.
 
     Example:
@@ -178,7 +178,7 @@ def _pairs(linears: Mapping[str, nn.Linear]) -> Iterator[tuple[str, str]]:
 
 
 def _sequential(chain: nn.Sequential) -> Iterator[tuple[str, str]]:
-    """Pair off linear layers that have nothing between them but what treats every feature by itself."""
+    """Find pairs of linear layers with only elementwise modules between them."""
     rest = [(name, layer) for name, layer in chain.named_children() if not is_elementwise(layer)]
     taken = ""
     for (first, wide), (second, narrow) in pairwise(rest):
@@ -188,7 +188,7 @@ def _sequential(chain: nn.Sequential) -> Iterator[tuple[str, str]]:
 
 
 def _vocabulary(model: nn.Module, plan: Plan, size: int) -> dict[str, str]:
-    """Find embeddings whose words the last linear layer scores; words that do not divide stay together."""
+    """Find embeddings whose words the last linear layer scores, if the words divide by the ranks."""
     embeddings = {name: one for name, one in model.named_modules() if type(one) is nn.Embedding and not obstacle(one)}
     linears = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
     last, num_words = (linears[-1][0], linears[-1][1].out_features) if linears else ("", 0)
@@ -200,7 +200,7 @@ def _vocabulary(model: nn.Module, plan: Plan, size: int) -> dict[str, str]:
 
 
 def _matched(model: nn.Module, patterns: Plan) -> dict[str, str]:
-    """Return the layers that patterns mean; of several patterns that match, the first counts."""
+    """Return the layers that match the patterns; of several matching patterns, the first counts."""
     layers: dict[str, nn.Module] = {name: one for name, one in model.named_modules() if isinstance(one, _KINDS)}
     plan: dict[str, str] = {}
     for pattern, kind in patterns.items():
@@ -221,3 +221,118 @@ def _matched(model: nn.Module, patterns: Plan) -> dict[str, str]:
             )
         plan.update({name: kind for name in matching if name not in plan})
     return plan
+
+
+def require_splittable(model: nn.Module, planned: Mapping[str, str], size: int) -> None:
+    """Raise UsageError when layers cannot be split as planned over this many ranks."""
+    _require_pairs(planned)
+    for name, kind in planned.items():
+        _require_division(model, name, kind, size)
+    _require_apart(model, planned)
+
+
+def require_row(row: Sequence[tuple[str, nn.Module]], planned: Mapping[str, str]) -> set[str]:
+    """Return the layers of a row that are themselves split by columns or rows, not layers inside of them.
+
+    Raises:
+        UsageError: a module between columns and rows is not known to compute each feature by itself.
+    """
+    found: set[str] = set()
+    opened = ""
+    for name, layer in row:
+        kind = planned.get(name, "")
+        if kind.startswith(COLUMN) or kind == ROW:
+            found.add(name)
+            if bool(opened) == (kind == ROW):
+                opened = name if kind != ROW else ""
+                continue
+        elif not opened or is_elementwise(layer):
+            continue
+        raise UsageError(
+            f"layer '{opened or name}' is split by its features, but '{name}', a {type(layer).__name__}, does not go "
+            "with that in a model that is cut into a row of layers: only activations and dropout may stand between "
+            "one split by columns and one by rows. Put the three into one module, or leave them out of tensor_plan."
+        )
+    if opened:
+        raise UsageError(f"layer '{opened}' is split by columns, but no layer behind it in the row is by rows.")
+    return found
+
+
+def heads_of(module: nn.Module) -> list[tuple[str, int]]:
+    """Return the attributes of a module that are numbers of heads, with their values."""
+    numbers = [(name, getattr(module, name, None)) for name in HEADS]
+    return [(name, number) for name, number in numbers if isinstance(number, int)]
+
+
+def _head_width(module: nn.Module) -> int:
+    """Return the number of features of a head of a module; 1 if it has no such attribute."""
+    widths = [getattr(module, name, None) for name in HEAD_WIDTHS]
+    return next((width for width in widths if isinstance(width, int) and width > 0), 1)
+
+
+def _require_pairs(planned: Mapping[str, str]) -> None:
+    """Refuse columns without rows that sum them, and rows without columns."""
+    columns = [name for name, kind in planned.items() if kind.startswith(COLUMN)]
+    rows = [name for name, kind in planned.items() if kind == ROW]
+    if bool(columns) != bool(rows):
+        given, missing = ("column", "row") if columns else ("row", "column")
+        raise UsageError(
+            f"layer '{(columns or rows)[0]}' is to be split by '{given}', but none by '{missing}': a layer split by "
+            "columns needs one split by rows behind it, which adds up the parts."
+        )
+
+
+def _require_division(model: nn.Module, name: str, kind: str, size: int) -> None:
+    """Refuse a layer that does not divide by the number of ranks."""
+    layer = model.get_submodule(name)
+    word, _, stacked = kind.partition(":")
+    if word == COLUMN:
+        for what, number in heads_of(model.get_submodule(name.rpartition(".")[0])):
+            _require(name, f"{what}={number} around it", number, size)
+    if isinstance(layer, nn.MultiheadAttention):
+        _require(name, f"{layer.num_heads} heads", layer.num_heads, size)
+        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:  # pyright: ignore[reportPrivateUsage]
+            raise UsageError(f"attention '{name}' cannot be split: it has kdim, vdim, add_bias_kv or add_zero_attn.")
+    elif isinstance(layer, nn.Embedding):
+        _require(name, f"{layer.num_embeddings} words", layer.num_embeddings, size)
+    elif isinstance(layer, nn.Linear) and word == ROW:
+        _require(name, f"{layer.in_features} input features", layer.in_features, size)
+    elif isinstance(layer, nn.Linear):
+        num_stacked = int(stacked or 1)
+        what = f"{layer.out_features} output features" + (f" in {num_stacked} parts" if num_stacked > 1 else "")
+        _require(name, what, layer.out_features, size * num_stacked)
+        width = _head_width(model.get_submodule(name.rpartition(".")[0])) if word == COLUMN else 1
+        if layer.out_features // num_stacked % width == 0:
+            num_heads = layer.out_features // num_stacked // width
+            _require(name, f"{num_heads} heads of {width} features", num_heads, size)
+
+
+def _require(name: str, what: str, number: int, size: int) -> None:
+    if number % size:
+        raise UsageError(
+            f"layer '{name}' cannot be split over {size} parts: it has {what}, which do not divide evenly. Choose "
+            "another number of tensor ranks, or leave the layer out of the plan."
+        )
+
+
+def _require_apart(model: nn.Module, planned: Mapping[str, str]) -> None:
+    """Refuse parameters shared by a split layer and one that is whole or split another way."""
+    way_of: dict[int, tuple[str, int]] = {}
+    for name, kind in planned.items():
+        way = 1 if kind == ROW else 0
+        for own, parameter in model.get_submodule(name).named_parameters():
+            if kind == ROW and own != "weight":
+                continue
+            other, other_way = way_of.setdefault(id(parameter), (f"{name}.{own}", way))
+            if other_way != way:
+                raise UsageError(f"'{name}.{own}' is '{other}', which is to be split another way: give both the same.")
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not any(
+            path == name or (kind == ATTENTION and path.startswith(f"{name}.")) for name, kind in planned.items()
+        ):
+            for own, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in way_of:
+                    raise UsageError(
+                        f"'{path}.{own}' is '{way_of[id(parameter)][0]}', which is to be split, but '{path}' is not: "
+                        "have both split, or give them parameters of their own."
+                    )

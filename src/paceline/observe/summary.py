@@ -68,6 +68,10 @@ class RunSummary:
     freshest: Mapping[int, int] | None
     # Pushes and steps that were not applied, as the workers count them.
     num_refused: int
+    # Samples of data servers that were read again after a worker had died with them, and those left out because they
+    # could not be decoded; None where no worker has reported an epoch.
+    num_again: int | None
+    num_skipped: int | None
     # Largest difference between the clocks of two workers that were computing at the same time.
     max_lead: int | None
     test_loss: float | None
@@ -142,6 +146,8 @@ def summarize(run: Run) -> RunSummary:
         differentials=_differentials(run),
         freshest=_freshest(run),
         num_refused=sum(refusal.server == NO_SERVER for refusal in run.refusals),
+        num_again=sum(epoch.again for epoch in run.epochs) if run.epochs else None,
+        num_skipped=sum(epoch.skipped for epoch in run.epochs) if run.epochs else None,
         max_lead=_max_lead(run),
         test_loss=last.loss if last else None,
         test_accuracy=last.accuracy if last else None,

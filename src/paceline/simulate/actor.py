@@ -33,8 +33,7 @@ from paceline.core.events import (
 from paceline.core.messages import Delivered, Fetched, PushId, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.core.worker import WorkerCore, WorkerEvent
-from paceline.simulate.history import History, SeenPart, SeenRead
-from paceline.simulate.lives import Violation
+from paceline.simulate.history import History, SeenPart, SeenRead, Violation
 from paceline.simulate.subscribed import Unsubscription
 
 if TYPE_CHECKING:

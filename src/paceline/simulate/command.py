@@ -23,13 +23,7 @@ _SPREAD = 0.1  # compute times vary by this share around their mean
 
 def simulate(
     *,
-    consistency: Annotated[tuple[str, ...], Parameter(negative="")] = (
-        "bsp",
-        "ssp:3",
-        "essp:3",
-        "asynchronous",
-        "backup:1",
-    ),
+    consistency: Annotated[tuple[str, ...], Parameter(negative="")] = _DEFAULT_POLICIES,
     workers: int = 4,
     servers: int = 1,
     clocks: int = 200,

@@ -1,12 +1,60 @@
-"""History of a simulation, and checkers of the protocol's rules that share no code with the protocol."""
+"""History of a simulation, and checkers of the rules of the protocol that share no code with the protocol."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from paceline.core.consistency import Consistency
-from paceline.core.messages import PushId
-from paceline.simulate.lives import Life, Lives, Violation
+from paceline.core.events import Died, Disconnected
+from paceline.core.messages import Join, PushId
+
+Life = tuple[int, int]  # worker, incarnation
+
+
+class Violation(AssertionError):
+    """A promise was broken; the message says which, where and when."""
+
+
+@dataclass(slots=True)
+class Lives:
+    """Lives of all workers in one run, recorded independently of what servers believe."""
+
+    lease_s: float
+    join_timeout_s: float
+    replaced: dict[int, int] = field(default_factory=dict[int, int])  # worker -> incarnation that has joined
+    gone: set[Life] = field(default_factory=set[Life])  # evicted by some server
+    disturbed: set[Life] = field(default_factory=set[Life])  # killed, stopped or cut off by the scenario
+    # By (server, life): since when its connection is lost, as far as the server knows; and lives that have joined
+    # there.
+    _silent: dict[tuple[int, Life], float] = field(default_factory=dict[tuple[int, Life], float])
+    _joined: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
+    _dead: set[tuple[int, Life]] = field(default_factory=set[tuple[int, Life]])
+
+    def told(self, server: int, event: object, now: float) -> None:
+        """Record an event that a server receives."""
+        match event:
+            case Join(sender=sender):
+                life = (sender.worker, sender.incarnation)
+                self._joined.add((server, life))
+                self._silent.pop((server, life), None)
+            case Disconnected():
+                self._silent[server, (event.worker, event.incarnation)] = now
+            case Died():
+                self._dead.add((server, (event.worker, event.incarnation)))
+            case _:
+                pass
+
+    def note_eviction(self, server: int, life: Life, now: float) -> None:
+        """Check an eviction: the server knows of the death or of a successor, or the lease has expired."""
+        self.gone.add(life)
+        key = (server, life)
+        if key in self._dead or any(s == server and w == life[0] and i > life[1] for s, (w, i) in self._joined):
+            return
+        if key not in self._joined and now >= self.join_timeout_s:
+            return
+        if now < self._silent.get(key, now) + self.lease_s:
+            raise Violation(f"L6: at {now:g} s server {server} gives up worker {life[0]}.{life[1]} without a reason")
+
 
 _NEVER = 1 << 60
 _RECENT = 8  # own pushes of a reader that are compared with what it was told; older ones have been compared before
@@ -192,7 +240,7 @@ class History:
     def _check_applied(self, server: int, shard: SeenShard, push_id: PushId, clock: int) -> None:
         made = self.made.get((push_id.worker, push_id.incarnation), ())
         if not any(push_id == own and clock == its for own, its in reversed(made)):
-            raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, and nobody made it")
+            raise Violation(f"E3: {push_id} of clock {clock} is applied on server {server}, but no worker made it")
         if push_id in shard.position:
             raise Violation(f"E1: {push_id} is applied twice on server {server}")
         if (server, push_id) in self.refused:

@@ -24,8 +24,7 @@ from paceline.core.messages import (
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
 from paceline.simulate.actor import SimulatedWorker
-from paceline.simulate.history import History
-from paceline.simulate.lives import Life, Lives, Violation
+from paceline.simulate.history import History, Life, Lives, Violation
 from paceline.simulate.scenario import Scenario
 from paceline.simulate.subscribed import Subscribed, Unsubscription
 
@@ -241,7 +240,7 @@ class World:
         if isinstance(message, Push) and bare and message.id not in self._servers[server].held:
             raise Violation(f"{message.id} is repeated without its tensor, but server {server} never had it")
         if isinstance(message, Push) and message.id not in self._table_of:
-            raise Violation(f"E3: {message.id} is sent to server {server}, and nobody made it")
+            raise Violation(f"E3: {message.id} is sent to server {server}, but no worker made it")
         link = (actor.worker, actor.incarnation, server)
         if link in self._down:
             return

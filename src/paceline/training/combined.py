@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.parallel import Parallel
+from paceline.model_parallel.parallelize import Parallel
 from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of_values, numbers_of_first
 from paceline.training.buffers import floating_buffers
 from paceline.training.flat import FlatParameters, segments_of

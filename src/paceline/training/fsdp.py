@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
-from paceline.model_parallel.parallel import Parallel
+from paceline.model_parallel.parallelize import Parallel
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.sharded import gathered, shard_fully, sliced_like
-from paceline.model_parallel.whole import whole
 from paceline.training.agreed_hyperparameters import agree_on, numbers_of_first
 from paceline.training.fsdp_passes import Passes
 from paceline.training.optimizer import Settings, TrainingJob, require_fresh

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.part import whole
 from paceline.model_parallel.sharded import sliced_like
-from paceline.model_parallel.whole import whole
 from paceline.training.agreed_hyperparameters import agree_on
 from paceline.training.buffers import floating_buffers
 from paceline.training.optimizer import Settings, TrainingJob

@@ -116,7 +116,7 @@ tied[3].weight = tied[0].weight
 for words, model, asked in (
     ("cannot be split", Block(4), {}),
     ("leaves out parameters", type("Short", (Talker,), {"layers": lambda self: [self.embedding]})(), {}),
-    ("each stage needs a layer", nn.Sequential(nn.Linear(2, 2)), {}),
+    ("each stage needs at least one layer", nn.Sequential(nn.Linear(2, 2)), {}),
     ("are one parameter", tied, {"placement": list(range(1, size))}),
     ("only 1 have parameters", nn.Sequential(nn.Linear(2, 2), *(nn.Tanh() for _ in range(size))), {}),
     ("no parameters to learn", nn.Sequential(*(nn.Tanh() for _ in range(size))), {"placement": list(range(1, size))}),
@@ -132,7 +132,7 @@ for words, model, asked in (
 ):
     with refused(words):
         paceline.parallelize(model, loss=loss, **asked)
-with refused("not told of a model"):
+with refused("without a model that was cut"):
     paceline.distributed(torch.optim.SGD(mlp().parameters(), lr=0.1), model=mlp())
 part = paceline.parallelize(mlp(), loss=loss, micro_batches=size)
 with refused("overlap=True"):

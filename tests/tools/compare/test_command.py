@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cli import answer
 from paceline.launch.plan import LocalRun
-from paceline.tools.compare import command, running
+from paceline.tools.compare import command, runs
 
 SCRIPT = Path(__file__).with_name("scripts") / "lines.py"
 
@@ -23,7 +23,7 @@ def test_it_runs_one_after_another_and_a_failure_does_not_end_the_others(
 
     assert code == 1, shown.err
     assert "[2/2] bsp@2" in shown.err
-    assert "ssp:3@2 has failed: this strategy is refused" in shown.out
+    assert "ssp:3@2 failed: this strategy is refused" in shown.out
     numbers = json.loads((out / "comparison.json").read_text())
     assert numbers["ssp:3@2"] == {"failed": "this strategy is refused"}
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
@@ -70,7 +70,7 @@ def test_whoever_stops_a_run_stops_the_comparison(tmp_path: Path, monkeypatch: p
         run.copy_to.write_text("[worker 0] KeyboardInterrupt\npaceline: stopped by SIGINT\n")
         return 130
 
-    monkeypatch.setattr(running, "run_local", stop)
+    monkeypatch.setattr(runs, "run_local", stop)
     with pytest.raises(SystemExit, match="130"):
         answer(["compare", str(SCRIPT), "--strategies", "bsp,all-reduce", "--out", str(tmp_path / "out")])
     assert started == ["bsp"]

@@ -1,7 +1,7 @@
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.compare.entry import ComparedEntry, parse_entries
+from paceline.tools.compare.runs import ComparedEntry, parse_entries
 
 
 def test_a_strategy_may_have_workers_of_its_own() -> None:

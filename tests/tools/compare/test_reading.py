@@ -8,10 +8,8 @@ import pytest
 from paceline.observe.runs import Run, gather
 from paceline.observe.trace import Evaluated, Record, Resources, Step
 from paceline.tools.compare.drawing import draw_comparison
-from paceline.tools.compare.entry import ComparedEntry
-from paceline.tools.compare.reading import RunTraffic, read_result
-from paceline.tools.compare.running import RunEnded
-from paceline.tools.compare.table import comparison_json, comparison_table
+from paceline.tools.compare.results import RunTraffic, comparison_json, comparison_table, read_result
+from paceline.tools.compare.runs import ComparedEntry, RunEnded
 
 NUM_STEPS, BATCH = 40, 8
 

@@ -1,6 +1,6 @@
 from itertools import islice
 
-from paceline.tools.demo.pace import ComputePace, describe
+from paceline.tools.demo.runs import ComputePace, describe
 
 
 def test_a_steady_worker_always_takes_the_same() -> None:

@@ -83,7 +83,7 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     plan = told(capsys, "--parameters 1.5B --layers 48 --devices 4 --servers 2 --device mine=40GB:100T")
     assert plan["num_parameters"] == 1.5e9
     assert plan["activations_known"] is False
-    assert "Activations are not known" in str(plan["told"])
+    assert "Activations are unknown" in str(plan["told"])
     rows = {row["strategy"]: row for row in plan["strategies"]}  # type: ignore[attr-defined]
     assert rows["single"]["roles"][0]["memory_bytes"]["total"] == pytest.approx(24e9)
     assert {"all-reduce", "parameter-server:2", "colocated-server:2", "fsdp", "pipeline:4"} <= set(rows)
@@ -143,7 +143,7 @@ def test_a_model_from_a_file(capsys: pytest.CaptureFixture[str], module: Path) -
         ("--layers 4 --hidden 64 --heads 5", "--heads 5 does not divide --hidden 64"),
         ("--layers 4 --hidden 64 --heads -4", "--heads is -4"),
         ("nowhere.py:made --input 4", "There is no file nowhere.py"),
-        ("nowhere.py --input 4", "names no function"),
+        ("nowhere.py --input 4", "does not name a function"),
     ],
 )
 def test_mistakes_are_told_in_a_line(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.tools.plan.batch import with_micro_batches
-from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate
+from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate, with_micro_batches
 from paceline.tools.plan.machine import Device, Machines, NetworkLink, parse_device, parse_link
 from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe, plain_model
 from paceline.tools.plan.search import explain, recommend, survey

@@ -7,23 +7,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.partition import shares_over_hosts
-from paceline.tools.plan.machine import NetworkLink
-from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
-from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
-from paceline.tools.plan.stages import balanced_stages
-from paceline.tools.plan.strategy import Joint, PlannedStrategy
-from paceline.tools.plan.timing import (
+from paceline.tools.plan.estimate import (
     alone_bytes,
+    balanced_stages,
     bubble_share,
     colocated_bytes,
     ring_bytes,
     ring_s,
     server_shares,
 )
+from paceline.tools.plan.machine import NetworkLink
+from paceline.tools.plan.memory import Memory, peak_in_flight, server_memory, worker_memory
+from paceline.tools.plan.model import NUM_MOMENTS, OptimizerName, PlannedLayer, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.strategy import Joint, PlannedStrategy
 from paceline.tools.plan.transformer import Transformer
 
 GB = 1e9
 SHAPE = Transformer(num_layers=2, hidden=8, num_heads=2, vocabulary=10, sequence=4)
+
+
+def state(memory: Memory) -> float:
+    """Bytes of weights, gradients and optimizer, whatever the batch."""
+    return memory.weights + memory.gradients + memory.optimizer
 
 
 def worker(strategy: PlannedStrategy, num_parameters: float, recipe: TrainingRecipe) -> Memory:
@@ -36,7 +41,7 @@ def worker(strategy: PlannedStrategy, num_parameters: float, recipe: TrainingRec
 )
 def test_zero_with_7_5_billion_parameters_on_64_devices(joint: Joint, gigabytes: float) -> None:
     memory = worker(PlannedStrategy(data=64, joint=joint), 7.5e9, TrainingRecipe("mixed", "adam"))
-    assert memory.state / GB == pytest.approx(gigabytes, abs=0.05)
+    assert state(memory) / GB == pytest.approx(gigabytes, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ def test_memory_falls_with_every_stage_of_zero(
 ) -> None:
     recipe = TrainingRecipe(precision, optimizer)
     joints: tuple[Joint, ...] = ("all-reduce", "zero-1", "zero-2", "fsdp")
-    states = [worker(PlannedStrategy(data=replicas, joint=joint), count, recipe).state for joint in joints]
+    states = [state(worker(PlannedStrategy(data=replicas, joint=joint), count, recipe)) for joint in joints]
     assert states == sorted(states, reverse=True)
     assert states[0] == pytest.approx(count * recipe.state_bytes)
     assert states[-1] == pytest.approx(states[0] / replicas)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.tools.plan.loading import Sample
-from paceline.tools.plan.measuring import layers_of, measured_model
+from paceline.tools.plan.measuring import Sample, measured_model, units_of
 from paceline.tools.plan.model import Model
 
 
@@ -125,8 +124,8 @@ def test_what_is_kept_is_what_a_real_run_keeps() -> None:
 
 def test_modules_within_modules_are_opened_down_to_the_layers() -> None:
     nested = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Block(2)))
-    assert [name for name, _ in layers_of(nested)] == ["0", "1.0", "1.1"]
-    assert [name for name, _ in layers_of(nn.ModuleDict({"inside": Tied()}))] == [
+    assert [name for name, _ in units_of(nested)] == ["0", "1.0", "1.1"]
+    assert [name for name, _ in units_of(nn.ModuleDict({"inside": Tied()}))] == [
         "inside.words",
         "inside.blocks.0",
         "inside.blocks.1",

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.model_parallel.cutting import balanced
-from paceline.model_parallel.layers import layers_of
-from paceline.model_parallel.tensor_checks import require_splittable
-from paceline.model_parallel.tensor_plan import plan_for
-from paceline.tools.plan.batch import check_model, with_micro_batches
-from paceline.tools.plan.estimate import PlannedTask, estimate
-from paceline.tools.plan.loading import Sample
+from paceline.model_parallel.layers import balanced, layers_of
+from paceline.model_parallel.tensor_plan import plan_for, require_splittable
+from paceline.tools.plan.estimate import PlannedTask, check_model, estimate, with_micro_batches
 from paceline.tools.plan.machine import Machines, parse_device, parse_link
-from paceline.tools.plan.measuring import measured_model
+from paceline.tools.plan.measuring import Sample, measured_model
 from paceline.tools.plan.model import Model, TrainingRecipe
 from paceline.tools.plan.search import survey
 from paceline.tools.plan.strategy import PlannedStrategy
@@ -125,7 +121,7 @@ def test_a_plan_offers_what_parallelize_does(name: str) -> None:
 def test_stages_of_a_plan_begin_where_stages_may() -> None:
     model = planned(MODELS["tied inside"])
     assert model.rules.starts == (1, 4, 5)
-    with pytest.raises(UsageError, match="6 layers, of which 4 can be stages"):
+    with pytest.raises(UsageError, match="6 layers, which make 4 stages at most"):
         check_model(PlannedStrategy(pipeline=5), model)
     with pytest.raises(UsageError, match="a Alone cannot be split: expected a"):
         check_model(PlannedStrategy(pipeline=2), planned(Alone))

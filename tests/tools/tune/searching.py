@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.tools.tune.api import Tuned, pursue
-from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.api import Tuned, run_search
+from paceline.tools.tune.driver import DriverOptions
 from paceline.tools.tune.folder import Folder, SearchTask
-from paceline.tools.tune.space import read_search
+from paceline.tools.tune.search_space import read_search
 
 PRETENDED = (sys.executable, "-S", "-E", str(Path(__file__).with_name("scripts") / "pretended_run.py"))
 
@@ -24,4 +24,4 @@ def begin(search: Mapping[str, object], folder: Path, args: tuple[str, ...] = ()
 
 
 def pretend(folder: Folder, *, jobs: int = 1, trial_timeout_s: float | None = None, progress: bool = False) -> Tuned:
-    return pursue(folder, SearchTerms(jobs, trial_timeout_s, PRETENDED), progress=progress)
+    return run_search(folder, DriverOptions(jobs, trial_timeout_s, PRETENDED), progress=progress)

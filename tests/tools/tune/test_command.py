@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.launch.config import RunConfig, read_config
 from paceline.tools.tune import api
 from paceline.tools.tune.api import Tuned, describe_task
-from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.driver import DriverOptions
 from paceline.tools.tune.folder import Folder
 from paceline.tools.tune.study import Study
 
@@ -34,10 +34,10 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         study.finish(first.number, 0.5, [1.0, 0.5])
     assert answer(["tune", "--resume", str(folder.path)]) == 0
     shown = capfd.readouterr()
-    assert shown.err.startswith("[2/2] trial 1  |  x 2  |  pruned: was behind others after report ")
+    assert shown.err.startswith("[2/2] trial 1  |  x 2  |  pruned: was worse than others at report ")
     assert "2 trials: 1 finished, 1 pruned" in shown.out
     assert "stopped by SIGTERM" in (said := (folder.trial(1) / "output.txt").read_text())
-    assert "had not ended" not in said  # each worker has left by itself, in a report
+    assert "did not end" not in said  # each worker has left by itself, in a report
     assert f"paceline run --config {folder.best} {SCRIPT}" in shown.out
     assert read_config(folder.best) == RunConfig({"transport": "memory", "workers": 2}, ("--x=1.0",))
     assert answer(["tune", "--resume", str(folder.path)]) == 0  # there is nothing left to do
@@ -63,7 +63,7 @@ def test_a_real_run_is_followed_and_stopped(tmp_path: Path, capfd: pytest.Captur
         (TWO, ["-j", "0"], "--jobs must be at least 1"),
         (TWO, ["--trial-timeout-s", "0"], "--trial-timeout-s must be more than 0"),
         (TWO, ["--out", "."], "is not empty"),
-        (TWO, ["--resume", "."], "--resume goes on with a search as it was begun"),
+        (TWO, ["--resume", "."], "--resume continues a search as it was started"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(
@@ -79,7 +79,7 @@ def test_mistakes_are_told_before_anything_runs(
 
 def test_a_search_needs_a_file_and_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["tune", str(tmp_path / "s.yaml")]) == 2
-    assert "expected a file that says what is searched, and a script" in capsys.readouterr().err
+    assert "expected a file that describes the search, and a script" in capsys.readouterr().err
     assert answer(["tune", str(tmp_path / "s.yaml"), str(SCRIPT)]) == 2
     assert "cannot read" in capsys.readouterr().err
 
@@ -96,13 +96,13 @@ def test_it_says_which_extra_is_missing(
 
 
 def test_a_program_can_search_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pursued: list[tuple[Folder, SearchTerms]] = []
+    pursued: list[tuple[Folder, DriverOptions]] = []
 
-    def pursue(folder: Folder, terms: SearchTerms, *, progress: bool) -> Tuned:
+    def run_search(folder: Folder, terms: DriverOptions, *, progress: bool) -> Tuned:
         pursued.append((folder, terms))
         return Tuned(None, (), folder.path)
 
-    monkeypatch.setattr(api, "pursue", pursue)
+    monkeypatch.setattr(api, "run_search", run_search)
     monkeypatch.chdir(tmp_path)
     assert paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, jobs=2).folder == tmp_path / "runs" / "tune-search"
     paceline.tune(TWO, SCRIPT, ["--epochs=3"], workers=3, out="runs/tune-search", resume=True)

@@ -11,8 +11,8 @@ from paceline.launch.guard import Guard
 from paceline.observe.runs import TraceFollower
 from paceline.observe.trace import Evaluated
 from paceline.tools.tune.display import open_display, search_table
-from paceline.tools.tune.running import Running, Values
-from paceline.tools.tune.space import read_search
+from paceline.tools.tune.driver import TrialProcess, Values
+from paceline.tools.tune.search_space import read_search
 from paceline.tools.tune.study import Study
 
 SEARCH = read_search({"trials": 9, "metric": "accuracy", "parameters": {"lr": [0.125, 0.25], "amp": [True]}}, "here")
@@ -55,10 +55,10 @@ def study() -> Study:
     return study
 
 
-def running(study: Study, folder: Path) -> Running:
+def running(study: Study, folder: Path) -> TrialProcess:
     values = Values("accuracy", 1)
     values.add(Evaluated(1.0, 0, 1, 0.5, 0.25))
-    return Running(study.trials()[-1], 0, folder, NoProcess(), values, TraceFollower(folder), NoGuard())
+    return TrialProcess(study.trials()[-1], 0, folder, NoProcess(), values, TraceFollower(folder), NoGuard())
 
 
 def test_a_terminal_shows_the_best_what_runs_and_the_latest(study: Study, tmp_path: Path) -> None:

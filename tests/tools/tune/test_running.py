@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from paceline.tools.tune.running import configure
+from paceline.tools.tune.driver import configure
 
 
 def test_what_fills_a_place_is_not_looked_at_for_places() -> None:

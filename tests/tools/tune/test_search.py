@@ -34,8 +34,8 @@ def test_a_grid_tries_everything_and_no_failure_ends_it(tmp_path: Path, capfd: p
     assert found == [(do, x, states[do]) for do in states for x in (3.0, 2.0)]
     reasons = [trial.reason for trial in tuned.trials[::2]]
     assert reasons[:2] == ["", "no data here"]
-    assert "has reported nothing" in reasons[2]
-    assert "no finite number" in reasons[3]
+    assert "has not reported" in reasons[2]
+    assert "no longer finite" in reasons[3]
     assert len(lines) == 8
     assert lines[2].startswith("trial 2  |  do crash, x 3  |  failed: no data here  |")
 
@@ -47,7 +47,7 @@ def test_a_grid_tries_everything_and_no_failure_ends_it(tmp_path: Path, capfd: p
 def test_a_trial_that_hangs_has_failed(tmp_path: Path) -> None:
     tuned = pretend(begin({"method": "grid", "parameters": {"do": ["hang", "good"]}}, tmp_path), trial_timeout_s=0.3)
     assert [trial.state for trial in tuned.trials] == ["failed", "finished"]
-    assert "had not ended after 0.3 s" in tuned.trials[0].reason
+    assert "did not end within 0.3 s" in tuned.trials[0].reason
 
 
 SPREAD = {"x": {"low": 1.0, "high": 100.0, "log": True}, "k": {"low": 1, "high": 9}}
@@ -72,7 +72,7 @@ def test_a_trial_that_goes_on_is_told_to_stop(tmp_path: Path) -> None:
         study.finish(first.number, 1e-6, [1e-6] * 30)
     told = pretend(Folder.reopen(late.path)).trials[1]
     assert told.state == "pruned"
-    assert "was behind others after report" in told.reason
+    assert "was worse than others at report" in told.reason
 
 
 # Runs a search as a process of its own.
@@ -119,12 +119,12 @@ def test_a_search_that_was_ended_goes_on_and_leaves_nobody_behind(number: int, t
 
 def test_a_folder_is_for_one_search_and_one_process(tmp_path: Path) -> None:
     folder = begin(ENDINGS, tmp_path)
-    with pytest.raises(UsageError, match="holds a search already: go on with it by --resume"):
+    with pytest.raises(UsageError, match="holds a search already: continue it with --resume"):
         Folder.create(folder.path, pretended_task(ENDINGS, tmp_path))
     assert Folder.reopen(folder.path).task == folder.task
-    with folder, pytest.raises(UsageError, match="another process is at this search"), Folder.reopen(folder.path):
+    with folder, pytest.raises(UsageError, match="another process runs this search"), Folder.reopen(folder.path):
         pass
-    with pytest.raises(UsageError, match="is no folder of a search"):
+    with pytest.raises(UsageError, match="is not the folder of a search"):
         Folder.reopen(tmp_path)
     (folder.path / "search.json").write_text("{}")
     with pytest.raises(UsageError, match="is damaged, or of another version"):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.tune.space import Span, read_search
+from paceline.tools.tune.search_space import Span, read_search
 
 LR = {"lr": {"low": 0.001, "high": 1.0}}
 

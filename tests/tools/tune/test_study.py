@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.tools.tune.drawing import draw_search
-from paceline.tools.tune.space import Search, read_search
+from paceline.tools.tune.search_space import Search, read_search
 from paceline.tools.tune.study import Study, Trial
 
 LR = {"lr": {"low": 0.01, "high": 1.0, "log": True}}
@@ -85,7 +85,7 @@ def test_a_damaged_line_is_named_and_the_lines_before_it_can_be_kept(
 def test_a_journal_that_is_none_from_its_first_line(tmp_path: Path) -> None:
     journal = tmp_path / "journal.log"
     journal.write_text("no\nno\n")
-    with pytest.raises(UsageError, match=r"line 1 of 2.* begin the search anew, with another --out"):
+    with pytest.raises(UsageError, match=r"line 1 of 2.* start a new search, with another --out"):
         Study.open(made(), journal)
 
 

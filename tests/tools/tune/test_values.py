@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from paceline.observe.trace import Evaluated, Reported, Step
-from paceline.tools.tune.running import Values
+from paceline.tools.tune.driver import Values
 
 
 def step(worker: int, clock: int, loss: float | None) -> Step:

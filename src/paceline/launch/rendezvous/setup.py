@@ -27,7 +27,7 @@ from paceline.launch.rendezvous.process_info import VERSION
 from paceline.launch.rendezvous.roles import RoleAssignment
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S
 from paceline.launch.rendezvous.store import Invitation
-from paceline.observe.trace_file import UNNAMED_TRACE_BYTES
+from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 FOUNDER_NAME: Final = "founder.address"  # in the folder of the job: where this process is, for others to find a way to
 

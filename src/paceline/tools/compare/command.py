@@ -16,23 +16,21 @@ from paceline.launch.local import prepare_run_dir
 from paceline.launch.script import check_script
 from paceline.observe.runs import read_run
 from paceline.tools.compare.drawing import draw_comparison
-from paceline.tools.compare.entry import parse_entries
-from paceline.tools.compare.reading import Result, read_result
-from paceline.tools.compare.running import RunEnded, RunPlan, run_entry
-from paceline.tools.compare.table import comparison_json, comparison_table
+from paceline.tools.compare.results import Result, comparison_json, comparison_table, read_result
+from paceline.tools.compare.runs import RunEnded, RunPlan, parse_entries, run_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.tools.compare.entry import ComparedEntry
+    from paceline.tools.compare.runs import ComparedEntry
 
 _MEASURED: Final = (
-    "Measured: bytes are what the kernel counts on the TCP connections of a worker from its start to its end, in the "
-    "mean over workers\nand steps; memory is the high-water mark of a worker's process, Python and torch included."
+    "Bytes: counted by the kernel on the TCP connections of a worker, from its start to its end; the mean over workers "
+    "and steps.\nMemory: the high-water mark of a worker's process, with Python and torch."
 )
-_TABLE_WIDTH: Final = 100  # rather wider than a terminal than with numbers cut off
+_TABLE_WIDTH: Final = 100  # a line longer than the terminal is better than numbers cut off
 _SHARED: Final = (
-    "Bytes to and from servers go through shared memory here and are not counted: they are under --transport tcp."
+    "Bytes to and from servers went through shared memory and are not counted; --transport tcp counts them."
 )
 
 
@@ -49,28 +47,28 @@ def compare(
 ) -> int:
     """Run a script under several strategies, one after another, and compare loss, time, bytes and memory.
 
-    What stands behind -- goes to the script. A strategy that fails does not end the others.
+    Arguments after -- go to the script. A strategy that fails does not end the others.
 
     Parameters
     ----------
     script
         The Python script that every worker runs.
     args
-        Its arguments, behind --.
+        Its arguments, after --.
     strategies
-        Separated by commas, each as `paceline run --strategy` takes it, or single for one worker alone; behind @ may
-        stand a number of workers: single,all-reduce,ssp:3,pipeline:2,all-reduce+pipeline:2@4.
+        Separated by commas: each as `paceline run --strategy` takes it, or `single` for one worker alone; @ and a
+        number of workers may follow. Example: single,all-reduce,ssp:3,pipeline:2,all-reduce+pipeline:2@4.
     workers
-        Number of worker processes where a strategy says none.
+        Number of worker processes of strategies without @.
     servers
         Number of server processes.
     out
         New or empty folder for the picture (comparison.png), the numbers (comparison.json), and the traces and output
         of every run.
     transport
-        How workers and servers talk. Only over tcp are the bytes to and from servers counted.
+        Transport between workers and servers. Bytes to and from servers are counted over tcp only.
     title
-        Of the picture.
+        Title of the picture.
     """
     entries = parse_entries(strategies, workers)
     if servers < 1:
@@ -90,7 +88,7 @@ def compare(
 
 
 def _run_all(plan: RunPlan, entries: Sequence[ComparedEntry]) -> list[Result | RunEnded]:
-    """Run one after another, until somebody stops it, which ends the comparison."""
+    """Run one after another; a signal that stops a run ends the comparison."""
     outcomes: list[Result | RunEnded] = []
     for number, entry in enumerate(entries, start=1):
         print(f"[{number}/{len(entries)}] {entry}", file=sys.stderr, flush=True)
@@ -108,5 +106,5 @@ def _tell(plan: RunPlan, outcomes: Sequence[Result | RunEnded], note: str) -> No
     console.print(comparison_table(outcomes))
     for outcome in outcomes:
         if isinstance(outcome, RunEnded):
-            print(f"{outcome.entry} has failed: {outcome.last_words}\n  its output  {plan.output(outcome.entry)}")
+            print(f"{outcome.entry} failed: {outcome.failure_reason}\n  its output   {plan.output(outcome.entry)}")
     print(f"{note}\n  the picture  {plan.folder / 'comparison.png'}")

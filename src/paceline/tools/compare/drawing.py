@@ -18,8 +18,7 @@ from paceline.observe.plots import (
     plain,
     quiet,
 )
-from paceline.tools.compare.reading import Result
-from paceline.tools.compare.table import megabytes
+from paceline.tools.compare.results import Result, megabytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,7 @@ from paceline.launch.local import run_local
 from paceline.observe.report import LabelledRun, write_report
 from paceline.observe.runs import read_run
 from paceline.observe.summary import RunSummary, summarize
-from paceline.tools.demo.pace import describe
-from paceline.tools.demo.runs import BATCH, COMPUTE_S, RATE, RUN_NAMES, DemoRun, RunName, Setting, plan
+from paceline.tools.demo.runs import BATCH, COMPUTE_S, RATE, RUN_NAMES, DemoRun, RunName, Setting, describe, plan
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.tools.demo.pace import SLOW_WORKER, ComputePace
+from paceline.tools.demo.runs import SLOW_WORKER, ComputePace
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs)
     is_fitful = paceline.size() > 1 and paceline.rank() == SLOW_WORKER
     computing = ComputePace(options.compute_ms / 1000, is_fitful, options.seed).clocks()
-    paceline.barrier()  # so that nobody's start counts as waiting
+    paceline.barrier()  # so that the start of other workers does not count as waiting
 
     for _ in range(options.epochs):
         for images, labels in batches:
@@ -45,7 +45,7 @@ def main() -> None:
             optimizer.step()
         schedule.step()
 
-    paceline.barrier()  # so that every update is in
+    paceline.barrier()  # so that every update is applied
     if paceline.rank() == 0:
         with optimizer.snapshot():
             measure(model, test_images, test_labels)

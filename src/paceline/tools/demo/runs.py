@@ -1,12 +1,56 @@
-"""Runs that the demo compares: their titles, commands and captions."""
+"""Runs that the demo compares: their titles, commands and captions, and the pace of their workers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Final, Literal, get_args
 
 from paceline.launch.plan import LocalRun
+
+SLOW_WORKER: Final = 1
+SLOW_SHARE: Final = 0.25
+SLOW_FACTOR: Final = 3.0
+QUICK_FACTOR: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePace:
+    """Simulated compute time of one worker: it sleeps, so that two cores show the pace of four machines.
+
+    A steady worker computes for `compute_s` in every clock. A fitful one has a faster machine that other programs
+    use too: it takes half of that in most clocks, and three times as long in a quarter of them, drawn by seed. Its
+    average is about that of the others, which makes it a transient straggler; a worker that is always slow slows down
+    all models with a bound alike.
+    """
+
+    compute_s: float
+    fitful: bool
+    seed: int
+
+    def clocks(self) -> Iterator[float]:
+        """Yield the seconds to compute in each clock, without end.
+
+        >>> next(ComputePace(0.02, fitful=False, seed=0).clocks())
+        0.02
+        """
+        random = Random(self.seed)
+        while True:
+            yield self.compute_s * (self._factor(random) if self.fitful else 1.0)
+
+    def _factor(self, random: Random) -> float:
+        return SLOW_FACTOR if random.random() < SLOW_SHARE else QUICK_FACTOR
+
+
+def describe(compute_s: float) -> str:
+    """Describe the slow worker in a sentence."""
+    return (
+        f"worker {SLOW_WORKER} needs {compute_s * SLOW_FACTOR * 1000:.0f} ms in {SLOW_SHARE:.0%} of its clocks "
+        f"(drawn by seed) and {compute_s * QUICK_FACTOR * 1000:.0f} ms in the others"
+    )
+
 
 RunName = Literal["bsp", "ssp", "essp", "asynchronous", "single"]
 RUN_NAMES: Final[tuple[RunName, ...]] = get_args(RunName)
@@ -19,7 +63,7 @@ COMPUTE_S: Final = 0.02  # simulated computing of a steady worker in each clock
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common."""
+    """Options that all runs share."""
 
     data: Path
     num_workers: int
@@ -29,13 +73,13 @@ class Setting:
 
     @property
     def rate_of_one_push(self) -> float:
-        """The learning rate where every push is an update of its own: as many smaller steps come to the same."""
+        """Learning rate where every push is an update of its own: smaller by the number of workers."""
         return RATE / self.num_workers
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """One run of the demo: how it is called in the report, what is started, and the note beside its numbers."""
+    """One run of the demo: its label and note in the report, and its options for the launcher."""
 
     label: str
     note: str
@@ -94,7 +138,7 @@ def _policy(setting: Setting, run_dir: Path, label: str, consistency: str, note:
 
 
 def _single(setting: Setting, run_dir: Path) -> DemoRun:
-    """One process takes in each clock the examples of all workers, which takes it as long as all of them together."""
+    """Return a run of one process that computes the examples of all workers in each clock, one after another."""
     args = _script_args(
         setting, rate=RATE, batch=BATCH * setting.num_workers, compute_s=COMPUTE_S * setting.num_workers
     )

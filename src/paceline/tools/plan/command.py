@@ -3,37 +3,262 @@
 from __future__ import annotations
 
 import json as json_format
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
+from paceline.errors import UsageError
 from paceline.tools.plan.estimate import Estimate, PlannedTask, estimate
-from paceline.tools.plan.machine import Machines
-from paceline.tools.plan.model import TrainingRecipe
-from paceline.tools.plan.options import MachineOptions, ModelOptions, StrategyOptions, TrainingOptions, task_of
+from paceline.tools.plan.machine import Machines, parse_device, parse_link
+from paceline.tools.plan.model import Model, OptimizerName, Precision, TrainingRecipe, plain_model
+from paceline.tools.plan.quantities import parse_count
 from paceline.tools.plan.search import explain, recommend, survey
-from paceline.tools.plan.strategy import parse_strategy
+from paceline.tools.plan.strategy import Schedule, parse_strategy
 from paceline.tools.plan.tables import WELL_KNOWN_NOTE, plan_json, plan_table, well_known_rows, well_known_table
+from paceline.tools.plan.transformer import KNOWN_MODELS, Transformer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ACTIVATIONS_UNKNOWN = "Activations are not known and not counted: give a shape or a file."
+_SHAPE: Final = ("--layers", "--hidden", "--heads", "--vocabulary", "--sequence")
+_SEQUENCE: Final = 1024
+_SUFFIX: Final = ".py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model.
+
+    Parameters
+    ----------
+    parameters
+        Number of parameters, such as 340M or 1.5B; with a shape, its layers are scaled to it.
+    layers
+        Number of blocks of a transformer, or of equal layers when only --parameters is given.
+    hidden
+        Width of a transformer.
+    heads
+        Number of attention heads.
+    vocabulary
+        Rows of its embedding.
+    sequence
+        Tokens of a sample. Default: 1024 for a transformer, else 1.
+    fused_attention
+        Attention by fused kernels, which keep no matrix of scores; always assumed for modules from a file.
+    input
+        Shape of one sample for a module from a file, without the batch: 3,224,224, or 128:ids for tokens.
+    """
+
+    parameters: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocabulary: int = 50257
+    sequence: int | None = None
+    fused_attention: Annotated[bool, Parameter(negative="")] = False
+    input: str | None = None
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether anything but the model's name is given."""
+        numbers = (self.parameters, self.layers, self.hidden, self.heads, self.sequence)
+        return any(number is not None for number in numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Training.
+
+    Parameters
+    ----------
+    batch
+        Samples of a step, of all replicas together. Default: one for each device.
+    precision
+        mixed: half-precision weights and gradients with a float32 master copy; fp32: float32 everywhere.
+    optimizer
+        Optimizer, which determines the state kept for each parameter.
+    compute_s
+        Measured seconds of a step of this batch on one device, without communication.
+    """
+
+    batch: int | None = None
+    precision: Precision = "mixed"
+    optimizer: OptimizerName = "adam"
+    compute_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Machines.
+
+    Parameters
+    ----------
+    device
+        v100-16, v100-32, a100-40, a100-80, h100-80, cpu:24GB or NAME=BYTES; :FLOPS may follow the last two.
+    devices
+        Number of devices.
+    devices_per_machine
+        Number of devices of a machine. Default: all.
+    link
+        Between the devices of a machine: shm, nvlink-v100, nvlink-a100, nvlink-h100, pcie3, pcie4, 10gbit, or bytes a
+        second and latency, such as 12.5GB:10us. Default: the link of the device.
+    network
+        Network between machines, for each device.
+    server_device
+        Device that servers run on.
+    utilisation
+        Share of its peak rate that a device reaches.
+    """
+
+    device: str = "a100-80"
+    devices: int = 1
+    devices_per_machine: int | None = None
+    link: str | None = None
+    network: str = "100gbit"
+    server_device: str = "cpu:256GB"
+    utilisation: float = 0.4
+
+    def machines(self) -> Machines:
+        """Return the machines; raise UsageError for an unknown device or link."""
+        device = parse_device(self.device)
+        return Machines(
+            device=device,
+            num_devices=self.devices,
+            devices_per_machine=self.devices if self.devices_per_machine is None else self.devices_per_machine,
+            link=parse_link(self.link or device.link, "--link"),
+            network=parse_link(self.network, "--network"),
+            server_device=parse_device(self.server_device, "--server-device"),
+            utilisation=self.utilisation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Strategies.
+
+    Parameters
+    ----------
+    strategies
+        Strategies to estimate, separated by commas: single, all-reduce, zero-1, zero-2, fsdp, parameter-server:SERVERS,
+        colocated-server:SERVERS, pipeline:STAGES, tensor:RANKS, recompute, or several of these joined by +. Default:
+        all that are possible.
+    servers
+        Number of servers where a strategy names none. Default: one for each machine.
+    micro_batches
+        Micro-batches of a replica. Default: up to four for each stage.
+    schedule
+        Schedule of a pipeline: gpipe or 1f1b.
+    """
+
+    strategies: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    servers: int | None = None
+    micro_batches: int | None = None
+    schedule: Schedule = "1f1b"
+
+    def names(self) -> Iterator[str]:
+        """Yield the named strategies, each once."""
+        yield from dict.fromkeys(name.strip() for text in self.strategies for name in text.split(","))
+
+    def num_servers(self, machines: Machines) -> int:
+        """Return the number of servers; raise UsageError for numbers below 1."""
+        if self.servers is not None and self.servers < 1:
+            raise UsageError(f"--servers is {self.servers}, expected 1 or more.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise UsageError(f"--micro-batches is {self.micro_batches}, expected 1 or more.")
+        return machines.num_machines if self.servers is None else self.servers
+
+
+def task_of(name: str | None, model: ModelOptions, training: TrainingOptions, num_devices: int) -> PlannedTask:
+    """Return the model, batch and recipe to plan for.
+
+    Raises:
+        UsageError: the model is not known or cannot be loaded, or a number is not valid.
+    """
+    batch = num_devices if training.batch is None else training.batch
+    if batch < 1:
+        raise UsageError(f"--batch is {batch}, expected 1 or more.")
+    if training.compute_s is not None and training.compute_s <= 0:
+        raise UsageError(f"--compute-s is {training.compute_s}, expected more than 0.")
+    recipe = TrainingRecipe(training.precision, training.optimizer)
+    return PlannedTask(
+        model=_model(name, model, recipe, batch), batch=batch, recipe=recipe, compute_s=training.compute_s
+    )
+
+
+def _model(name: str | None, options: ModelOptions, recipe: TrainingRecipe, batch: int) -> Model:
+    if name is None:
+        return _from_numbers(options, recipe)
+    if options.has_numbers:
+        raise UsageError(f"{name} has its own numbers; leave out --parameters and {', '.join(_SHAPE)}.")
+    if ":" in name or name.endswith(_SUFFIX):
+        return _from_file(name, options, recipe, batch)
+    known = KNOWN_MODELS.get(name.lower())
+    if known is None:
+        raise UsageError(
+            f"model '{name}' is not known. Expected {', '.join(KNOWN_MODELS)}, FILE.py:FUNCTION, or no name and "
+            "--parameters or a shape (--layers, --hidden, --heads, --sequence)."
+        )
+    _refuse_input(options)
+    shape = known.shape.without_scores() if options.fused_attention else known.shape
+    return shape.model(known.title, recipe.weight_bytes).scaled_to(known.num_parameters)
+
+
+def _from_file(name: str, options: ModelOptions, recipe: TrainingRecipe, batch: int) -> Model:
+    if options.input is None:
+        raise UsageError(f"{name} needs --input, the shape of one sample: 3,224,224, or 128:ids for tokens.")
+    from paceline.tools.plan.measuring import Sample, load_module, measured_model  # with torch, a second
+
+    sample = Sample.parse(options.input)
+    module = load_module(name)
+
+    return measured_model(name, module, sample, batch, recipe.weight_bytes)
+
+
+def _from_numbers(options: ModelOptions, recipe: TrainingRecipe) -> Model:
+    _refuse_input(options)
+    count = None if options.parameters is None else parse_count(options.parameters, "--parameters")
+    layers, sequence = options.layers, options.sequence
+    if options.hidden is None or options.heads is None or layers is None:
+        if options.hidden is not None or options.heads is not None or count is None:
+            raise UsageError(
+                "expected a model: a name, FILE.py:FUNCTION, --parameters, or a shape: --layers, --hidden and --heads "
+                "together."
+            )
+        return plain_model("a model", count, 1 if layers is None else layers, 1 if sequence is None else sequence)
+    shape = Transformer(
+        layers,
+        options.hidden,
+        options.heads,
+        options.vocabulary,
+        _SEQUENCE if sequence is None else sequence,
+        keeps_scores=not options.fused_attention,
+    )
+    model = shape.model("a transformer", recipe.weight_bytes)
+    return model if count is None else model.scaled_to(count)
+
+
+def _refuse_input(options: ModelOptions) -> None:
+    if options.input is not None:
+        raise UsageError("--input is the sample of a module from a file; leave it out for any other model.")
+
+
+_ACTIVATIONS_UNKNOWN = "Activations are unknown and not counted: give a shape or a file."
 
 
 def plan(
     model: str | None = None,
     /,
     *,
-    shape: Annotated[ModelOptions, Parameter(name="*")] = ModelOptions(),  # noqa: B008 - it is frozen
-    training: Annotated[TrainingOptions, Parameter(name="*")] = TrainingOptions(),  # noqa: B008 - it is frozen
-    machines: Annotated[MachineOptions, Parameter(name="*")] = MachineOptions(),  # noqa: B008 - it is frozen
-    look: Annotated[StrategyOptions, Parameter(name="*")] = StrategyOptions(),  # noqa: B008 - it is frozen
+    shape: Annotated[ModelOptions, Parameter(name="*")] = ModelOptions(),
+    training: Annotated[TrainingOptions, Parameter(name="*")] = TrainingOptions(),
+    machines: Annotated[MachineOptions, Parameter(name="*")] = MachineOptions(),
+    look: Annotated[StrategyOptions, Parameter(name="*")] = StrategyOptions(),
     well_known: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
-    """Say what each way to distribute a model needs and takes, and which one to choose.
+    """Estimate memory, traffic and time of each way to distribute a model, and recommend one.
 
     Parameters
     ----------
@@ -41,15 +266,15 @@ def plan(
         bert-large, gpt-2, turing-nlg, gpt-3, or FILE.py:FUNCTION, which returns a torch.nn.Module; without it
         --parameters or a shape.
     shape
-        The model by its numbers, or what it takes.
+        The model by its numbers, or the shape of its input.
     training
-        How it is trained.
+        Batch, precision and optimizer.
     machines
-        What there is to train on.
+        Devices and the links between them.
     look
-        Which strategies to look at.
+        Strategies to estimate.
     well_known
-        Print what well-known models need and which devices have it, and nothing else.
+        Print only the memory of well-known models, and the devices that have it.
     json
         Print one JSON object instead of a table.
     """
@@ -69,7 +294,7 @@ def plan(
 
 
 def _estimates(task: PlannedTask, machines: Machines, look: StrategyOptions) -> list[Estimate]:
-    """Return the estimates of the strategies that are named, as they are; otherwise of all that are possible."""
+    """Return the estimates of the named strategies, or else of all that are possible."""
     num_servers = look.num_servers(machines)
     named = [parse_strategy(name, machines.num_devices) for name in look.names()]
     if not named:

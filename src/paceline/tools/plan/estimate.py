@@ -1,11 +1,13 @@
-"""Estimate of a strategy: memory of each role, and bytes and seconds of a step."""
+"""Estimate of a strategy: memory of each role, and bytes and seconds of a step, by published formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from paceline.tools.plan.batch import check_model, with_micro_batches
+from paceline.errors import UsageError
+from paceline.model_parallel.balance import balanced_ends
 from paceline.tools.plan.machine import Device, Machines, NetworkLink
 from paceline.tools.plan.memory import (
     Memory,
@@ -15,9 +17,161 @@ from paceline.tools.plan.memory import (
     worker_memory,
 )
 from paceline.tools.plan.model import Model, PlannedLayer, TrainingRecipe
-from paceline.tools.plan.stages import balanced_stages
 from paceline.tools.plan.strategy import PlannedStrategy
-from paceline.tools.plan.timing import alone_bytes, bubble_share, colocated_bytes, ring_bytes, ring_s, server_shares
+
+
+def ring_bytes(num_ranks: int, size_bytes: float) -> float:
+    """Return the bytes that each rank of a ring all-reduce sends: 2 (n - 1) / n of its bytes.
+
+    Example:
+        >>> ring_bytes(4, 100.0)
+        150.0
+    """
+    return 2 * (num_ranks - 1) / num_ranks * size_bytes
+
+
+def ring_s(num_ranks: int, size_bytes: float, link: NetworkLink) -> float:
+    """Return the seconds of a ring all-reduce: its bytes, and the latency of 2 (n - 1) messages."""
+    return ring_bytes(num_ranks, size_bytes) / link.bytes_per_s + 2 * (num_ranks - 1) * link.latency_s
+
+
+def server_shares(num_workers: int, num_servers: int) -> tuple[float, float]:
+    """Return the shares of the values of a server alone and of one beside a worker, which finish together.
+
+    BytePS: a machine with a server alone 2 (n - 1) / (n² + k n - 2 k), one beside a worker (n - k) / (n² + k n - 2 k).
+    With as many servers as workers or more, those beside workers keep nothing.
+
+    Example:
+        >>> server_shares(4, 2)
+        (0.3, 0.1)
+        >>> server_shares(4, 8)
+        (0.125, 0.0)
+    """
+    if num_servers >= num_workers:
+        return 1 / num_servers, 0.0
+    parts = num_workers**2 + num_servers * num_workers - 2 * num_servers
+    return 2 * (num_workers - 1) / parts, (num_workers - num_servers) / parts
+
+
+def colocated_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
+    """Return the bytes that each machine sends under these shares: 2 n (n - 1) / (n² + k n - 2 k) of the bytes.
+
+    Without servers alone these are the bytes of a ring; with as many as workers, the bytes themselves.
+
+    Example:
+        >>> [round(colocated_bytes(4, servers, 1.0), 3) for servers in range(5)]
+        [1.5, 1.333, 1.2, 1.091, 1.0]
+    """
+    if num_servers >= num_workers:
+        return size_bytes
+    _, beside = server_shares(num_workers, num_servers)
+    # A worker's machine pushes the shares of others, and sends its share of the values to all other workers.
+    return ((1 - beside) + (num_workers - 1) * beside) * size_bytes
+
+
+def alone_bytes(num_workers: int, num_servers: int, size_bytes: float) -> float:
+    """Return the bytes that the busiest machine sends with servers alone: max(1, n / k) of the bytes.
+
+    Example:
+        >>> [round(alone_bytes(4, servers, 1.0), 2) for servers in (1, 2, 3, 4)]
+        [4.0, 2.0, 1.33, 1.0]
+    """
+    return max(1.0, num_workers / num_servers) * size_bytes
+
+
+def bubble_share(num_stages: int, num_micro_batches: int) -> float:
+    """Return the share of a step in which a stage of a pipeline idles: (K - 1) / (M + K - 1).
+
+    Example:
+        >>> [round(bubble_share(2, number), 2) for number in (1, 2, 4, 8)]
+        [0.5, 0.33, 0.2, 0.11]
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def balanced_stages(
+    layers: Sequence[PlannedLayer], num_stages: int, starts: Sequence[int] | None = None
+) -> list[tuple[PlannedLayer, ...]]:
+    """Cut the layers into stages of neighbours, each with at least one layer, balanced by their operations.
+
+    Args:
+        layers: layers of the model.
+        num_stages: number of stages.
+        starts: layers that a stage after the first may begin with; None for all.
+
+    Example:
+        >>> layers = [PlannedLayer(name, 1, flops=cost) for name, cost in zip("abcd", (3, 1, 1, 1))]
+        >>> [[layer.name for layer in stage] for stage in balanced_stages(layers, 2)]
+        [['a'], ['b', 'c', 'd']]
+    """
+    total = sum(layer.flops for layer in layers)
+    costs = [layer.flops if total else layer.num_parameters for layer in layers]
+    edges = [0, *(range(1, len(layers)) if starts is None else starts), len(layers)]
+    ends = balanced_ends([sum(costs[start:end]) for start, end in pairwise(edges)], num_stages)
+    return [tuple(layers[start:end]) for start, end in pairwise([0, *(edges[end] for end in ends)])]
+
+
+_MICRO_BATCHES_PER_STAGE = 4  # with these, the bubble is small
+
+
+def with_micro_batches(strategy: PlannedStrategy, batch: int, wanted: int | None) -> PlannedStrategy:
+    """Return the strategy with its number of micro-batches: `wanted`, or for a pipeline up to four for each stage.
+
+    Args:
+        strategy: the strategy; a replica gets `batch` / replicas samples.
+        batch: samples of a step, of all replicas together.
+        wanted: micro-batches of a replica; None for the largest number that divides its samples.
+
+    Raises:
+        UsageError: replicas or micro-batches do not divide the batch.
+    """
+    if batch % strategy.data:
+        raise UsageError(
+            f"strategy '{strategy}': a batch of {batch} cannot be shared evenly by {strategy.data} replicas; "
+            f"choose a --batch that {strategy.data} divides."
+        )
+    if wanted is not None and wanted < strategy.pipeline and strategy.schedule == "1f1b":
+        raise UsageError(
+            f"strategy '{strategy}': {wanted} micro-batches cannot keep {strategy.pipeline} stages busy in turn, as "
+            "1f1b does: choose more --micro-batches, or --schedule gpipe."
+        )
+    samples = batch // strategy.data
+    if wanted is None:
+        most = _MICRO_BATCHES_PER_STAGE * strategy.pipeline if strategy.pipeline > 1 else 1
+        wanted = max(number for number in range(1, min(most, samples) + 1) if samples % number == 0)
+    if samples % wanted:
+        raise UsageError(
+            f"strategy '{strategy}': {samples} samples of a replica cannot be cut into {wanted} equal micro-batches; "
+            "choose --micro-batches that divide them."
+        )
+    return replace(strategy, num_micro_batches=wanted)
+
+
+def check_model(strategy: PlannedStrategy, model: Model) -> None:
+    """Raise UsageError when the model cannot be cut as the strategy says, as `paceline.parallelize` would."""
+    if (strategy.pipeline > 1 or strategy.recompute) and model.rules.no_row:
+        raise UsageError(f"strategy '{strategy}': {model.rules.no_row}")
+    if strategy.pipeline > model.max_stages:
+        can = f", which make {model.max_stages} stages at most: each needs parameters not shared with earlier layers"
+        can = "" if model.rules.starts is None else can
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.pipeline} stages, and {model.name} has {len(model.layers)} layers{can}; "
+            "choose fewer stages."
+        )
+    if strategy.tensor == 1:
+        return
+    if why := model.rules.no_split(strategy.tensor):
+        raise UsageError(f"strategy '{strategy}': {why}")
+    if not any(layer.is_split for layer in model.layers):
+        raise UsageError(
+            f"strategy '{strategy}': no layer of {model.name} is known that tensor parallelism could split; it needs "
+            "blocks of two linear layers or more, or a shape (--hidden, --heads)."
+        )
+    if model.num_heads is not None and model.num_heads % strategy.tensor:
+        raise UsageError(
+            f"strategy '{strategy}': {strategy.tensor} ranks do not divide the {model.num_heads} heads of {model.name}."
+        )
+
 
 _PASSES = 3  # backward computes twice what forward does
 _PASSES_AGAIN = 4  # and forward once more under recomputation
@@ -25,9 +179,10 @@ _PASSES_AGAIN = 4  # and forward once more under recomputation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """What is to be trained: the model, the samples of a step, and how numbers are kept.
+    """Training to plan for: the model, the samples of a step, and the recipe.
 
-    `compute_s` is a measured step of the whole batch on one device, without communication; None takes the operations.
+    `compute_s` is a measured step of the whole batch on one device, without communication; None to estimate it from
+    the number of operations.
     """
 
     model: Model
@@ -38,7 +193,7 @@ class PlannedTask:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One kind of process: what it needs, on which device, and how many there are."""
+    """One kind of process: its memory, its device, and the number of processes."""
 
     name: str
     memory: Memory
@@ -47,18 +202,18 @@ class Role:
 
     @property
     def fullness(self) -> float:
-        """The share of the device's memory that it needs; more than 1 does not fit."""
+        """Share of the device's memory that it needs; more than 1 does not fit."""
         return self.memory.total / self.device.memory_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much."""
+        """Whether it fits its device."""
         return self.fullness <= 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """What the busiest process of each kind sends in a step: for the replicas, between stages, among tensor ranks."""
+    """Bytes that the busiest process of each kind sends in a step: for replicas, between stages, among tensor ranks."""
 
     data: float
     pipeline: float
@@ -72,9 +227,9 @@ class PlannedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """How long a step takes, one thing after another: nothing is taken to hide behind anything else.
+    """Seconds of a step, without any overlap of its parts.
 
-    `bubble` is when a stage waits for others, with what they send meanwhile.
+    `bubble` is the time in which a stage waits for others, with their communication.
     """
 
     compute: float
@@ -89,7 +244,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A strategy, the needs of each of its roles (the neediest stage's for workers), and a step's bytes and seconds."""
+    """A strategy, the memory of its roles (for workers that of the largest stage), and bytes and seconds of a step."""
 
     strategy: PlannedStrategy
     roles: tuple[Role, ...]
@@ -103,12 +258,12 @@ class Estimate:
 
     @property
     def fullness(self) -> float:
-        """How full the fullest device is."""
+        """Fullness of the fullest device."""
         return max(role.fullness for role in self.roles)
 
     @property
     def bubble_share(self) -> float:
-        """The share of a pipeline's ticks in which a stage has nothing to do."""
+        """Share of a step in which a stage of a pipeline idles."""
         return bubble_share(self.strategy.pipeline, self.strategy.num_micro_batches)
 
     @property
@@ -137,7 +292,7 @@ def estimate(
 def _roles(
     task: PlannedTask, strategy: PlannedStrategy, machines: Machines, stages: Sequence[Sequence[PlannedLayer]]
 ) -> tuple[Role, ...]:
-    """Return the worker of the neediest stage, and the servers."""
+    """Return the worker of the stage that needs most memory, and the servers."""
     samples = _samples(task, strategy)
     between = [stage[-1].output_bytes for stage in stages[:-1]]
     inputs = [task.model.input_bytes, *between]
@@ -181,7 +336,7 @@ def _roles(
 def _pace(
     task: PlannedTask, strategy: PlannedStrategy, machines: Machines, stages: Sequence[Sequence[PlannedLayer]]
 ) -> tuple[PlannedBytes, Seconds]:
-    """Return bytes and seconds of a step; the slowest stage sets the pace of all."""
+    """Return bytes and seconds of a step, which the slowest stage determines."""
     samples, ranks = _samples(task, strategy), strategy.tensor
     passes = _PASSES_AGAIN if strategy.recompute else _PASSES
     rate = _flops_per_s(task, machines)
@@ -213,7 +368,7 @@ def _samples(task: PlannedTask, strategy: PlannedStrategy) -> float:
 
 
 def _flops_per_s(task: PlannedTask, machines: Machines) -> float:
-    """Return the operations a second that a device reaches: as measured, or its share of the best it can."""
+    """Return the operations a second that a device reaches: measured, or a share of its peak."""
     if task.compute_s is not None and task.model.flops:
         return _PASSES * task.model.flops * task.batch / task.compute_s
     return machines.device.flops(task.recipe.precision) * machines.utilisation
@@ -230,7 +385,7 @@ def _reduced(stage: Sequence[PlannedLayer], samples: float, strategy: PlannedStr
 def _joined(
     strategy: PlannedStrategy, recipe: TrainingRecipe, num_parameters: float, machines: Machines
 ) -> tuple[float, float]:
-    """Return bytes and seconds of keeping the replicas of a stage the same, gradients there and values back."""
+    """Return bytes and seconds of joining the replicas of a stage: gradients out, values back."""
     replicas, size = strategy.data, recipe.gradient_bytes * num_parameters
     link = machines.server_link if strategy.has_servers else machines.link_over(strategy.tensor * replicas)
     if strategy.joint == "parameter-server":
@@ -251,7 +406,7 @@ def _joined(
 def _through_memory_s(
     strategy: PlannedStrategy, recipe: TrainingRecipe, num_parameters: float, link: NetworkLink
 ) -> float:
-    """Return how long servers read gradients, and read and write values and optimizer state, in the host's memory."""
+    """Return the seconds in which servers read gradients, and read and write values and state, in host memory."""
     gradients = strategy.data * recipe.gradient_bytes
     values = recipe.master_bytes or recipe.weight_bytes
     return num_parameters * (gradients + 2 * (values + recipe.moment_bytes)) / link.bytes_per_s

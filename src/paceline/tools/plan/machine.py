@@ -21,9 +21,9 @@ _TO_HOST: Final = "pcie4"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes: its memory, and its operations a second at best, in half precision and in float32.
+    """A device: its memory, and its peak operations a second in half precision and in float32.
 
-    `is_host` says that its memory is the host's, where messages lie as well.
+    `is_host`: its memory is that of the host, which holds messages too.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Device:
     is_host: bool = False
 
     def flops(self, precision: Precision) -> float:
-        """Return the operations a second at best."""
+        """Return the peak operations a second."""
         return self.half_flops if precision == "mixed" else self.full_flops
 
     def __str__(self) -> str:
-        """Name it with its memory."""
+        """Return its name with its memory."""
         return f"{self.name} ({in_gb(self.memory_bytes)})"
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
-    """What each device can send, and receive at the same time, and how long a message takes at least.
+    """A link: bytes a second of a device in each direction, and the latency of a message.
 
-    `is_shared` says that it is memory which both ends map: nothing is copied, and bytes count once for both.
+    `is_shared`: memory that both ends map, so nothing is copied and bytes count once for both.
     """
 
     name: str
@@ -57,19 +57,19 @@ class NetworkLink:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """All that there is to train on.
+    """Devices to train on, with their links.
 
     Args:
-        device: what each rank computes on.
-        num_devices: of them.
-        devices_per_machine: the link joins as many; the network joins the machines.
-        link: between the devices of a machine.
-        network: between machines, for each device.
-        server_device: what servers run on.
-        utilisation: the share of its best rate that a device reaches.
+        device: device of each rank.
+        num_devices: number of devices.
+        devices_per_machine: number of devices of a machine.
+        link: link between the devices of a machine.
+        network: link between machines, for each device.
+        server_device: device of a server.
+        utilisation: share of its peak rate that a device reaches, in (0, 1].
 
     Raises:
-        UsageError: there is no device, or the share is none.
+        UsageError: a number is less than 1, or the share is not in (0, 1].
     """
 
     device: Device
@@ -81,7 +81,7 @@ class Machines:
     utilisation: float
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of devices."""
+        """Validate the numbers."""
         for name, number in (("--devices", self.num_devices), ("--devices-per-machine", self.devices_per_machine)):
             if number < 1:
                 raise UsageError(f"{name} is {number}, expected 1 or more.")
@@ -90,12 +90,12 @@ class Machines:
 
     @property
     def num_machines(self) -> int:
-        """How many machines the devices fill."""
+        """Number of machines that the devices fill."""
         return ceil(self.num_devices / self.devices_per_machine)
 
     @property
     def server_link(self) -> NetworkLink:
-        """The link between workers and servers: on one machine through the host's memory, or to it from a device."""
+        """Link between workers and servers: on one machine the host's memory, or the link from a device to it."""
         if self.num_machines > 1:
             return self.network
         return self.link if self.device.is_host else LINKS[_TO_HOST]
@@ -130,7 +130,7 @@ LINKS: Final[Mapping[str, NetworkLink]] = {
 
 
 def parse_device(text: str, what: str = "--device") -> Device:
-    """Read a device: one of `DEVICES`, cpu:BYTES, or NAME=BYTES, both with :FLOPS behind where that is known.
+    """Read a device: one of `DEVICES`, cpu:BYTES, or NAME=BYTES; :FLOPS may follow the last two.
 
     Raises:
         UsageError: it is none of these.

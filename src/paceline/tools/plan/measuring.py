@@ -1,10 +1,13 @@
-"""Cost of attention as fused kernels compute it: without storing the matrix of scores for backward."""
+"""Costs of the layers of a torch module from a file: loaded and run once on the meta device, without memory."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -26,9 +29,128 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.tools.plan.loading import Sample, attempt
-from paceline.tools.plan.model import Model, PlannedLayer
-from paceline.tools.plan.rules import rules_of
+from paceline.errors import UsageError
+from paceline.model_parallel.layers import layers_of, starts_of
+from paceline.model_parallel.tensor_plan import plan_for, require_splittable
+from paceline.tools.plan.model import Model, PlannedLayer, Rules
+
+_IDS: Final = "ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The shape of one input without its batch, and whether it holds the ids of tokens instead of numbers."""
+
+    shape: tuple[int, ...]
+    is_ids: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Sample:
+        """Read `3,224,224`, or `128:ids` for the tokens of a text.
+
+        Raises:
+            UsageError: the text is not a shape.
+
+        Example:
+            >>> Sample.parse("128:ids")
+            Sample(shape=(128,), is_ids=True)
+        """
+        sizes, colon, kind = text.partition(":")
+        numbers = [size.strip() for size in sizes.split(",")]
+        whole = all(size.isascii() and size.isdigit() and int(size) > 0 for size in numbers)
+        if (colon and kind != _IDS) or not whole:
+            raise UsageError(
+                f"--input is '{text}', expected the sizes of one sample without the batch, such as 3,224,224, or "
+                f"128:{_IDS} for tokens."
+            )
+        return Sample(tuple(int(size) for size in numbers), bool(colon))
+
+
+_T = TypeVar("_T")
+_SUFFIX: Final = ".py"
+
+
+def load_module(place: str) -> Module:
+    """Call a function of a file, without arguments and on the meta device, and return its module.
+
+    Args:
+        place: "file.py:function".
+
+    Raises:
+        UsageError: the file cannot be loaded, it has no such function, the function fails or returns something else.
+    """
+    path, _, name = place.rpartition(":")
+    if not path or not name:
+        raise UsageError(
+            f"'{place}' does not name a function. Expected FILE.py:FUNCTION, which returns a torch.nn.Module."
+        )
+    make = getattr(_load(Path(path)), name, None)
+    if not callable(make):
+        raise UsageError(f"{path} has no function {name}.")
+    with torch.device("meta"):
+        module = attempt(f"{name} of {path} fails", make)
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"{name} of {path} returns a {type(module).__name__}, expected a torch.nn.Module.")
+    return module.to("meta")
+
+
+def attempt(what: str, call: Callable[[], _T]) -> _T:
+    """Call code of the user; raise any error of it as a UsageError that begins with `what`."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # user code may raise any of them
+        raise UsageError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module of its own."""
+    if not path.is_file():
+        raise UsageError(f"There is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file; its name must end in {_SUFFIX}.")
+    module = importlib.util.module_from_spec(spec)
+    loader = spec.loader
+    attempt(f"{path} cannot be loaded", lambda: loader.exec_module(module))
+    return module
+
+
+def rules_of(module: Module, units: Sequence[Module]) -> Rules:
+    """Return where a module can be cut into stages, and over how many ranks split.
+
+    Args:
+        module: the whole module, which may wrap the model to add the loss.
+        units: the layers of the plan, in the order in which they run.
+    """
+    model = _model_of(module)
+
+    def no_split(size: int) -> str:
+        try:
+            require_splittable(model, plan_for(model, None, size), size)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    try:
+        row = layers_of(model)
+    except UsageError as error:
+        return Rules(starts=(), no_row=str(error), no_split=no_split)
+    index_of = {id(part): index for index, layer in enumerate(row) for part in layer.module.modules()}
+    places = [next((index_of[id(part)] for part in unit.modules() if id(part) in index_of), None) for unit in units]
+    starts = [places.index(start) for start in starts_of(row) if start in places]
+    return Rules(starts=tuple(sorted(starts)), no_split=no_split)
+
+
+def _model_of(module: Module) -> Module:
+    """Return the module that a script gives to `parallelize`: without a wrapper that only adds the loss."""
+    own = set(module.parameters())
+    inner = [child for child in module.children() if own and set(child.parameters()) == own]
+    try:
+        layers_of(module)
+    except UsageError:
+        return _model_of(inner[0]) if len(inner) == 1 else module
+    return module
+
 
 _CONTAINERS: Final = (Sequential, ModuleList, ModuleDict)
 _ATTENTION_AND_PERCEPTRON: Final = 4  # linear layers, at least
@@ -36,7 +158,7 @@ _ATTENTION_AND_PERCEPTRON: Final = 4  # linear layers, at least
 
 @dataclass(slots=True)
 class _Cost:
-    """What is found of one layer, in bytes of the whole batch."""
+    """Measured costs of one layer, in bytes of the whole batch."""
 
     name: str
     width: int = 0  # of its input
@@ -46,17 +168,17 @@ class _Cost:
 
 
 def measured_model(name: str, module: Module, sample: Sample, batch: int, number_bytes: int) -> Model:
-    """Run a module on the meta device and return what its layers cost.
+    """Run a module on the meta device and return the costs of its layers.
 
     Args:
         name: of the model.
         module: on the meta device.
-        sample: the shape of what it takes.
+        sample: shape of one input.
         batch: samples to run it with; some modules need more than one.
         number_bytes: of an activation.
 
     Raises:
-        UsageError: it cannot be run on such an input, or on the meta device.
+        UsageError: the module does not run on such an input, or on the meta device.
     """
     dtype = torch.long if sample.is_ids else torch.get_default_dtype()
     given = torch.zeros((batch, *sample.shape), dtype=dtype, device="meta")
@@ -72,11 +194,11 @@ def measured_model(name: str, module: Module, sample: Sample, batch: int, number
     return Model(name, layers, input_bytes=recorder.bytes_of(given) / batch, rules=rules)
 
 
-def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
+def units_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
     """Yield the layers of a module, each with its name.
 
     Example:
-        >>> [name for name, _ in layers_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
+        >>> [name for name, _ in units_of(Sequential(Linear(2, 2), Sequential(Linear(2, 2), Linear(2, 1))))]
         ['0', '1.0', '1.1']
     """
     children = list(module.named_children())
@@ -85,7 +207,7 @@ def layers_of(module: Module, name: str = "") -> Iterator[tuple[str, Module]]:
         is_member = isinstance(module, Sequential | ModuleList)
         opened = isinstance(child, _CONTAINERS) if is_member else _holds_containers(child)
         if opened:
-            yield from layers_of(child, path)
+            yield from units_of(child, path)
         else:
             yield path, child
 
@@ -95,14 +217,14 @@ def _holds_containers(module: Module) -> bool:
 
 
 class _Recorder:
-    """Watches one run of a module, layer by layer."""
+    """Records one run of a module, layer by layer."""
 
     def __init__(self, module: Module, number_bytes: int) -> None:
         self._module = module
         self._number_bytes = number_bytes
         self._counter = FlopCounterMode(display=False)
-        # Of every layer in the order in which they first ran; those that did not run stand behind.
-        self._costs = {unit: _Cost(name) for name, unit in layers_of(module)}
+        # By layer.
+        self._costs = {unit: _Cost(name) for name, unit in units_of(module)}
         self._ran: dict[Module, None] = {}
         self._rest = _Cost("between the layers")
         self._running = [self._rest]
@@ -123,7 +245,7 @@ class _Recorder:
         self._rest.flops = self._counter.get_total_flops() - sum(cost.flops for cost in self._costs.values())
 
     def costs(self) -> Iterator[tuple[Module, _Cost]]:
-        """Yield the layers in the order of the run, then what belongs to none of them, if that is anything."""
+        """Yield the layers in the order of the run, then the rest, if parameters or activations belong to no layer."""
         for unit in (*self._ran, *(unit for unit in self._costs if unit not in self._ran)):
             yield unit, self._costs[unit]
         inside = {parameter for unit in self._costs for parameter in unit.parameters()}
@@ -131,7 +253,7 @@ class _Recorder:
             yield self._module, self._rest
 
     def bytes_of(self, tensor: Tensor) -> float:
-        """Return the bytes of all the memory of a tensor, its numbers at the size that they have in training."""
+        """Return the bytes of the storage of a tensor, with elements of the size that they have in training."""
         size = tensor.element_size()
         held = tensor.untyped_storage().nbytes() / size
         return held * (self._number_bytes if tensor.is_floating_point() else size)
@@ -159,7 +281,7 @@ class _Recorder:
 
 
 def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> PlannedLayer:
-    """Return the layer for one sample. Parameters that another layer has too count where they are first seen."""
+    """Return the layer for one sample. Shared parameters count in the first layer."""
     own = [parameter for parameter in unit.parameters() if parameter not in seen]
     matrices = [matrix for matrix in _matrices(unit) if matrix not in seen]
     buffers = [buffer for buffer in unit.buffers() if buffer not in seen]
@@ -185,7 +307,7 @@ def _layer(cost: _Cost, unit: Module, seen: set[Tensor], batch: int) -> PlannedL
 def _copies(unit: Module) -> int:
     """Return how many tensors as large as its largest the backward pass works on: gradients of output and input.
 
-    Convolutions of torch's libraries bring both into a layout of their own, which makes it twice as many.
+    Convolutions copy both into another layout, which makes it twice as many.
     """
     return 4 if any(isinstance(part, Conv1d | Conv2d | Conv3d) for part in unit.modules()) else 2
 
@@ -212,18 +334,18 @@ class FusedAttention(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Take the place of the one function, and call every other."""
+        """Replace the one function; call all others."""
         if func is scaled_dot_product_attention and len(args) >= 3:
             return _Attention.apply(*args[:3])
         return func(*args, **(kwargs or {}))
 
 
 class _Attention(Function):
-    """Two products, so that their operations are counted; only ever run forward."""
+    """Attention as two products, so that their operations are counted; runs forward only."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:  # noqa: ANN401 - torch's own
-        """Keep what the fused kernels keep."""
+        """Save the tensors that fused kernels save."""
         found = torch.softmax(queries @ keys.transpose(-2, -1), dim=-1) @ values
         ctx.save_for_backward(queries, keys, values, found)
         return found

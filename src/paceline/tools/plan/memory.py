@@ -1,7 +1,7 @@
 """Memory that each role needs, by kind of content.
 
-Every formula is bytes of one device. Nothing but what has to be there is counted: the interpreter, the libraries, and
-what an allocator cannot use come on top.
+Every formula gives bytes of one device. Only tensors are counted: the interpreter, libraries, and fragmentation of the
+allocator come on top.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Memory:
     """Bytes of one device.
 
     Args:
-        weights: that are computed on, or that a server keeps, and the buffers of layers.
-        gradients: of one step; on a server the pushes.
+        weights: weights that are computed on or kept by a server, and the buffers of layers.
+        gradients: gradients of one step; on a server the pushes.
         optimizer: master copy and moments.
-        activations: what they take at their most, beyond memory that gradients fill later.
-        buffers: values, layers or micro-batches on their way in.
+        activations: peak of the activations, beyond memory that gradients fill later.
+        buffers: receive buffers of values, layers or micro-batches.
     """
 
     weights: float = 0.0
@@ -34,13 +34,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it: the peak."""
+        """Peak of the memory."""
         return sum(self.by_part().values())
-
-    @property
-    def state(self) -> float:
-        """What is there for each parameter, whatever the batch."""
-        return self.weights + self.gradients + self.optimizer
 
     def by_part(self) -> dict[str, float]:
         """Return the parts by their names."""
@@ -58,22 +53,22 @@ def worker_memory(
     *,
     gathers_ahead: bool = True,
 ) -> Memory:
-    """Return what a device that computes one stage needs.
+    """Return the memory of a device that computes one stage.
 
     Args:
-        stage: the layers it computes.
-        input_bytes: of a sample, as the first of them takes it.
-        strategy: how they are distributed.
-        recipe: what is held for each parameter.
-        samples: of a micro-batch.
-        in_flight: micro-batches whose backward pass is still to come, at most.
-        passing_bytes: of a sample, between it and the stage before it, and that after it.
-        gathers_ahead: whether fsdp gathers a layer while it computes another.
+        stage: layers of the stage.
+        input_bytes: bytes of the input of a sample.
+        strategy: how the layers are distributed.
+        recipe: what is kept for each parameter.
+        samples: samples of a micro-batch.
+        in_flight: largest number of micro-batches whose backward pass has not run yet.
+        passing_bytes: bytes of a sample that pass from the stage before, and to the stage after.
+        gathers_ahead: whether fsdp gathers a layer while another computes.
     """
     count = sum(layer.parameters_of(strategy.tensor) for layer in stage)
     own_buffers = sum(layer.buffer_bytes for layer in stage)
-    # Each micro-batch has a place of its own to come in, and torch a pattern of it. What goes out stays until its
-    # backward pass, and that of the one before until it is sent.
+    # Each micro-batch has a receive buffer, and torch an example of it. Outputs stay until their backward pass, and
+    # those of the micro-batch before until they are sent.
     passing = samples * ((strategy.num_micro_batches + 1) * sum(passing_bytes) + 2 * passing_bytes[1])
     whole = _whole(stage, strategy, recipe, ahead=gathers_ahead)
     activations = _activations(stage, input_bytes, strategy, recipe, samples, in_flight, [0.0] * len(stage))
@@ -83,7 +78,7 @@ def worker_memory(
             weights=recipe.weight_bytes * count + own_buffers,
             gradients=recipe.gradient_bytes * count,
             activations=activations,
-            buffers=recipe.weight_bytes * count + passing,  # the values that arrive
+            buffers=recipe.weight_bytes * count + passing,  # received values
         )
     replicas = strategy.data
     return Memory(
@@ -96,9 +91,9 @@ def worker_memory(
 
 
 def server_memory(num_parameters: float, strategy: PlannedStrategy, recipe: TrainingRecipe, share: float) -> Memory:
-    """Return what a server needs that keeps this share of the model: values, optimizer state, a push of each worker.
+    """Return the memory of a server with this share of the model: values, optimizer state, a push of each worker.
 
-    And a copy of the values, for the workers whose lines are slow to take them.
+    A copy of the values is kept for workers on slow connections.
     """
     held = num_parameters * share
     return Memory(
@@ -112,10 +107,10 @@ def server_memory(num_parameters: float, strategy: PlannedStrategy, recipe: Trai
 def over_shared_memory(
     worker: Memory, server: Memory, recipe: TrainingRecipe, num_workers: int
 ) -> tuple[Memory, Memory]:
-    """Return both when values and gradients lie in memory that they share; each is charged its equal part.
+    """Return the memory of both when they share values and gradients; each is charged an equal part.
 
-    Values are mapped by all workers and a server, a gradient by its worker and a server, and nothing is copied. With
-    master weights the values of server and worker differ, and only gradients are shared.
+    Values are mapped by all workers and a server, a gradient by its worker and a server. With master weights the
+    values of server and worker differ, and only gradients are shared.
     """
     values = 1 / (1 + num_workers)
     same = recipe.master_bytes == 0
@@ -134,7 +129,7 @@ def over_shared_memory(
 
 
 def peak_in_flight(strategy: PlannedStrategy, stage_index: int) -> int:
-    """Return how many micro-batches a stage has begun and not finished, at most: all under gpipe, few under 1f1b."""
+    """Return the largest number of micro-batches in flight in a stage: all under gpipe, few under 1f1b."""
     if strategy.pipeline == 1:
         return 1
     if strategy.schedule == "gpipe":

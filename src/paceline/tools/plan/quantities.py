@@ -28,7 +28,7 @@ def parse_bytes(text: str, what: str) -> float:
         what: the name of the option, for the message.
 
     Raises:
-        UsageError: it is no positive number with a unit of bytes.
+        UsageError: the text is not a positive number with a unit of bytes.
 
     Example:
         >>> parse_bytes("1.5GB", "--device")
@@ -41,7 +41,7 @@ def parse_count(text: str, what: str) -> float:
     """Read a number such as 340M, 1.5B (10⁹) or 175e9.
 
     Raises:
-        UsageError: it is no positive number.
+        UsageError: the text is not a positive number.
 
     Example:
         >>> parse_count("0.32B", "--parameters")
@@ -54,7 +54,7 @@ def parse_seconds(text: str, what: str) -> float:
     """Read a time such as 10us.
 
     Raises:
-        UsageError: it is no positive number with a unit of time.
+        UsageError: the text is not a positive number with a unit of time.
     """
     return _parse(text, what, _SECONDS, "a time with its unit, such as 10us or 0.5ms")
 

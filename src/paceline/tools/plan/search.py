@@ -14,19 +14,19 @@ from paceline.tools.plan.machine import Machines
 from paceline.tools.plan.quantities import in_bytes, in_seconds
 from paceline.tools.plan.strategy import Joint, PlannedStrategy, Schedule
 
-_MAX_MIXED: Final = 5  # of all that mix several kinds, the best are told
+_MAX_MIXED: Final = 5  # number of strategies of several kinds that are shown, the best
 _MIXED_JOINTS: Final[tuple[Joint, ...]] = ("all-reduce", "fsdp", "parameter-server")
-_THIN: Final = 0.5  # a step that spends more than this share on communication waits for the link
-_FULL: Final = 0.9  # what is fuller fits by estimate, and is taken only where nothing leaves more room
-_NEAR: Final = 1.02  # of two that are as fast as this, the simpler one is taken
+_THIN: Final = 0.5  # share of communication from which the link bounds a step
+_FULL: Final = 0.9  # what is fuller is recommended only if nothing leaves more room
+_NEAR: Final = 1.02  # of two whose times differ by less, the simpler one is recommended
 
 
 def survey(
     task: PlannedTask, machines: Machines, num_servers: int, schedule: Schedule, num_micro_batches: int | None = None
 ) -> list[Estimate]:
-    """Estimate every strategy that is possible, and of those that mix several kinds the best.
+    """Estimate all possible strategies of one kind of parallelism, and the best of several kinds.
 
-    A strategy that does not fit as it is comes with recomputation where that lessens what it needs.
+    A strategy that does not fit uses recomputation if that lowers its memory.
     """
     tried = partial(_try, task, machines, schedule, num_micro_batches)
     plain = [found for strategy in _plain(machines, num_servers) if (found := tried(strategy))]
@@ -36,7 +36,7 @@ def survey(
 
 
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the fastest that fits with some room; of those as fast, the simplest. None when nothing fits."""
+    """Return the fastest strategy that fits with some room; of equally fast ones, the simplest. None if none fits."""
     fitting = [one for one in estimates if one.fits]
     if not fitting:
         return None
@@ -47,7 +47,7 @@ def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
 
 
 def explain(task: PlannedTask, machines: Machines, estimates: Sequence[Estimate]) -> str:
-    """Say which strategy to take and why, or what would have to be different."""
+    """Return sentences that recommend a strategy with reasons, or say what would fit."""
     best = recommend(estimates)
     if best is None:
         return _nothing_fits(task, machines, estimates)
@@ -75,7 +75,7 @@ def explain(task: PlannedTask, machines: Machines, estimates: Sequence[Estimate]
 
 
 def _rejected(best: Estimate, estimates: Sequence[Estimate]) -> list[str]:
-    """Say of what would be simpler that it does not fit."""
+    """Return a sentence about simpler strategies that do not fit."""
     simpler = [
         one
         for one in estimates
@@ -91,7 +91,7 @@ def _do(several: Sequence[Estimate]) -> str:
 
 
 def _nothing_fits(task: PlannedTask, machines: Machines, estimates: Sequence[Estimate]) -> str:
-    """Say which comes nearest, and how many devices would hold what each parameter needs."""
+    """Return sentences about the nearest strategy, and the number of devices that would hold the state."""
     nearest = min(estimates, key=lambda one: one.fullness)
     short = max(nearest.roles, key=lambda role: role.fullness)
     state = task.model.num_parameters * task.recipe.state_bytes
@@ -99,12 +99,12 @@ def _nothing_fits(task: PlannedTask, machines: Machines, estimates: Sequence[Est
         f"Nothing fits. {nearest.strategy} comes nearest: its {short.name} needs {in_bytes(short.memory.total)}, and "
         f"{short.device} has less. Weights, gradients and optimizer state alone are {in_bytes(state)}, so "
         f"without servers it takes {ceil(state / machines.device.memory_bytes)} such devices at least. A smaller batch "
-        "lessens what activations take."
+        "lowers the memory of activations."
     )
 
 
 def _plain(machines: Machines, num_servers: int) -> Iterator[PlannedStrategy]:
-    """One kind of parallelism over all devices, or one device alone."""
+    """Yield strategies of one kind of parallelism over all devices, and one device alone."""
     count = machines.num_devices
     yield PlannedStrategy()
     if count == 1:
@@ -120,7 +120,7 @@ def _plain(machines: Machines, num_servers: int) -> Iterator[PlannedStrategy]:
 
 
 def _mixed(machines: Machines, num_servers: int) -> Iterator[PlannedStrategy]:
-    """Every mesh of two kinds or three; ranks that split a layer stay within a machine."""
+    """Yield every mesh of two or three kinds; ranks that split a layer stay within a machine."""
     count = machines.num_devices
     divisors = [number for number in range(1, count + 1) if count % number == 0]
     for tensor in divisors:
@@ -155,10 +155,10 @@ def _try(
 
 
 def _rank(one: Estimate) -> tuple[bool, float]:
-    """Those that fit first, the fastest first; then those that lack least."""
+    """Sort fitting strategies by time, before others by the memory that they lack."""
     return (not one.fits, one.step.total if one.fits else one.fullness)
 
 
 def _complexity(strategy: PlannedStrategy) -> tuple[int, int, bool]:
-    """How much there is to understand: kinds of parallelism, what else is moved about, recomputation."""
+    """Order strategies by complexity: kinds of parallelism, sharding or servers, recomputation."""
     return (strategy.num_axes, strategy.sharding or 2 * strategy.has_servers, strategy.recompute)

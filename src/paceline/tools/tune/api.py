@@ -20,27 +20,27 @@ from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
 from paceline.launch.script import check_script
 from paceline.tools.run import run
-from paceline.tools.tune.display import NoDisplay, open_display
+from paceline.tools.tune.display import NullDisplay, open_display
 from paceline.tools.tune.drawing import draw_search
-from paceline.tools.tune.driving import SearchTerms, TrialDriver
+from paceline.tools.tune.driver import DriverOptions, TrialDriver
 from paceline.tools.tune.folder import Folder, SearchTask
-from paceline.tools.tune.space import OF_THE_RUN, Span, read_search
+from paceline.tools.tune.search_space import OF_THE_RUN, Span, read_search
 from paceline.tools.tune.study import Study, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.tools.tune.driving import Display
-    from paceline.tools.tune.space import Search
+    from paceline.tools.tune.driver import Display
+    from paceline.tools.tune.search_space import Search
 
 _SOME_SCRIPT: Final = "script.py"
 
 
 def check_run_options(search: Search, source: str) -> None:
-    """Look at the options of all trials, and beside them at every one that is searched, by itself.
+    """Check the run options that all trials share, and each searched option with them.
 
     Raises:
-        UsageError: there is no such option, or it has no such value.
+        UsageError: an option is unknown, or a value is not valid.
     """
     command = App(print_error=False, exit_on_error=False)
     command.default(run)
@@ -65,14 +65,14 @@ def _each(search: Search) -> Iterator[Mapping[str, Choice]]:
 
 
 def _require_whole(options: Mapping[str, Choice], arguments: Mapping[str, object]) -> None:
-    """Raise UsageError for a fraction where an option takes whole numbers: the command line would round it."""
+    """Raise UsageError for a fraction where an option takes whole numbers, which the command line would round."""
     for name, value in options.items():
         if isinstance(value, float) and isinstance(arguments.get(name.replace("-", "_")), int):
             raise UsageError(f"--{name} takes whole numbers, got {value:g} as a number with a fraction")
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError for values that make no run; whether shares fit the servers is seen when it starts."""
+    """Raise UsageError for values that no run accepts; shares are checked against the servers when a run starts."""
     if arguments["consistency"] is not None:
         Consistency.parse(arguments["consistency"])
     if arguments["strategy"] is not None:
@@ -90,16 +90,16 @@ def _check(arguments: Mapping[str, Any]) -> None:
 
 
 _NEEDED: Final = ("optuna", "matplotlib")
-_CALLED: Final = "search"  # a search that no file describes
+_CALLED: Final = "search"  # name of a search that is not from a file
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What came of a search.
+    """Result of a search.
 
     Attributes:
-        best: the best trial that has come to its end; None if none has.
-        trials: all of them, by number, those that were interrupted included.
+        best: the best finished trial; None if no trial finished.
+        trials: all trials by number, with interrupted ones.
         folder: with `best.toml` for `paceline run --config`, the picture `trials.png`, the journal, and for each trial
             its traces and output.
     """
@@ -123,26 +123,26 @@ def tune(
     trial_timeout_s: float | None = None,
     progress: bool = False,
 ) -> Tuned:
-    """Run a script many times with different parameters, as `paceline tune` does, and return what came of it.
+    """Run a script many times with different parameters, as `paceline tune` does, and return the result.
 
     Blocks until all trials are done; call it from the main thread. Needs `pip install 'paceline[tune]'`.
 
     Args:
-        search: what is searched and how, or the file that says so: `method`, `trials`, `metric`, `parameters`, ...
-        script: what every worker of a trial runs; it calls `paceline.report`.
-        args: its arguments; a parameter takes the place of {its name} there, or else comes behind as --NAME=VALUE.
-        workers: of each trial, as for `paceline run`; more such options belong under `run` in `search`.
-        servers: of each trial.
-        engine: where the processes of each trial run.
-        jobs: how many trials run at the same time; they share the machine's cores.
-        out: new or empty folder for what comes of it; by default runs/tune-NAME by the name of the file.
-        resume: go on with the search in `out`, if one was begun there: it must be the same.
-        trial_timeout_s: how long a trial may take; then it has failed.
+        search: description of the search, or a file with it: `method`, `trials`, `metric`, `parameters`, ...
+        script: the script that every worker of a trial runs; it calls `paceline.report`.
+        args: arguments of the script; a parameter replaces {its name} in them, or else follows as --NAME=VALUE.
+        workers: workers of each trial, as for `paceline run`; other options of a run go under `run` in `search`.
+        servers: servers of each trial.
+        engine: engine that starts the processes of each trial, "local" or "ray".
+        jobs: number of trials at a time; they share the cores of the machine.
+        out: new or empty folder for the results; by default runs/tune-NAME, by the name of the file.
+        resume: continue the search in `out`, if there is one; it must be the same search.
+        trial_timeout_s: seconds after which a trial fails; None for no limit.
         progress: show trials on stderr.
 
     Raises:
-        UsageError: the search makes no sense, the script is not there, the folder holds something else, or this is not
-            the main thread; nothing has begun then.
+        UsageError: the search is not valid, the script does not exist, the folder holds something else, or this is
+            not the main thread; no trial has started then.
 
     Example:
         >>> import paceline
@@ -152,21 +152,21 @@ def tune(
         ({'lr': 0.3}, 0.97)
     """
     check_needed()
-    terms = SearchTerms(jobs, trial_timeout_s)
+    limits = DriverOptions(jobs, trial_timeout_s)
     task = describe_task(search, Path(script), args, {"workers": workers, "servers": servers, "engine": engine})
     path = Path("runs", f"tune-{task.name.partition('.')[0]}") if out is None else Path(out)
     if resume and any(path.glob("search.json")):
         folder = Folder.reopen(path)
         if folder.task != task:
             raise UsageError(f"{path} holds another search, script or arguments: name another folder")
-        return pursue(folder, terms, progress=progress)
-    return pursue(Folder.create(path, task), terms, progress=progress)
+        return run_search(folder, limits, progress=progress)
+    return run_search(Folder.create(path, task), limits, progress=progress)
 
 
 def check_needed() -> None:
-    """Raise UsageError when a search cannot be run: from here, or without what it needs beyond Paceline itself."""
+    """Raise UsageError outside of the main thread, or when a package that a search needs is not installed."""
     if threading.current_thread() is not threading.main_thread():
-        raise UsageError("a search must be called from the main thread: it answers Ctrl-C and SIGTERM")
+        raise UsageError("a search must be called from the main thread, which receives Ctrl-C and SIGTERM")
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"a search needs {' and '.join(missing)}, not installed here: pip install 'paceline[tune]'.")
@@ -175,10 +175,10 @@ def check_needed() -> None:
 def describe_task(
     search: Mapping[str, object] | Path | str, script: Path, args: Sequence[str], run: Mapping[str, Choice | None]
 ) -> SearchTask:
-    """Return what is to be done, after all of it was checked; options that are given here win over the search's own.
+    """Check a search and return it as a task; the options given here override those of the search.
 
     Raises:
-        UsageError: something about it cannot be.
+        UsageError: an option, the search or the script is not valid.
     """
     told = search if isinstance(search, Mapping) else read_mapping(Path(search))
     name = _CALLED if isinstance(search, Mapping) else Path(search).name
@@ -194,13 +194,13 @@ def describe_task(
     )
 
 
-def pursue(folder: Folder, terms: SearchTerms, *, progress: bool) -> Tuned:
-    """Begin a search, or go on with it, to its end; draw its picture."""
+def run_search(folder: Folder, options: DriverOptions, *, progress: bool) -> Tuned:
+    """Start or continue a search, wait for its end, and draw its figure."""
     with folder:
         search = folder.task.search
         study = Study.open(search, folder.journal)
-        display: Display = open_display(search, sys.stderr) if progress else NoDisplay()
-        TrialDriver(folder, study, terms, display).drive()
+        display: Display = open_display(search, sys.stderr) if progress else NullDisplay()
+        TrialDriver(folder, study, options, display).drive()
         trials, best = study.trials(), study.best()
         draw_search(search, trials, best, study.importances(), folder.picture, folder.task.name)
         return Tuned(best, tuple(trials), folder.path)

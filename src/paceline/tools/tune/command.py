@@ -9,9 +9,9 @@ from cyclopts import Parameter
 
 from paceline.errors import UsageError
 from paceline.job.choices import Engine
-from paceline.tools.tune.api import check_needed, describe_task, pursue
+from paceline.tools.tune.api import check_needed, describe_task, run_search
 from paceline.tools.tune.display import describe
-from paceline.tools.tune.driving import SearchTerms
+from paceline.tools.tune.driver import DriverOptions
 from paceline.tools.tune.folder import Folder
 
 if TYPE_CHECKING:
@@ -34,60 +34,62 @@ def tune(
 ) -> int:
     """Run a script many times with different parameters, and find the best.
 
-    Options stand before the script; everything after it goes to the script. Ends with 1 if no trial came to its end.
+    Options come before the script; everything after it goes to the script. Exits with 1 if no trial finished.
 
     Parameters
     ----------
     search
-        A file (.yaml, .toml, .json) that says what is searched: method, trials, metric, parameters, ...
+        A file (.yaml, .toml, .json) that describes the search: method, trials, metric, parameters, ...
     script
         The Python script that every worker of a trial runs. It calls paceline.report(loss=..., accuracy=...).
     args
-        Its arguments. A parameter takes the place of {its name} there, or else comes behind as --NAME=VALUE.
+        Its arguments. A parameter replaces {its name} in them, or else follows as --NAME=VALUE.
     workers
         Number of worker processes of each trial.
     servers
         Number of server processes of each trial.
     engine
-        Where the processes of each trial run.
+        Engine that starts the processes of each trial.
     jobs
-        How many trials run at the same time. They share the machine's cores.
+        Number of trials at a time. They share the cores of the machine.
     out
-        New or empty folder for what comes of it: best.toml for `paceline run --config`, the picture trials.png, the
-        journal, and traces and output of each trial. By default runs/tune-NAME, by the name of the file.
+        New or empty folder for the results: best.toml for `paceline run --config`, the picture trials.png, the journal,
+        and traces and output of each trial. Default: runs/tune-NAME, by the name of the file.
     resume
-        Go on with the search in this folder. Its trials that are done stay so; those that were cut off come again.
+        Continue the search in this folder. Finished trials are kept; interrupted ones run again.
     trial_timeout_s
-        How many seconds a trial may take; then it has failed, and the search goes on.
+        Seconds after which a trial fails, and the search goes on. Default: no limit.
     progress
-        Show trials as they go.
+        Show live progress.
     """
     check_needed()
-    terms = SearchTerms(jobs, trial_timeout_s)
+    options = DriverOptions(jobs, trial_timeout_s)
     run = {"workers": workers, "servers": servers, "engine": engine}
     if resume is not None:
         if search or out or any(run.values()):
-            raise UsageError("--resume goes on with a search as it was begun: name no other, no script, folder or run")
+            raise UsageError(
+                "--resume continues a search as it was started: leave out search, script, --out and run options"
+            )
         folder = Folder.reopen(resume)
     elif search is None or script is None:
-        raise UsageError("expected a file that says what is searched, and a script; or --resume with a folder")
+        raise UsageError("expected a file that describes the search, and a script; or --resume with a folder")
     else:
         task = describe_task(search, script, args, run)
         folder = Folder.create(out or Path("runs", f"tune-{search.stem}"), task)
-    tuned = pursue(folder, terms, progress=progress)
+    tuned = run_search(folder, options, progress=progress)
     _tell(tuned, folder)
     return 1 if tuned.best is None else 0
 
 
 def _tell(tuned: Tuned, folder: Folder) -> None:
-    states = [trial.state for trial in tuned.trials if trial.state != "interrupted"]  # those came again
+    states = [trial.state for trial in tuned.trials if trial.state != "interrupted"]  # those ran again
     known = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     print(f"{len(states)} trials: {', '.join(known)}")
     if tuned.best is None:
         last = next((trial for trial in reversed(tuned.trials) if trial.reason), None)
-        print(f"no trial came to its end{f'; the last: {last.reason}' if last else ''}")
+        print(f"no trial finished{f'; the last one: {last.reason}' if last else ''}")
         return
     best, task = tuned.best, folder.task
-    print(f"the best, trial {best.number}: {task.search.metric} {best.value:.6g} with {describe(best.parameters)}")
+    print(f"best: trial {best.number}, {task.search.metric} {best.value:.6g} with {describe(best.parameters)}")
     print(f"  run it       paceline run --config {folder.best} {task.script}")
     print(f"  the picture  {folder.picture}")

@@ -14,19 +14,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.launch.config import Choice
-    from paceline.tools.tune.driving import Display
-    from paceline.tools.tune.running import Running
-    from paceline.tools.tune.space import Metric, Search
+    from paceline.tools.tune.driver import Display, TrialProcess
+    from paceline.tools.tune.search_space import Metric, Search
     from paceline.tools.tune.study import State, Study, Trial
 
 REFRESH_INTERVAL_S: Final = 0.25
-# Lines of a terminal that are not for trials: heading, title, and where the cursor is.
+# Lines of a terminal that are not for trials: heading, title, and the cursor's.
 _OTHER_LINES: Final = 5
 _STYLES: Final[Mapping[State, str]] = {"running": "cyan", "pruned": "dim", "failed": "red", "interrupted": "dim"}
 
 
 def open_display(search: Search, stream: TextIO) -> Display:
-    """Return what fits where this is shown."""
+    """Return a live table for a terminal, else plain lines."""
     if not stream.isatty():
         return _Lines(search, stream)
     from rich.console import Console
@@ -36,13 +35,13 @@ def open_display(search: Search, stream: TextIO) -> Display:
 
 
 @final
-class NoDisplay:
+class NullDisplay:
     """Shows nothing."""
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
         """Show nothing."""
 
-    def ended(self, study: Study, run: Running) -> None:
+    def ended(self, study: Study, run: TrialProcess) -> None:
         """Show nothing."""
 
     def close(self, study: Study) -> None:
@@ -57,10 +56,10 @@ class _Lines:
         self._search = search
         self._stream = stream
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
-        """Show nothing of what runs."""
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
+        """Show nothing while trials run."""
 
-    def ended(self, study: Study, run: Running) -> None:
+    def ended(self, study: Study, run: TrialProcess) -> None:
         trial = study.trials()[run.trial.number]
         best = study.best()
         is_best = best is not None and best.number == trial.number
@@ -73,12 +72,12 @@ class _Lines:
 
 
 def num_ended(study: Study) -> int:
-    """Return how many trials are done, however they have ended, but for those that come again."""
+    """Return the number of trials that have ended, without interrupted ones, which run again."""
     return sum(trial.state not in ("running", "interrupted") for trial in study.trials())
 
 
 def plain_line(trial: Trial, metric: Metric, elapsed_s: float, *, is_best: bool) -> str:
-    """Say in one line what a trial has come to.
+    """Return the result of a trial in one line.
 
     >>> from paceline.tools.tune.study import Trial
     >>> plain_line(Trial(3, {"lr": 0.1}, "finished", 0.25), "loss", 4.2, is_best=True)
@@ -93,7 +92,7 @@ def plain_line(trial: Trial, metric: Metric, elapsed_s: float, *, is_best: bool)
 
 
 def describe(parameters: Mapping[str, Choice]) -> str:
-    """Write parameters in one line.
+    """Return parameters in one line.
 
     >>> describe({"lr": 0.012345678, "batch": 32})
     'lr 0.01235, batch 32'
@@ -107,7 +106,7 @@ def _short(value: Choice) -> str:
 
 @final
 class _Live:
-    """A table that is redrawn in place, for terminals: the best, what runs, and what has ended lately."""
+    """A table that is redrawn in place, for terminals: the best trial, running ones, and the latest that ended."""
 
     def __init__(self, search: Search, console: Console) -> None:
         from rich.live import Live
@@ -119,27 +118,27 @@ class _Live:
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, study: Study, running: Sequence[Running]) -> None:
+    def show(self, study: Study, running: Sequence[TrialProcess]) -> None:
         now = time.monotonic()
         if now - self._shown_s >= REFRESH_INTERVAL_S:
             self._shown_s = now
             self._update(study, running)
 
-    def ended(self, study: Study, run: Running) -> None:
-        """Wait for the next time that the whole is shown."""
+    def ended(self, study: Study, run: TrialProcess) -> None:
+        """Leave it to the next redraw."""
 
     def close(self, study: Study) -> None:
         self._update(study, ())
         self._live.stop()
 
-    def _update(self, study: Study, running: Sequence[Running]) -> None:
+    def _update(self, study: Study, running: Sequence[TrialProcess]) -> None:
         room = max(3, self._console.height - _OTHER_LINES)
         elapsed_s = time.monotonic() - self._began_s
         self._live.update(search_table(study, self._search, running, room, elapsed_s), refresh=True)
 
 
-def search_table(study: Study, search: Search, running: Sequence[Running], room: int, elapsed_s: float) -> Table:
-    """Return the best trial, and so many of the latest as there is room for, in the order of their numbers."""
+def search_table(study: Study, search: Search, running: Sequence[TrialProcess], room: int, elapsed_s: float) -> Table:
+    """Return a table of `room` trials by number: the latest ones, with the best."""
     from rich.table import Table
 
     trials, best = study.trials(), study.best()
@@ -167,9 +166,9 @@ def search_table(study: Study, search: Search, running: Sequence[Running], room:
     return table
 
 
-def _remark(trial: Trial, run: Running | None, *, is_best: bool) -> str:
+def _remark(trial: Trial, run: TrialProcess | None, *, is_best: bool) -> str:
     if run is not None:
-        return f"{run.elapsed_s:.0f} s{', is told to stop' if run.was_told else ''}"
+        return f"{run.elapsed_s:.0f} s{', stopping' if run.was_told else ''}"
     if trial.reason:
         return f"{trial.state}: {trial.reason}"
     return "best" if is_best else trial.state

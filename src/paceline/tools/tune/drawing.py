@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from paceline.tools.tune.space import Search
+    from paceline.tools.tune.search_space import Search
     from paceline.tools.tune.study import Trial
 
 WIDTH_IN: Final = 13.0
 HEIGHT_IN: Final = 8.5
-_MARGIN: Final = 0.12  # of what an axis spans, left free at both ends
+_MARGIN: Final = 0.12  # share of an axis that is left free at both ends
 FINISHED, PRUNED, BEST = POLICY_COLOURS[0], FAINT, POLICY_COLOURS[1]
-# Of the values that are drawn, how many may be cut off: one that has diverged would flatten all others.
+# Share of the values that the axis covers: a trial that diverged would flatten all others.
 _FAR: Final = 0.9
-# From which ratio between the worst and the best on, differences among the good ones need a scale of ratios.
+# Ratio between the worst and the best value from which the scale is logarithmic.
 _WIDE: Final = 5.0
 _LINE_LENGTH: Final = 150
 
@@ -43,12 +43,12 @@ def draw_search(
     curves, bars = bottom.subplots(1, 2, width_ratios=(3, 2))
     _draw_curves(curves, search, trials, best)
     _draw_importances(bars, importances)
-    found = "none came to its end" if best is None else f"best {search.metric} {best.value:.4g}"
+    found = "none finished" if best is None else f"best {search.metric} {best.value:.4g}"
     num_trials = sum(trial.state != "interrupted" for trial in trials)
     title = f"{name}: {num_trials} trials, {found}"
     figure.suptitle(plain(title, 80), x=0.012, ha="left", fontsize=16, weight="bold", color=INK)
     if best is not None:
-        told = wrap(f"the best, trial {best.number}: {describe(best.parameters)}", _LINE_LENGTH)
+        told = wrap(f"best: trial {best.number}, {describe(best.parameters)}", _LINE_LENGTH)
         figure.supxlabel("\n".join(map(plain, told)), x=0.012, ha="left", fontsize=10, color=FAINT)
     figure.savefig(path, format="png", dpi=DPI, facecolor="white")
 
@@ -66,14 +66,14 @@ def _label(axes: Axes, counted: str, metric: str) -> None:
 
 
 def _draw_trials(axes: Axes, search: Search, trials: Sequence[Trial]) -> None:
-    """Draw the value of every trial, the last one of those that were stopped, and the best up to each."""
-    _entitle(axes, "What each trial came to")
+    """Draw the value of every trial, the last one of pruned trials, and the best so far."""
+    _entitle(axes, "Result of each trial")
     quiet(axes, grid="y")
     finished = [(trial.number, trial.value) for trial in trials if trial.value is not None]
     stopped = [(t.number, t.reports[-1]) for t in trials if t.state == "pruned" and t.reports]
     stopped = [(number, value) for number, value in stopped if math.isfinite(value)]
     failed = [trial.number for trial in trials if trial.state == "failed"]
-    axes.plot(*_columns(stopped), "o", mfc="white", color=PRUNED, markersize=7, label=f"stopped ({len(stopped)})")
+    axes.plot(*_columns(stopped), "o", mfc="white", color=PRUNED, markersize=7, label=f"pruned ({len(stopped)})")
     axes.plot(*_columns(finished), "o", color=FINISHED, markersize=8, label=f"finished ({len(finished)})")
     if failed:
         axes.plot(
@@ -99,8 +99,8 @@ def _draw_trials(axes: Axes, search: Search, trials: Sequence[Trial]) -> None:
 
 
 def _draw_curves(axes: Axes, search: Search, trials: Sequence[Trial], best: Trial | None) -> None:
-    """Draw the reports of every trial: the best in front, those that were stopped pale."""
-    _entitle(axes, "How each went: a dot is where it was stopped")
+    """Draw the reports of every trial: the best in front, pruned ones pale."""
+    _entitle(axes, "Reports of each trial; a dot: pruned there")
     quiet(axes, grid="y")
     for trial in sorted(
         trials, key=lambda one: (best is not None and one.number == best.number, one.value is not None)
@@ -119,8 +119,8 @@ def _draw_curves(axes: Axes, search: Search, trials: Sequence[Trial], best: Tria
 
 
 def _draw_importances(axes: Axes, importances: Mapping[str, float]) -> None:
-    """Draw which share of the difference between good and average trials each parameter explains."""
-    _entitle(axes, "What made the difference")
+    """Draw the share of the difference between good and average trials that each parameter explains."""
+    _entitle(axes, "Importance of parameters")
     quiet(axes, grid="x")
     if not importances:
         axes.text(0.5, 0.5, "too few different trials to tell", ha="center", color=FAINT, transform=axes.transAxes)
@@ -144,7 +144,7 @@ def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def _leave_out_what_is_far(axes: Axes, search: Search, values: Sequence[float]) -> None:
-    """Let the axis end where most values are, on the side of the worse ones."""
+    """Cut the axis behind most values, on the side of the worse ones."""
     if len(values) < 2 or min(values) == max(values):
         return
     ordered = sorted(values, reverse=not search.minimizes)

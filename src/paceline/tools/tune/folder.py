@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.launch.local import prepare_run_dir
-from paceline.tools.tune.space import Search
+from paceline.tools.tune.search_space import Search
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -20,7 +20,7 @@ _LOCK: Final = "lock"
 
 
 class SearchTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search does, so that it can be gone on with: the script with its arguments, and where it is started."""
+    """Task of a search, which resuming needs: the script with its arguments, and the working folder."""
 
     name: str
     search: Search
@@ -31,7 +31,7 @@ class SearchTask(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Folder:
-    """The folder of one search, for one process at a time: a context manager that holds it."""
+    """The folder of one search; a context manager that locks it, for one process at a time."""
 
     def __init__(self, path: Path, task: SearchTask) -> None:
         self.path = path
@@ -42,25 +42,25 @@ class Folder:
         """Make a folder for a new search.
 
         Raises:
-            UsageError: there is something in it.
+            UsageError: the folder is not empty.
         """
         if (path / _TASK).exists():
-            raise UsageError(f"{path} holds a search already: go on with it by --resume {path}, or name another --out")
+            raise UsageError(f"{path} holds a search already: continue it with --resume {path}, or name another --out")
         made = prepare_run_dir(path)
         (made / _TASK).write_bytes(msgspec.json.format(msgspec.json.encode(task)) + b"\n")
         return cls(made, task)
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """Open the folder of a search that was begun.
+        """Open the folder of a search that was started before.
 
         Raises:
-            UsageError: it is none.
+            UsageError: it is not the folder of a search.
         """
         try:
             return cls(path.absolute(), msgspec.json.decode((path / _TASK).read_bytes(), type=SearchTask))
         except OSError as error:
-            raise UsageError(f"{path} is no folder of a search: cannot read {_TASK} there: {error.strerror}") from error
+            raise UsageError(f"{path} is not the folder of a search: cannot read {_TASK}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path / _TASK} is damaged, or of another version: {error}") from error
 
@@ -70,7 +70,7 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise UsageError(f"another process is at this search: {self.path}") from error
+            raise UsageError(f"another process runs this search: {self.path}") from error
         return self
 
     def __exit__(
@@ -80,19 +80,19 @@ class Folder:
 
     @property
     def journal(self) -> Path:
-        """What was done to all trials."""
+        """Journal of all trials."""
         return self.path / "journal.log"
 
     @property
     def picture(self) -> Path:
-        """The trials, drawn."""
+        """Figure of the trials."""
         return self.path / "trials.png"
 
     @property
     def best(self) -> Path:
-        """How the best trial was run, for `paceline run --config`."""
+        """Configuration of the best trial, for `paceline run --config`."""
         return self.path / "best.toml"
 
     def trial(self, number: int) -> Path:
-        """Where a trial keeps its traces and output."""
+        """Folder of the traces and output of a trial."""
         return self.path / "trials" / f"{number:04d}"

@@ -1,7 +1,7 @@
-"""The trials of a search: what each was given and what it came to. Optuna suggests, and keeps them in a journal.
+"""The trials of a search: their parameters and results. Optuna suggests them, and keeps them in a journal.
 
-Rules: (1) whatever is told is in the journal before the call returns. (2) A trial that was running when its search was
-killed is interrupted: it counts for nothing, and comes again with the same parameters before anything new.
+Rules: (1) A change is in the journal before the call returns. (2) A trial that was running when its search was killed
+is interrupted: it does not count, and its parameters come again before new ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from paceline.errors import UsageError
-from paceline.tools.tune.space import Span
+from paceline.tools.tune.search_space import Span
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from paceline.launch.config import Choice
-    from paceline.tools.tune.space import Parameters, Search
+    from paceline.tools.tune.search_space import Parameters, Search
 
 _NEW_TRIAL: Final = 4  # the operation of a line that begins a trial; the number of the trial is how many came before
 
 
 @final
 class _Alone(JournalFileOpenLock):
-    """No lock: the folder has one that does not outlive a killed process."""
+    """No lock: the folder has one, which ends with its process."""
 
     def acquire(self) -> bool:
         return True
@@ -46,10 +46,10 @@ class _Alone(JournalFileOpenLock):
 
 @final
 class _Lines(JournalFileBackend):
-    """The lines of the file.
+    """The lines of the journal.
 
     Attributes:
-        line: which one was given out last, from 1.
+        line: number of the line that was read last, from 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,10 +62,10 @@ class _Lines(JournalFileBackend):
 
 
 def open_journal(path: Path) -> BaseStorage:
-    """Open a journal, or begin one. A last line that was not written to its end, by a killed process, is dropped.
+    """Open a journal, or create one. An incomplete last line, of a killed process, is dropped.
 
     Raises:
-        UsageError: a line is damaged; nothing is changed then, as what comes behind it may depend on it.
+        UsageError: a line is damaged. The journal is not changed then, as later lines may depend on it.
     """
     data = path.read_bytes() if path.exists() else b""
     *lines, rest = data.split(b"\n")
@@ -75,14 +75,14 @@ def open_journal(path: Path) -> BaseStorage:
     journal = _Lines(path)
     try:
         return JournalStorage(journal)
-    except Exception as error:  # whatever Optuna makes of a line that is none of its own
+    except Exception as error:  # Optuna may raise any of them for a line that it did not write
         raise _damaged(path, lines, journal.line, f"{type(error).__name__}: {error}") from error
 
 
 def _check(path: Path, lines: list[bytes]) -> None:
-    """Raise UsageError for a line that is no operation, or one on a trial that no line before has begun.
+    """Raise UsageError for a line that is not an operation, or one on a trial that no earlier line has begun.
 
-    Optuna would leave out the latter without a word.
+    Optuna would silently skip the latter.
     """
     num_trials = 0
     for number, line in enumerate(lines, 1):
@@ -101,23 +101,23 @@ def _check(path: Path, lines: list[bytes]) -> None:
 def _damaged(path: Path, lines: list[bytes], number: int, why: str) -> UsageError:
     what = f"{path} is damaged in line {number} of {len(lines)}: {why}. Nothing was changed. "
     if number == 1:
-        return UsageError(f"{what}No line before it is whole: begin the search anew, with another --out")
+        return UsageError(f"{what}No line before it is valid: start a new search, with another --out")
     whole, copy = quote(str(path)), quote(f"{path}.damaged")
     return UsageError(
-        f"{what}What is behind that line may depend on it; the {number - 1} lines before are whole. To go on with "
+        f"{what}Later lines may depend on it; the {number - 1} lines before are valid. To continue with "
         f"these, and run the later trials again: cp {whole} {copy} && head -n {number - 1} {copy} > {whole}"
     )
 
 
 State = Literal["running", "finished", "pruned", "failed", "interrupted"]
 
-MEDIAN_STARTUP: Final = 5  # trials that are finished before one is stopped
+MEDIAN_STARTUP: Final = 5  # number of finished trials before the first may be pruned
 HALVING_FACTOR: Final = 3
-FEWEST_TO_EXPLAIN: Final = 4  # trials, without which nothing is said of what made the difference
+FEWEST_TO_EXPLAIN: Final = 4  # least number of trials for the importance of parameters
 _STUDY: Final = "search"
 _REASON: Final = "reason"
 _MEASURED: Final = "measured"
-_AGAIN: Final = "again"  # of which interrupted trial
+_AGAIN: Final = "again"  # number of the interrupted trial that it repeats
 _POINT: Final = "point"  # of a grid
 
 
@@ -126,9 +126,9 @@ class Trial:
     """One trial.
 
     Attributes:
-        value: of the whole trial, if it is finished.
-        reports: the values that it was compared by while it ran, in order.
-        reason: why it was stopped, or has failed.
+        value: result of the trial, if it has finished.
+        reports: values that it was compared by while it ran, in order.
+        reason: why it was pruned or failed.
     """
 
     number: int
@@ -141,10 +141,10 @@ class Trial:
 
 @final
 class Study:
-    """All trials of a search, in a journal if there is to be one. For one process at a time.
+    """All trials of a search, in a journal if one is given. For one process at a time.
 
     Example:
-        >>> from paceline.tools.tune.space import read_search
+        >>> from paceline.tools.tune.search_space import read_search
         >>> study = Study.open(read_search({"method": "grid", "parameters": {"lr": [0.1, 0.2]}}, "here"))
         >>> while (trial := study.ask()) is not None:
         ...     study.finish(trial.number, trial.parameters["lr"] * 2)
@@ -161,7 +161,7 @@ class Study:
 
     @classmethod
     def open(cls, search: Search, journal: Path | None = None) -> Self:
-        """Begin a search, or go on with the one in the journal.
+        """Start a search, or continue the one in the journal.
 
         Raises:
             UsageError: Optuna is not installed.
@@ -178,14 +178,14 @@ class Study:
             direction="minimize" if search.minimizes else "maximize",
             pruner=_pruner(search),
         )
-        # Who goes on must not suggest once more what was suggested at the beginning.
+        # A search that continues must not repeat the suggestions of its beginning.
         study.sampler = _sampler(search, num_before=len(study.get_trials(deepcopy=False)))
         return cls(search, study)
 
     # -- trials that run ---------------------------------------------------------------------------------------------
 
     def ask(self) -> Trial | None:
-        """Return the next trial, which now runs; None when all have been begun."""
+        """Return the next trial, which counts as running from now on; None when all have been started."""
         known = self._study.get_trials(deepcopy=False)
         if not any(one.state.name == "WAITING" for one in known):
             counted = [one for one in known if _state(one) != "interrupted"]
@@ -204,9 +204,9 @@ class Study:
         return Trial(trial.number, parameters, "running")
 
     def report(self, number: int, values: Sequence[float]) -> bool:
-        """Note all values of a running trial up to now; return whether it is so far behind that it is to be stopped.
+        """Record all values of a running trial so far; return whether it is to be pruned.
 
-        One that has reported as often as any that has finished is as good as through, and is not stopped.
+        A trial with as many reports as the longest finished one is nearly done, and is not pruned.
         """
         trial = self._running[number]
         finished = [one for one in self._study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
@@ -218,20 +218,20 @@ class Study:
         return False
 
     def finish(self, number: int, value: float, reports: Sequence[float] = (), *, measured: bool = True) -> None:
-        """Note that a trial has come to its end, all its reports, and whether they were measured on held-out data."""
+        """Record the end of a trial, all its reports, and whether they were measured on held-out data."""
         trial = self._running.pop(number)
         for step, reported in list(enumerate(reports, start=1))[self._num_told(number) :]:
             trial.report(reported, step)
-            trial.should_prune()  # halving keeps there what others are compared to
+            trial.should_prune()  # records what others are compared to under halving
         trial.set_user_attr(_MEASURED, measured)
         self._study.tell(trial, value)
 
     def prune(self, number: int, reason: str) -> None:
-        """Note that a trial was stopped, as it was behind."""
+        """Record that a trial was pruned."""
         self._end(number, reason, "PRUNED")
 
     def fail(self, number: int, reason: str) -> None:
-        """Note that a trial has failed."""
+        """Record that a trial has failed."""
         self._end(number, reason, "FAIL")
 
     # -- what is known -----------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Study:
         return [_as_trial(one) for one in frozen if one.state.name != "WAITING"]
 
     def best(self) -> Trial | None:
-        """Return the best of those that are finished, of equals the first."""
+        """Return the best finished trial, of equals the first; None without one."""
         finished = [trial for trial in self.trials() if trial.value is not None]
         sign = 1 if self._search.minimizes else -1
         return min(finished, key=lambda trial: sign * (trial.value or 0.0), default=None)
@@ -256,9 +256,9 @@ class Study:
         return bool(finished[0].user_attrs[_MEASURED]) if finished else None
 
     def importances(self) -> dict[str, float]:
-        """Return how much of the difference between the best trials and all of them each parameter explains, 0 to 1.
+        """Return the share of the difference between the best and all trials that each parameter explains, 0 to 1.
 
-        Trials that were stopped count behind those that have finished: what matters is only who is among the best.
+        Pruned trials rank behind finished ones: only which trials are among the best matters.
         """
         import optuna
 
@@ -272,7 +272,7 @@ class Study:
         return dict(optuna.importance.get_param_importances(ranked, params=varied))
 
     def _order(self, frozen: FrozenTrial) -> tuple[bool, float]:
-        """Sort those that have finished by their values, and those that were stopped behind them, latest first."""
+        """Sort finished trials by value, and pruned ones behind them, the latest pruned first."""
         sign = 1 if self._search.minimizes else -1
         is_finished = _state(frozen) == "finished"
         return not is_finished, sign * (frozen.value or 0.0) if is_finished else -(frozen.last_step or 0)
@@ -345,7 +345,7 @@ def _pruner(search: Search) -> BasePruner:
 
 
 def _state(frozen: FrozenTrial) -> State:
-    """Return the state of a trial; one that ended without a reason did so with the process that saw to it."""
+    """Return the state of a trial; one that failed without a reason was interrupted with its search."""
     match frozen.state.name:
         case "COMPLETE":
             return "finished"

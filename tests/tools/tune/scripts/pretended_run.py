@@ -1,7 +1,7 @@
 """Stands for `paceline run`: writes the trace that the trial's parameters ask for, and ends as they say.
 
 --do: good (a report for each of --reports), crash, hang, silent, diverge, wait (while the file named gate is a pipe),
-late (goes on reporting until it is told to stop). The loss of a report is --x divided by how many there were.
+late (goes on reporting until it is asked to stop). The loss of a report is --x divided by how many there were.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
-"""Proof that split layers compute what whole ones would: what stands between them is tried out at their first call.
+"""Check that split layers compute what whole ones would: a trial of the module around them at its first call.
 
-Names and shapes do not say what a forward does between two layers: a softmax over all features would see those of one
-rank only. So the module around them runs on its first inputs once as if its layers were whole, and once for each rank.
-Stand-ins give the same random features everywhere, cut for a rank, so nothing is sent; dropout is left out.
+Names and shapes do not show what a forward does between two layers: a softmax over all features would see those of one
+rank only. So the module runs on its first inputs once with whole layers, and once for each rank with parts. Layers
+return the same random stand-in features in all runs, cut for a rank, so nothing is sent; dropout is disabled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
-from paceline.model_parallel.split import LayerCut
-from paceline.model_parallel.split_layers import ColumnLinear, RowLinear, SplitLayer
+from paceline.model_parallel.split_layers import ColumnLinear, LayerCut, RowLinear, SplitLayer
 
 _DROPOUTS: Final[tuple[Callable[..., Tensor], ...]] = (
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
@@ -30,7 +29,7 @@ _DROPOUTS: Final[tuple[Callable[..., Tensor], ...]] = (
 
 
 class _Different(Exception):
-    """Something is not what it is when the layers are whole."""
+    """A value differs from that with whole layers."""
 
 
 @dataclass(slots=True)
@@ -39,8 +38,8 @@ class EquivalenceTrial:
 
     Args:
         size: number of ranks.
-        rank: whose part is computed; None for all of it.
-        seen: what has come to the layers when they were whole.
+        rank: rank whose part is computed; None for whole layers.
+        seen: inputs of the layers in the run with whole layers.
     """
 
     size: int
@@ -68,7 +67,7 @@ class EquivalenceTrial:
         require_same(inputs, expected if cut is None else cut.part(expected, self.rank, self.size))
 
     def end(self) -> None:
-        """Raise unless as many layers were called as in the run of the whole ones."""
+        """Raise unless as many layers were called as in the run with whole layers."""
         if self._num_seen != len(self.seen):
             raise _Different
 
@@ -82,7 +81,7 @@ class EquivalenceTrial:
     def stand_in(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, cut: LayerCut | None = None
     ) -> Tensor:
-        """Return random numbers, larger from feature to feature and the same in every run; cut for a rank."""
+        """Return random numbers that grow with the feature, the same in every run; cut for a rank."""
         generator = torch.Generator().manual_seed(len(self.seen) if self.rank is None else self._num_seen)
         drawn = torch.rand(*shape, generator=generator) + torch.linspace(0.5, 3.0, shape[-1])
         drawn = drawn.to(dtype).to(device)
@@ -112,7 +111,7 @@ class WholeCheck:
         return [one for one in self._unit.modules() if isinstance(one, SplitLayer)]
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise UsageError on every rank unless the parts of all ranks are parts of what whole layers give."""
+        """Raise UsageError on every rank unless the outputs of all ranks equal those of whole layers."""
         whole = EquivalenceTrial(self._size, None)
         expected = self._run(whole, args, kwargs)
         for rank in range(self._size):
@@ -139,7 +138,7 @@ class WholeCheck:
         )
 
     def _run(self, trial: EquivalenceTrial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return what the module gives in a trial, which leaves no trace in it."""
+        """Return the outputs of the module in a trial, which does not change it."""
         held = [*self._unit.parameters(), *self._unit.buffers()]
         devices = sorted({one.device.index or 0 for one in held if one.is_cuda})
         given = tree_map_only(Tensor, torch.clone, (args, kwargs))
@@ -169,7 +168,7 @@ class WholeCheck:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Lets dropout keep everything: the parts of features drop others than the whole."""
+    """Disables dropout, which would drop other features of parts than of the whole."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -185,7 +184,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 def require_same(found: object, expected: object) -> None:
-    """Raise unless two results have the same structure and, but for rounding, the same values."""
+    """Raise unless two results have the same structure and, except for rounding, the same values."""
     leaves, spec = tree_flatten(found)
     others, other_spec = tree_flatten(expected)
     if spec != other_spec:
@@ -201,6 +200,6 @@ def require_same(found: object, expected: object) -> None:
 
 
 def _dtype(like: Tensor) -> torch.dtype:
-    """Return the dtype of what a linear layer with this weight gives: autocast may have another."""
+    """Return the dtype of the outputs of a linear layer with this weight, under autocast too."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.jobs import run_job
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import paceline
@@ -16,8 +16,18 @@ from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.job.mesh import MeshPosition, MeshShape
 from paceline.job.strategy import Distribution
-from paceline.model_parallel.cutting import balanced, given, measured, placed
-from paceline.model_parallel.layers import ModelLayer, drop, layers_of, materialise, require_apart, tree_of
+from paceline.model_parallel.layers import (
+    ModelLayer,
+    balanced,
+    drop,
+    given,
+    layers_of,
+    materialise,
+    measured,
+    placed,
+    require_apart,
+    tree_of,
+)
 from paceline.model_parallel.parallelize import ParallelizeOptions
 
 
@@ -60,12 +70,25 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_can_make_it(num_stages: int) -
         assert ends[-1] == len(layers)
 
 
-def test_costs_are_measured_without_a_trace() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 400), nn.Dropout(), nn.Linear(400, 400))
+class Taking(nn.Module):
+    """A layer that takes so many seconds of a clock."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.clock[0] += self.seconds
+        return values
+
+
+def test_costs_are_measured_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    model = nn.Sequential(nn.Linear(4, 4), Taking(clock, 2.0), nn.BatchNorm1d(4), nn.Dropout(), Taking(clock, 3.0))
     inputs = torch.randn(64, 4)
     before, state = {name: one.clone() for name, one in model.state_dict().items()}, torch.get_rng_state()
-    costs = measured(layers_of(model), inputs)
-    assert max(costs) == costs[4]
+    assert measured(layers_of(model), inputs) == [0.0, 2.0, 0.0, 0.0, 3.0]
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(one.grad is None for one in model.parameters())

@@ -18,17 +18,17 @@ Metric = Literal["loss", "accuracy"]
 Direction = Literal["minimize", "maximize"]
 Pruning = Literal["none", "median", "halving"]
 
-OF_THE_RUN: Final = "run."  # before the name of a parameter that is an option of `paceline run`
-OURS: Final = ("config", "run-dir", "progress", "quiet", "traceback")  # options that every trial gets from here
+OF_THE_RUN: Final = "run."  # prefix of a parameter that is an option of `paceline run`
+OURS: Final = ("config", "run-dir", "progress", "quiet", "traceback")  # options that the search sets for every trial
 MAX_COMBINATIONS: Final = 10_000
 
 _NAME: Final = re.compile(r"[A-Za-z][\w.-]*")
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers from `low` to `high`, both included: whole ones if both are. By ratio if `log`.
+    """Numbers from `low` to `high`, both included; whole numbers if both are. On a logarithmic scale if `log`.
 
-    `steps` is how many of them a grid takes; without it, all whole numbers.
+    `steps` is the number of points of a grid; without it, all whole numbers.
     """
 
     low: int | float
@@ -42,7 +42,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def points(self) -> tuple[int | float, ...]:
-        """Return the numbers that a grid takes.
+        """Return the points of a grid.
 
         >>> Span(1, 4).points(), Span(0.001, 0.1, log=True, steps=3).points()
         ((1, 2, 3, 4), (0.001, 0.01, 0.1))
@@ -63,20 +63,19 @@ Parameters = Mapping[str, Span | tuple[Choice, ...]]
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A search, as a file describes it.
+    """Description of a search, as in a file.
 
     Attributes:
-        parameters: by name, what each may be: a list of values, or low and high. Each becomes an argument --NAME=VALUE
-            of the script, or takes the place of {NAME} in one that was given; run.NAME is an option of the run.
-        method: "grid" tries all combinations, "random" any, "tpe" what looks promising after those that were tried.
-        trials: how many; not with a grid.
-        metric: what the script reports: "accuracy", or "loss", that on held-out data if it measures one, else that of
-            training.
-        direction: what is better; by default a smaller loss, and a larger accuracy.
-        seed: of the suggestions.
-        pruning: whether trials are stopped that are behind: "median" of the others at the same report, or not among
-            the best third at reports 1, 3, 9, ... ("halving").
-        every: how many reports of training loss make one value, their mean.
+        parameters: values of each parameter by name: a list, or low and high. Each becomes an argument --NAME=VALUE of
+            the script, or replaces {NAME} in a given argument; run.NAME is an option of the run.
+        method: "grid" tries all combinations, "random" draws them, "tpe" prefers those near the best so far.
+        trials: number of trials; not with a grid.
+        metric: "accuracy", or "loss": that on held-out data if the script reports one, else that of training.
+        direction: "minimize" or "maximize"; by default minimize loss, and maximize accuracy.
+        seed: seed of the suggestions.
+        pruning: which trials are stopped early: those worse than the median of the others at the same report
+            ("median"), those not among the best third at reports 1, 3, 9, ... ("halving"), or "none".
+        every: number of reports of training loss whose mean is one value.
         run: options of `paceline run` for all trials.
     """
 
@@ -97,20 +96,20 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are to be."""
+        """Number of trials of the whole search."""
         return len(self.combinations()) if self.trials is None else self.trials
 
     def combinations(self) -> Sequence[Mapping[str, Choice]]:
-        """Return what a grid tries, in order."""
+        """Return the combinations of a grid, in order."""
         points = [spec.points() if isinstance(spec, Span) else spec for spec in self.parameters.values()]
         return [dict(zip(self.parameters, one, strict=True)) for one in product(*points)]
 
 
 def read_search(told: Mapping[str, object], source: str) -> Search:
-    """Return a search from what a file says, or a call.
+    """Return a search, given its description from a file or a call.
 
     Raises:
-        UsageError: a name is not known, a value makes no sense, or nothing is left to search; `source` is named.
+        UsageError: a name is not known, a value is not valid, or there are no parameters; the message names `source`.
 
     Example:
         >>> search = read_search({"trials": 20, "parameters": {"lr": {"low": 1e-4, "high": 1, "log": True}}}, "here")
@@ -169,7 +168,7 @@ def _check_span(span: Span, where: str) -> None:
 
 
 def _check(search: Search, source: str) -> None:
-    """Raise UsageError for what contradicts itself."""
+    """Raise UsageError for settings that contradict each other."""
     for name, number in (("trials", search.trials), ("every", search.every)):
         if number is not None and number < 1:
             raise UsageError(f"{source}: {name} must be at least 1, got {number}")
@@ -222,4 +221,4 @@ def _check_run(search: Search, source: str) -> None:
         raise UsageError(f"{source}: '{both[0]}' is set under run and searched as run.{both[0]}; name it once")
     ours = [name for name in (*search.run, *varied) if name in OURS]
     if ours:
-        raise UsageError(f"{source}: '{ours[0]}' cannot be set for trials: each has its own, which is set here")
+        raise UsageError(f"{source}: '{ours[0]}' cannot be set for trials: the search sets it for each")

@@ -1,0 +1,179 @@
+"""Results of a comparison: read from the traces of its runs, and shown as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from paceline.observe.summary import curve, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from paceline.observe.runs import Run
+    from paceline.observe.summary import CurvePoint, RunSummary
+    from paceline.observe.trace import Resources, Step
+    from paceline.tools.compare.runs import ComparedEntry, RunEnded
+
+# The final loss is the mean over this share of the steps: the loss of a single step is noisy.
+_END: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunTraffic:
+    """Bytes on TCP connections, the mean for a worker and step, with the transfer of the first values."""
+
+    sent_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Results of a run; None where it was not measured.
+
+    Args:
+        entry: the strategy that was run.
+        summary: summary of its traces.
+        num_samples: number of samples trained on; samples that the ranks of a replica share count once.
+        final_loss: mean training loss of the last tenth of all steps.
+        held_out_loss: last loss on held-out data that the script reported.
+        loss_by_samples: training loss by number of samples.
+        traffic: bytes between processes.
+        peak_bytes: largest peak memory of a worker's process.
+    """
+
+    entry: ComparedEntry
+    summary: RunSummary
+    num_samples: float
+    final_loss: float | None
+    held_out_loss: float | None
+    loss_by_samples: tuple[CurvePoint, ...]
+    traffic: RunTraffic | None
+    peak_bytes: int | None
+
+    @property
+    def label(self) -> str:
+        """Name in tables and figures."""
+        return str(self.entry)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of training."""
+        return self.num_samples / self.summary.seconds if self.summary.seconds else 0.0
+
+
+def read_result(entry: ComparedEntry, run: Run) -> Result:
+    """Return the results of a run."""
+    summary = summarize(run)
+    return Result(
+        entry=entry,
+        summary=summary,
+        num_samples=sum(step.samples for step in run.steps) / entry.ranks_per_replica,
+        final_loss=_final_loss(run.steps),
+        held_out_loss=summary.test_loss,
+        loss_by_samples=_loss_by_samples(run.steps, entry.ranks_per_replica),
+        traffic=_traffic(run.resources, summary.num_clocks),
+        peak_bytes=max((used.peak_bytes for used in run.resources), default=None),
+    )
+
+
+def _final_loss(steps: Sequence[Step]) -> float | None:
+    losses = [step.loss for step in steps if step.loss is not None]
+    return fmean(losses[-max(1, round(_END * len(losses))) :]) if losses else None
+
+
+def _loss_by_samples(steps: Sequence[Step], ranks_per_replica: int) -> tuple[CurvePoint, ...]:
+    """Return the mean loss of the workers of each clock by the number of samples of all replicas."""
+    by_clock: dict[int, list[Step]] = {}
+    for step in steps:
+        by_clock.setdefault(step.clock, []).append(step)
+    num_samples = 0.0
+    points: list[tuple[float, float]] = []
+    for _, of_clock in sorted(by_clock.items()):
+        num_samples += sum(step.samples for step in of_clock) / ranks_per_replica
+        losses = [step.loss for step in of_clock if step.loss is not None]
+        if losses:
+            points.append((num_samples, fmean(losses)))
+    return curve(points)
+
+
+def _traffic(resources: Sequence[Resources], num_steps: int) -> RunTraffic | None:
+    if not resources or not num_steps:
+        return None
+    return RunTraffic(
+        fmean(used.sent_bytes for used in resources) / num_steps,
+        fmean(used.received_bytes for used in resources) / num_steps,
+    )
+
+
+_MEGA = 1e6
+
+
+def comparison_table(outcomes: Sequence[Result | RunEnded]) -> Table:
+    """Return a table with one line for each strategy, in the order of the runs."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("strategy@workers", no_wrap=True)
+    for heading in ("loss", "held out", "seconds", "samples/s", "sent, received a step", "peak memory"):
+        table.add_column(heading, justify="right", header_style="dim", no_wrap=True)
+    for outcome in outcomes:
+        if isinstance(outcome, Result):
+            table.add_row(outcome.label, *_cells(outcome))
+        else:
+            table.add_row(str(outcome.entry), "failed")
+    return table
+
+
+def _cells(result: Result) -> list[str]:
+    traffic = result.traffic
+    return [
+        _loss(result.final_loss),
+        _loss(result.held_out_loss),
+        f"{result.summary.seconds:.1f}",
+        f"{result.samples_per_s:,.0f}",
+        "-" if traffic is None else f"{megabytes(traffic.sent_bytes)}, {megabytes(traffic.received_bytes)}",
+        "-" if result.peak_bytes is None else megabytes(result.peak_bytes),
+    ]
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+def megabytes(size_bytes: float) -> str:
+    """Return a size in megabytes, with up to three digits.
+
+    >>> megabytes(3_456_000), megabytes(345_600_000), megabytes(1_200)
+    ('3.5 MB', '346 MB', '0.001 MB')
+    """
+    size_mb = size_bytes / _MEGA
+    digits = 0 if size_mb >= 100 or not size_bytes else 1 if size_mb >= 1 else 3
+    return f"{size_mb:.{digits}f} MB"
+
+
+def comparison_json(outcomes: Sequence[Result | RunEnded]) -> dict[str, dict[str, object]]:
+    """Return the results by strategy, with all digits."""
+    return {
+        str(outcome.entry): _numbers(outcome) if isinstance(outcome, Result) else {"failed": outcome.failure_reason}
+        for outcome in outcomes
+    }
+
+
+def _numbers(result: Result) -> dict[str, object]:
+    traffic = result.traffic
+    return {
+        "workers": result.entry.num_workers,
+        "final_loss": result.final_loss,
+        "held_out_loss": result.held_out_loss,
+        "seconds": result.summary.seconds,
+        "samples": result.num_samples,
+        "samples_per_s": result.samples_per_s,
+        "steps": result.summary.num_clocks,
+        "sent_bytes_per_worker_and_step": None if traffic is None else traffic.sent_bytes,
+        "received_bytes_per_worker_and_step": None if traffic is None else traffic.received_bytes,
+        "peak_bytes": result.peak_bytes,
+    }
