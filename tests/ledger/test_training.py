@@ -126,7 +126,7 @@ def run(choice: Choice, directory: Path) -> None:
 
 @pytest.fixture
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("several_buckets")

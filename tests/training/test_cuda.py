@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.api.session import Session
 from paceline.training.device_copies import DeviceCopies
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -34,7 +34,7 @@ def started() -> None:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 1 << 16)
 
 
 class Split(nn.Module):

@@ -16,8 +16,8 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.strategy import Distribution
+from paceline.training.arguments import choose_strategy
 from paceline.training.downpour import DownpourOptimizer
-from paceline.training.resolve import choose_strategy
 from paceline.worker.table import Table
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

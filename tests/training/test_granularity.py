@@ -19,7 +19,7 @@ from paceline.model_parallel.part import ModelPart
 from paceline.model_parallel.split import RankShare
 from paceline.model_parallel.split_layers import ColumnLinear, RowLinear
 from paceline.training.all_reduce import AllReduce
-from paceline.training.optimizer import ParameterServer, Settings
+from paceline.training.parameter_server import ParameterServer, Settings
 from paceline.training.part_job import distribute_part
 from paceline.update.torch_rule import granularity_of
 

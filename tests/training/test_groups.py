@@ -19,7 +19,7 @@ from paceline.api.session import Session
 from paceline.core.consistency import bsp
 from paceline.errors import UsageError
 from paceline.training.groups import GroupedOptimizer, Groups
-from paceline.training.optimizer import ParameterServer, Settings
+from paceline.training.parameter_server import ParameterServer, Settings
 from paceline.training.part_job import PartJob
 
 if TYPE_CHECKING:

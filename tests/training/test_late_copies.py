@@ -117,7 +117,7 @@ class AllDeviceCopies:
 @pytest.fixture
 def couriers(monkeypatch: pytest.MonkeyPatch) -> AllDeviceCopies:
     made = AllDeviceCopies()
-    monkeypatch.setattr("paceline.training.optimizer.DeviceCopies", made)
+    monkeypatch.setattr("paceline.training.parameter_server.DeviceCopies", made)
     return made
 
 

@@ -28,13 +28,13 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.training.bucket import bucket_ranges
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the little models of these tests have several buckets."""
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 64)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 64)
 
 
 def distribute(recipe: Recipe, *, with_model: bool = True, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:

@@ -24,7 +24,7 @@ from paceline.launch.script_exit import ended_well
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
 from paceline.training.embedding_gradients import EmbeddingLookups
-from paceline.training.optimizer import Settings
+from paceline.training.parameter_server import Settings
 from paceline.training.part_job import distribute_part
 from paceline.training.strategy import Distributed, Strategy, in_use
 from paceline.training.weights import Weights

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.training.combined import CombinedOptimizer
+from paceline.training.all_reduce_parts import CombinedOptimizer
+from paceline.training.collective_optimizer import SteppedTogether, weight_said
 from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
+from paceline.training.parameter_server import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.state import checked_by_all
 from paceline.training.strategy import Distributed
-from paceline.training.weighting import SteppedTogether, weight_said
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,17 @@ from paceline.collective.call_queue import QueuedCall
 from paceline.collective.operations import broadcast_bytes, broadcast_tensor, reduce_in_place
 from paceline.collective.signature import CallSignature
 from paceline.errors import PeerError, UsageError
-from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of, digest_of_values, require_equal_values
 from paceline.training.buffers import floating_buffers
+from paceline.training.collective_optimizer import (
+    COMPARED_EVERY,
+    NOT_FINITE,
+    digest_of,
+    digest_of_values,
+    require_equal_values,
+    require_weighed,
+)
 from paceline.training.flat import FlatParameters
-from paceline.training.optimizer import TrainingJob
-from paceline.training.weighting import NOT_FINITE, require_weighed
+from paceline.training.parameter_server import TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Scale
 

@@ -17,7 +17,7 @@ from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.flat import FlatParameters, segments_of
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
+from paceline.training.parameter_server import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.state import check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed

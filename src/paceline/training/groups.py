@@ -17,7 +17,7 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
+from paceline.training.parameter_server import Settings, TrainingJob, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.strategy import Distributed, Strategy
 from paceline.update.table import Segment

@@ -16,7 +16,7 @@ from paceline.model_parallel.arrangement import Arrangement
 from paceline.model_parallel.mesh import Mesh
 from paceline.model_parallel.part import ModelPart
 from paceline.training.embedding_gradients import EmbeddingLookups
-from paceline.training.optimizer import Settings, TrainingJob
+from paceline.training.parameter_server import Settings, TrainingJob
 from paceline.training.strategy import Distributed, Strategy
 from paceline.training.weights import Weights
 from paceline.update.table import TableSpec

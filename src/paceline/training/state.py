@@ -22,7 +22,7 @@ from paceline.wire.requests import LoadState, SaveState
 from paceline.worker.table import Table
 
 if TYPE_CHECKING:
-    from paceline.training.optimizer import TrainingJob
+    from paceline.training.parameter_server import TrainingJob
 
 StateOf = dict[int, dict[str, Tensor]]
 

@@ -17,7 +17,7 @@ from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
 from paceline.worker.given import as_count
 
 if TYPE_CHECKING:
-    from paceline.training.optimizer import Settings, TrainingJob
+    from paceline.training.parameter_server import Settings, TrainingJob
 
 
 class Distributed(torch.optim.Optimizer, ABC):

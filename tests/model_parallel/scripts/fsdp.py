@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import PeerError, UsageError
-from paceline.training.fsdp import ShardedOptimizer
+from paceline.training.fsdp_optimizer import ShardedOptimizer
 
 ps = paceline.init()
 RANK, SIZE = paceline.rank(), paceline.size()

@@ -1,4 +1,4 @@
-"""Optimizer whose update runs on the servers: `step()` pushes gradients, finishes a clock and pulls values."""
+"""Parameter-server strategy: `step()` pushes gradients, finishes a clock and pulls values; servers update."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from paceline.collective.collectives import Collectives
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 from paceline.model_parallel.arrangement import Arrangement
-from paceline.training.bucket import BUCKET_BYTES, Bucket, bucket_ranges
+from paceline.training.bucket import BUCKET_BYTES, Bucket, Overlap, bucket_ranges
 from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
 from paceline.training.device_copies import DeviceCopies
 from paceline.training.embedding_gradients import EmbeddingLookups
 from paceline.training.flat import FlatParameters, segments_of
 from paceline.training.gradients import Gradients
-from paceline.training.overlap import Overlap
 from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
 from paceline.training.strategy import Distributed
 from paceline.training.weights import Weights

@@ -1,4 +1,4 @@
-"""Gradients averaged after backward among the workers that hold the same part of a model; each steps with the mean."""
+"""All-reduce between the workers that hold the same part of a model; each steps with the mean of the gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.model_parallel.parallel import Parallel
-from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of_values, numbers_of_first
 from paceline.training.buffers import floating_buffers
+from paceline.training.collective_optimizer import (
+    COMPARED_EVERY,
+    NOT_FINITE,
+    SteppedTogether,
+    digest_of_values,
+    numbers_of_first,
+    require_weighed,
+    weight_said,
+)
 from paceline.training.flat import FlatParameters, segments_of
-from paceline.training.optimizer import Settings, require_fresh
+from paceline.training.parameter_server import Settings, require_fresh
 from paceline.training.part_job import PartJob
 from paceline.training.state import checked_by_all
-from paceline.training.weighting import NOT_FINITE, SteppedTogether, require_weighed, weight_said
 from paceline.update.summing import num_nonfinite
 
 
