@@ -80,7 +80,7 @@ def train(ps: Session, choice: Choice) -> int:
         optimizer.step()
         num_made += 1
         if num_made % 2:  # else the next step begins while this one's values and answers are under way
-            optimizer.arrive()
+            optimizer.wait_for_values()
             for values in counted(model):
                 look_at(values.clone(), num_made, policy)
     ps.barrier()

@@ -16,10 +16,8 @@ from paceline.training.all_reduce_parts import CombinedOptimizer
 from paceline.training.collective_optimizer import SteppedTogether, weight_said
 from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
-from paceline.training.parameter_server import Settings, TrainingJob, require_fresh
-from paceline.training.part_job import PartJob
 from paceline.training.state import checked_by_all
-from paceline.training.strategy import Distributed
+from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class AllReduce:
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> Distributed:
         """Make an optimizer that steps the same way on all workers."""
-        if isinstance(job, PartJob):
+        if settings.part is not None:
             return CombinedOptimizer(optimizer, model, settings, job)
         if model is None:
             raise UsageError(
@@ -108,7 +106,7 @@ class ReplicatedOptimizer(SteppedTogether):
         """
         self._replica.weight = weight_said(samples)
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch, with weight 0."""
         self.zero_grad()
         self._replica.backward_of_nothing()

@@ -39,13 +39,14 @@ class Bucket:
     _reserved: PushBuffer | None = None  # memory of the next push, until it is sent
     # Push of the current step, once it is sent, with the values that it was made from.
     _sent: _Sent | None = None
-    _asked: PendingRead | None = None
+    _requested: PendingRead | None = None
 
     def reserve(self) -> None:
         """Reserve memory for the next gradients; blocks until there is some."""
         if self._reserved is None:
             self._reserved = self.table.node.reserve(self.table.name)
-            self.gradients.device_copies.lock(self._reserved, self._reserved.gradient)
+            if self.gradients.are_on_device:
+                self.gradients.device_copies.lock(self._reserved, self._reserved.gradient)
             self.gradients.attach(self._reserved.gradient)
 
     def fetch(self, index: int) -> None:
@@ -54,35 +55,31 @@ class Bucket:
             self.gradients.fetch(index)
 
     def push(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> Future[PushOutcome]:
-        """Send the gradients of this step, unless backward has; return a future of the outcome.
+        """Push the gradients of this step, unless backward has; return a future of the outcome.
 
         Raises:
-            UsageError: gradients, samples or hyperparameters have changed since backward sent them.
+            UsageError: gradients, samples or hyperparameters have changed since backward pushed them.
         """
-        sent = self._sent
-        if sent is None:
-            sent = self._send(samples, hyper, expected)
-        else:
-            self._require_unchanged(sent, samples, hyper)
-        self._sent = None
-        return sent.future
+        if self._sent is not None:
+            self._require_unchanged(self._sent, samples, hyper)
+            sent, self._sent = self._sent, None
+            return sent.future
+        if self._requested is not None:
+            self.wait_for_values()  # of a module that did not run; others have waited in their forward
+        absent = self.gradients.collect()
+        buffer, self._reserved = self._reserved, None
+        assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
+        return self.table.push_reserved(buffer, samples=samples, absent=absent, hyper=hyper, expected=expected)
 
-    def send(self, samples: float, hyper: tuple[Hyper, ...], expected: float = 0.0) -> None:
-        """Send the gradients during backward, before their step; they may not change until then."""
+    def push_in_backward(self, samples: float, hyper: tuple[Hyper, ...]) -> None:
+        """Push the gradients before their step; they may not change until then."""
         if self._sent is not None:
             raise UsageError(
                 f"backward ran again after the gradients of '{self.table.name}' had been sent: run all but the last "
                 "backward of a step inside `with optimizer.accumulate():`, or leave out overlap=True."
             )
-        self._sent = self._send(samples, hyper, expected)
-
-    def _send(self, samples: float, hyper: tuple[Hyper, ...], expected: float) -> _Sent:
-        self.arrive()  # for a module that did not run; others have waited in their forward
-        absent = self.gradients.collect()
-        buffer, self._reserved = self._reserved, None
-        assert buffer is not None, "reserved when the table was opened, and whenever values arrive"
-        future = self.table.push_reserved(buffer, samples=samples, absent=absent, hyper=hyper, expected=expected)
-        return _Sent(future, samples, hyper, self.gradients.found())
+        future = self.push(samples, hyper, 0.0)
+        self._sent = _Sent(future, samples, hyper, self.gradients.found())
 
     def _require_unchanged(self, sent: _Sent, samples: float, hyper: tuple[Hyper, ...]) -> None:
         """Raise UsageError if the push would differ from the one that was sent."""
@@ -108,21 +105,19 @@ class Bucket:
         return self._sent is not None
 
     def request_values(self, *, refresh: bool) -> None:
-        """Request the values of the next step; `arrive` waits for them."""
-        self.arrive()
-        self._asked = self.table.start_read(refresh=refresh)
+        """Request the values of the next step; `wait_for_values` waits for them."""
+        if self._requested is not None:
+            self.wait_for_values()
+        self._requested = self.table.start_read(refresh=refresh)
 
-    def check_views(self) -> None:
-        """Check views for writes of the script while values are under way; cheap here, as a wait comes next."""
-        if self._asked is not None:
-            self.weights.check_views()
-
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait for the requested values, if any, and set the parameters to them."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            self.table.finish_read(asked, self.weights.set_from)
-            self.reserve()
+        if self._requested is None:
+            return
+        self.weights.check_views()  # while values are under way, so that it costs little
+        requested, self._requested = self._requested, None
+        self.table.finish_read(requested, self.weights.set_from)
+        self.reserve()
 
     def own(self, state: StateOf) -> StateOf:
         """Return the optimizer state of these parameters, with indices counted from the first of them."""
@@ -253,7 +248,7 @@ class Overlap:
     def _arrive(self, firsts: Sequence[int]) -> None:
         for bucket in self.buckets:
             if bucket.first in firsts:
-                bucket.arrive()
+                bucket.wait_for_values()
 
 
 def _wholes(module: nn.Module) -> Iterator[nn.Module]:

@@ -18,8 +18,7 @@ from torch import Tensor
 from paceline.collective.failures import names
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
-from paceline.training.parameter_server import Settings, TrainingJob
-from paceline.training.strategy import Distributed
+from paceline.training.strategy import Distributed, Settings, TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
 
@@ -212,17 +211,16 @@ class SteppedTogether(Distributed):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
-        super().__init__(optimizer, settings.name, way, job)
+        super().__init__(optimizer, way, settings, job)
         self.turn_s = time.monotonic()
         self.state = optimizer.state
         self._optimizer = optimizer
         self._numbers = AgreedHyperparameters(optimizer)
-        self._settings = settings
 
     def receive(self) -> None:
         """Do nothing: every worker has computed its new values itself."""
 
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Do nothing: parameters are complete after every step."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +238,7 @@ class SteppedTogether(Distributed):
         So is the result of a GradScaler, which checks combined gradients.
         """
         self.turn_s = time.monotonic()
-        rank = self._job.exchange.worker_set.rank
+        rank = self._job.rank
         if self.overflowed:
             self.num_refused += 1
         elif not problem:

@@ -35,7 +35,7 @@ from paceline.training.collective_optimizer import (
     require_weighed,
 )
 from paceline.training.flat import FlatParameters
-from paceline.training.parameter_server import TrainingJob
+from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Scale
 
@@ -305,7 +305,7 @@ class DDPReplica:
 
     def _call(self, call: CallSignature, act: Callable[[QueuedCall], T], what: str) -> T:
         """Make a call with all workers; blocks until it is over."""
-        with self._job.communicating():
+        with self._job.meter.communicating():
             return self._call_queue.wait(self._call_queue.submit(call, act), f"{what} of '{self._settings.name}'")
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -385,7 +385,7 @@ class DDPReplica:
                 f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
                 "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
             )
-        with self._job.communicating():
+        with self._job.meter.communicating():
             meter, began_s = self._job.meter, self._job.meter.now()
             turn = self._call_queue.wait(round_.agreed, what)
             meter.wait_s += meter.now() - began_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,6 +34,15 @@ class FlatParameters:
 
     named: Mapping[str, Tensor]
     dtype: DType
+    tensors: tuple[Tensor, ...] = field(init=False)  # in order
+    # Where each tensor lies in a flat vector: its first element, and one past its last.
+    bounds: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lay out the tensors; their number of elements does not change later."""
+        object.__setattr__(self, "tensors", tuple(self.named.values()))
+        edges = accumulate((tensor.numel() for tensor in self.tensors), initial=0)
+        object.__setattr__(self, "bounds", tuple(pairwise(edges)))
 
     @staticmethod
     def over(named: Mapping[str, Tensor]) -> FlatParameters:
@@ -54,14 +63,9 @@ class FlatParameters:
         return FlatParameters(named, _DTYPES[first_of.popitem()[0]])
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors, in order."""
-        return list(self.named.values())
-
-    @property
     def numel(self) -> int:
         """Number of elements of all tensors."""
-        return sum(tensor.numel() for tensor in self.named.values())
+        return sum(tensor.numel() for tensor in self.tensors)
 
     def empty(self) -> Tensor:
         """Return an uninitialised flat vector."""
@@ -81,18 +85,11 @@ class FlatParameters:
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Return the view of a flat vector that belongs to each tensor, in its shape."""
         return [
-            flat[start:stop].view(tensor.shape)
-            for (start, stop), tensor in zip(self.bounds, self.named.values(), strict=True)
+            flat[start:stop].view(tensor.shape) for (start, stop), tensor in zip(self.bounds, self.tensors, strict=True)
         ]
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """Where each tensor lies in a flat vector: its first element, and one past its last."""
-        edges = list(accumulate((tensor.numel() for tensor in self.named.values()), initial=0))
-        return list(pairwise(edges))
-
     def _pairs(self, flat: Tensor) -> zip[tuple[Tensor, Tensor]]:
-        return zip(self.named.values(), self.parts(flat), strict=True)
+        return zip(self.tensors, self.parts(flat), strict=True)
 
 
 def segments_of(

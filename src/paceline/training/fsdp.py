@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.training.parameter_server import Settings, TrainingJob
-from paceline.training.part_job import PartJob
+from paceline.training.strategy import Settings, TrainingJob
 from paceline.update.torch_rule import granularity_of
 
 if TYPE_CHECKING:
@@ -62,12 +61,11 @@ class FullySharded:
                 "every parameter. Take an optimizer that steps each element by itself (AdamW, SGD, ...), or all-reduce "
                 "in place of fsdp."
             )
-        if isinstance(job, PartJob) and job.part.grid.pipeline > 1:
+        if settings.part is not None and settings.part.grid.pipeline > 1:
             raise UsageError(
                 f"strategy fsdp of '{settings.name}' does not go with pipeline, which runs backward once for each "
                 "micro-batch: take all-reduce or the parameter server between replicas of a pipeline."
             )
         from paceline.training.fsdp_optimizer import ShardedOptimizer  # its imports from torch take half a second
 
-        mesh = job.mesh if isinstance(job, PartJob) else job.arrangement.mesh(job.exchange)
-        return ShardedOptimizer(optimizer, model, settings, job, mesh)
+        return ShardedOptimizer(optimizer, model, settings, job)

@@ -29,8 +29,8 @@ from paceline.training.collective_optimizer import (
     require_weighed,
     weight_said,
 )
-from paceline.training.parameter_server import Settings, TrainingJob, require_fresh
 from paceline.training.state import checked_by_all
+from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
 
@@ -174,7 +174,7 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
-            with self._job.communicating():
+            with self._job.meter.communicating():
                 agree_on(self._mesh, "forward")
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
@@ -187,7 +187,7 @@ class Passes:
     def _weighed(self, gradient: Tensor) -> Tensor:
         """Return scaled inputs of backward; the first of several outputs agrees on the scale with all workers."""
         if self._scale is None:
-            with self._job.communicating():
+            with self._job.meter.communicating():
                 self._scale = self._agreed()
             Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore[reportPrivateUsage]
         return gradient if self._scale == 1.0 else gradient * self._scale
@@ -275,15 +275,15 @@ class ShardedOptimizer(SteppedTogether):
     no_slices = "fsdp, which combines gradients in every backward: take the parameter server, or leave slices out."
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: TrainingJob, mesh: Mesh
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, settings: Settings, job: TrainingJob
     ) -> None:
         require_fresh(optimizer)
-        self._mesh = mesh
+        self._mesh = settings.mesh(job)
         _require_whole(optimizer, model, settings.name)
-        root = _shard(optimizer, model, settings.name, mesh)
+        root = _shard(optimizer, model, settings.name, self._mesh)
         super().__init__(optimizer, "fsdp", settings, job)
         self._model = root
-        self._passes = Passes(root, settings, job, mesh)
+        self._passes = Passes(root, settings, job, self._mesh)
         job.exchange.when_closed(WeakMethod(self._passes.close))
 
     def send(self, samples: float | None) -> float:
@@ -310,7 +310,7 @@ class ShardedOptimizer(SteppedTogether):
         """
         self._passes.weight = weight_said(samples)
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch: repeat this worker's last batch, with weight 0.
 
         Raises:
@@ -365,14 +365,14 @@ class ShardedOptimizer(SteppedTogether):
 
     def _apply(self) -> None:
         """Step, unless gradients are not finite."""
-        with self._job.communicating():
+        with self._job.meter.communicating():
             told = numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=self._passes.has_batch)
             self._numbers.align_gradients(told)
             self._passes.copy_gradients()
             problem = self._passes.objection()
         with self._numbers.held(told):
             self._step_unless(problem)
-        with self._job.communicating():
+        with self._job.meter.communicating():
             self._passes.average_buffers()
 
 

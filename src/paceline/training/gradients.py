@@ -113,7 +113,7 @@ class Gradients:
                 absent.append(index)
             elif gradient.layout != torch.strided:
                 raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
-            elif self.device_copies.serves(gradient):
+            elif self.are_on_device and self.device_copies.serves(gradient):
                 self._begin(index, gradient)
             elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
                 self._write(index, gradient)

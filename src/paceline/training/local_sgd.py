@@ -17,9 +17,8 @@ from paceline.errors import UsageError
 from paceline.training.buffers import floating_buffers
 from paceline.training.downpour import refusal_of
 from paceline.training.flat import FlatParameters, segments_of
-from paceline.training.parameter_server import Settings, TrainingJob, require_plain_step
 from paceline.training.state import StateOf, check_state, checked_by_all, fetch_state, loaded_by_first, send_state
-from paceline.training.strategy import Distributed
+from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_plain_step
 from paceline.training.weights import Weights
 from paceline.update.named_rules import SGD, DelayedNesterov, Merging
 from paceline.update.rules import RuleSpec
@@ -292,11 +291,10 @@ class LocalOptimizer(Distributed):
         require_plain_step(optimizer)
         named, _ = segments_of(optimizer, model)
         _require_fit(named, settings, rounds)
-        super().__init__(optimizer, settings.name, f"exchanged every {rounds.steps} steps", job)
+        super().__init__(optimizer, f"exchanged every {rounds.steps} steps", settings, job)
         self.state = optimizer.state
         self._optimizer = optimizer
-        self._settings, self._rounds = settings, rounds
-        self._num_samples = job.num_samples  # at the last step
+        self._rounds = rounds
         self._fragments = self._open_fragments(named, model)
         # By the clock, so that a worker that joins late exchanges in the same steps as the others.
         self._num_steps = self._fragments[0].table.node.clock
@@ -313,15 +311,14 @@ class LocalOptimizer(Distributed):
         Raises:
             UsageError: gradients or values are not finite under nonfinite="halt".
         """
-        weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
-        self._num_samples = self._job.num_samples
+        weight = self._weight_of_step(samples)
         self._num_steps += 1
         if self._may_step():
             self._optimizer.step()
         for fragment in self._fragments:
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):
-                with self._job.communicating():
+                with self._job.meter.communicating():
                     fragment.push().add_done_callback(self._count_refusal)
         return weight
 
@@ -329,7 +326,7 @@ class LocalOptimizer(Distributed):
         """Request the values of the fragments that were pushed, and merge those that are due."""
         self._exchange(was_pushed=True)
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Exchange with the others in a step for which this worker has no batch.
 
         Its progress since the last exchange is part of the next one.
@@ -337,9 +334,9 @@ class LocalOptimizer(Distributed):
         self._num_steps += 1
         self._exchange(was_pushed=False)
 
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Merge all values under way, including those that overlap with further steps."""
-        with self._job.communicating():
+        with self._job.meter.communicating():
             for fragment in self._fragments:
                 fragment.merge_values(self._rounds.merge)
 
@@ -394,12 +391,12 @@ class LocalOptimizer(Distributed):
         with checked_by_all(self._job):
             outer = self._outer_of(state_dict)
             unsent = self._unsent_of(state_dict)
-            self.arrive()
+            self.wait_for_values()
             inner = {key: value for key, value in state_dict.items() if key not in (OUTER, ROUND)}
             self._optimizer.load_state_dict(inner)
             self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
-        with loaded_by_first(self._job):
-            if self._job.rank == 0:
+        with loaded_by_first(self._job, self._settings.first):
+            if self._job.rank == self._settings.first:
                 for fragment, own in zip(self._fragments, unsent, strict=True):
                     if own is not None:
                         fragment.go_back(own)
@@ -447,7 +444,7 @@ class LocalOptimizer(Distributed):
 
     def _open_fragments(self, named: dict[str, Tensor], model: nn.Module | None) -> list[Fragment]:
         """Open the tables: of parameters, every n-th in one of n fragments, and of buffers."""
-        rounds, name, num_workers = self._rounds, self._settings.name, self._job.size
+        rounds, name, num_workers = self._rounds, self._settings.name, self._settings.num_replicas(self._job)
         fragments: list[Fragment] = []
         for turn in range(rounds.fragments):
             own = dict(list(named.items())[turn :: rounds.fragments])
@@ -464,12 +461,11 @@ class LocalOptimizer(Distributed):
         segments = tuple(Segment(own, tuple(tensor.shape)) for own, tensor in named.items())
         policy = str(self._rounds.consistency)
         spec = TableSpec(table, segments, flat.dtype, rule, policy, settings.scale, settings.nonfinite)
-        opened = self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=False, live=False)
-        return Fragment(turn, flat, opened)
+        return Fragment(turn, flat, open_flat(self._job, settings, spec, flat))
 
     def _exchange(self, *, was_pushed: bool) -> None:
         rounds, step = self._rounds, self._num_steps
-        with self._job.communicating():
+        with self._job.meter.communicating():
             for fragment in self._fragments:
                 if rounds.is_pushed(fragment.turn, step):
                     fragment.request_values(is_owing=not was_pushed)
@@ -501,10 +497,6 @@ class LocalOptimizer(Distributed):
         named = {name: tensor for fragment in self._fragments for name, tensor in fragment.flat.named.items()}
         self._note_refused(refusal_of(named))
         return False
-
-    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # a failed worker raises in its next call
-            self.num_refused += not pushed.result().applied
 
 
 def _require_fit(named: dict[str, Tensor], settings: Settings, rounds: ExchangeRounds) -> None:
