@@ -91,6 +91,7 @@ class Session:
     tables: TableOpener = field(init=False)
     named: NamedTensors = field(init=False)
     lookups: EmbeddingLookups = field(default_factory=EmbeddingLookups)
+    unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
@@ -326,7 +327,7 @@ class Session:
                 self.node.leave()
 
     def _tell_unfinished(self) -> None:
-        """Warn of pushes and gradients in a clock that this worker has not finished."""
+        """Warn of pushes and gradients in a clock that is not finished, and of steps that were not pushed."""
         held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
         if held:
             self.meter.tell(
@@ -341,6 +342,14 @@ class Session:
                 f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
                 f"pushed: they are lost. {CLOCK_ADVICE}"
             )
+        for name, (num_steps, every) in self.unpushed_steps.items():
+            if num_steps:
+                steps = "step" if num_steps == 1 else "steps"
+                self.meter.tell(
+                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {steps} of '{name}' that "
+                    f"were never pushed: the servers and the other workers do not have them. A push is made of {every} "
+                    "steps: take a multiple of that, or fewer steps a push."
+                )
 
     def leave_at_exit(self) -> None:
         """Leave the job as the process ends; tell in one line what fails then, unless it has ended the script."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.model_parallel.parallel import Parallel
+from paceline.observe.notices import tell
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     COMPARED_EVERY,
@@ -25,6 +26,7 @@ from paceline.training.collective_optimizer import (
     weight_said,
 )
 from paceline.training.flat import FlatParameters, segments_of
+from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all
 from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
@@ -54,6 +56,8 @@ class CombinedOptimizer(SteppedTogether):
         self._holding = False
         self._num_steps = 0
         self._num_combined = 0  # since the last step
+        is_telling = settings.first == 0  # one part tells of the data of all
+        self._same_batches = SameBatches(job.rank, settings.name, tell if is_telling else str)
         self._weights: list[float] = []  # of the gradients of all replicas, when they were last combined
         if isinstance(model, Parallel):
             model.when_backward(WeakMethod(self._after_backward))
@@ -172,7 +176,11 @@ class CombinedOptimizer(SteppedTogether):
         Raises:
             UsageError: a replica has run `forward_backward` more often for this step.
         """
-        own = torch.tensor([self._num_steps, self._num_combined, what == "gradients", weight], dtype=torch.float64)
+        digest, same = 0, self._same_batches
+        if same.is_checking and what == "gradients":
+            digest = digest_of_batch([one.grad for one in self._flat.tensors])
+        numbers = [self._num_steps, self._num_combined, what == "gradients", weight, digest]
+        own = torch.tensor(numbers, dtype=torch.float64)
         mesh, told = self._mesh, [torch.zeros_like(own) for _ in range(self._num_replicas)]
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_gather(told, own, group=mesh.group("data"))
@@ -187,6 +195,9 @@ class CombinedOptimizer(SteppedTogether):
                 f"forward_backward equally often for a step, as it combines their gradients: {done}. Run all but the "
                 "last of a step inside of optimizer.accumulate()."
             )
+        if same.is_checking and what == "gradients":
+            ranks = [mesh.grid.rank(replace(mesh.position, replica=replica)) for replica in range(len(told))]
+            same.compare(ranks, [int(one[4]) for one in told])
         return [float(one[3]) for one in told]
 
     def _combine(self, weight: float) -> None:

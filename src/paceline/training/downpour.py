@@ -247,6 +247,7 @@ class DownpourOptimizer(Distributed):
         self._accrual.add(gradients, weight)
         if self._accrual.num_steps == self._how.push_every:
             self._push()
+        self._job.unpushed_steps[self._settings.name] = self._accrual.num_steps, self._how.push_every
         return weight
 
     def receive(self) -> None:

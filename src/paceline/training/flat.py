@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.update.table import DType, Segment
+from paceline.update.table import DType, Segment, position_hint, positional_name
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
@@ -58,7 +58,7 @@ class FlatParameters:
             found = ", ".join(f"{str(dtype).removeprefix('torch.')} ('{name}')" for dtype, name in first_of.items())
             raise UsageError(
                 f"the tensors of one table have the dtypes {found or 'of nothing: there are none'}; expected one of "
-                f"{', '.join(_DTYPES.values())} for all. Convert the model, or make one optimizer for each dtype."
+                f"{', '.join(_DTYPES.values())} for all. {_advice(first_of)}"
             )
         return FlatParameters(named, _DTYPES[first_of.popitem()[0]])
 
@@ -92,6 +92,17 @@ class FlatParameters:
         return zip(self.tensors, self.parts(flat), strict=True)
 
 
+def _advice(first_of: Mapping[torch.dtype, str]) -> str:
+    """Return what to do about these dtypes, and where the name of a parameter comes from if it is a position."""
+    advice = "Convert the model, or make one optimizer for each dtype."
+    if any(dtype.is_complex for dtype in first_of):
+        advice = (
+            "For complex numbers make the parameter of their real and imaginary parts, torch.view_as_real(values), and "
+            "compute with torch.view_as_complex(parameter)."
+        )
+    return advice + "".join(position_hint(name) for name in list(first_of.values())[:1])
+
+
 def segments_of(
     optimizer: torch.optim.Optimizer, model: nn.Module | None
 ) -> tuple[dict[str, Tensor], tuple[Segment, ...]]:
@@ -105,7 +116,7 @@ def segments_of(
     for group_index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
-            own = given[index] if index < len(given) else f"group{group_index}.{index}"
+            own = given[index] if index < len(given) else positional_name(group_index, index)
             name = names.get(parameter, own)
             if name in named:
                 raise UsageError(f"the optimizer has two parameters of the name '{name}': give each its own.")

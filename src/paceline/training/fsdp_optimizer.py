@@ -29,6 +29,7 @@ from paceline.training.collective_optimizer import (
     require_weighed,
     weight_said,
 )
+from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all
 from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
@@ -59,6 +60,7 @@ class Passes:
         self._done: float | None = None  # weight of the backward passes since the last step
         self._weight_before = 1.0  # of the backward before
         self._with_batch = [True] * mesh.grid.replicas  # in the last backward, by replica
+        self._same_batches = SameBatches(job.rank, settings.name)
         self._last: tuple[Any, Any] | None = None  # arguments of the last call of the model
         before, after = WeakMethod(self._before), WeakMethod(self._after)
         self._handles = [
@@ -174,8 +176,14 @@ class Passes:
 
     def _before(self, args: Any, kwargs: Any) -> None:  # noqa: ANN401 - whatever the module takes
         if torch.is_grad_enabled():
+            same = self._same_batches
+            digest = digest_of_batch(tree_leaves((args, kwargs))) if same.is_checking else 0
             with self._job.meter.communicating():
-                agree_on(self._mesh, "forward")
+                told = agree_on(self._mesh, "forward", digest)
+            if same.is_checking:
+                group = self._mesh.group("data")
+                workers = [dist.get_global_rank(group, index) for index in range(len(told))]
+                same.compare(workers, [digest for digest, *_ in told])
             self._last = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
     def _after(self, outputs: Any) -> None:  # noqa: ANN401 - whatever the module returns

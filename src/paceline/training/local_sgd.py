@@ -295,6 +295,7 @@ class LocalOptimizer(Distributed):
         self.state = optimizer.state
         self._optimizer = optimizer
         self._rounds = rounds
+        self._num_unpushed = 0  # steps since the end of a round
         self._fragments = self._open_fragments(named, model)
         # By the clock, so that a worker that joins late exchanges in the same steps as the others.
         self._num_steps = self._fragments[0].table.node.clock
@@ -315,6 +316,10 @@ class LocalOptimizer(Distributed):
         self._num_steps += 1
         if self._may_step():
             self._optimizer.step()
+        self._num_unpushed += 1
+        if self._rounds.is_pushed(self._rounds.fragments - 1, self._num_steps):  # the last fragments, and buffers
+            self._num_unpushed = 0
+        self._job.unpushed_steps[self._settings.name] = self._num_unpushed, self._rounds.steps
         for fragment in self._fragments:
             fragment.num_samples += weight
             if self._rounds.is_pushed(fragment.turn, self._num_steps):

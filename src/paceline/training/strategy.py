@@ -107,6 +107,11 @@ class TrainingJob(Protocol):
         ...
 
     @property
+    def unpushed_steps(self) -> dict[str, tuple[int, int]]:
+        """By the name of an optimizer: its steps since the last push, and the number of steps that make a push."""
+        ...
+
+    @property
     def meter(self) -> StepMetrics:
         """Metrics of this worker's steps."""
         ...
