@@ -21,7 +21,6 @@ WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 NAMES_LEFT = {"data": 15, "server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
-    "api": 10,
     "benchmarks": 6,
     "collective": 7,
     "core": 18,
@@ -39,7 +38,6 @@ PEOPLE_LEFT = {
     "simulate": 7,
     "tests": 134,
     "tools": 11,
-    "training": 14,
     "transport": 29,
     "update": 17,
     "wire": 3,

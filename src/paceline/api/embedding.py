@@ -142,7 +142,7 @@ class Embedding(_RowLayer):
     """A lookup table used like `torch.nn.Embedding`, whose rows live on the servers and learn there.
 
     It has no parameters, so optimizers and `state_dict` of the model do not see it. Forward pulls the distinct rows of
-    its ids as the consistency demands; backward collects their gradients, and the end of the clock (`step` of a
+    its ids as the consistency requires; backward collects their gradients, and the end of the clock (`step` of a
     distributed optimizer, or `Session.clock`) pushes them, once. `zero_grad` of such an optimizer, or of this module,
     drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact. A copy
     (`copy.deepcopy`) reads and trains the same rows, and is frozen by itself.
@@ -236,7 +236,7 @@ class Embedding(_RowLayer):
         self.norm_type, self.scale_grad_by_freq, self.sparse = norm_type, scale_grad_by_freq, sparse
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of these ids; blocks as long as the consistency demands."""
+        """Return the rows of these ids; blocks as long as the consistency requires."""
         found = self._lookup.find(input, learn=self._learns)
         return functional.embedding(found.places, found.rows, found.padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
@@ -330,7 +330,7 @@ class EmbeddingBag(_RowLayer):
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return the sum, mean or maximum of each bag; blocks as long as the consistency demands."""
+        """Return the sum, mean or maximum of each bag; blocks as long as the consistency requires."""
         # Not by torch, whose backward on a CPU takes the frequencies of other rows.
         found = self._lookup.find(input, learn=self._learns, by_frequency=self.scale_grad_by_freq)
         return functional.embedding_bag(

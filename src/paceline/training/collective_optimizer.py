@@ -105,18 +105,18 @@ class AgreedHyperparameters:
 
 
 def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0) -> bytes | None:
-    """Return the hyperparameters of the first replica that has a batch where they are others than `own`, else None.
+    """Return the hyperparameters of the first replica that has a batch where they differ from `own`, else None.
 
-    Blocks until all who hold the same part have come.
+    Blocks until all workers that hold the same part call it.
 
     Args:
         mesh: of workers, where those along "data" hold the same part.
         own: the hyperparameters of this replica.
         has_batch: whether it has a batch in this step.
-        values: a digest of what is to be the same on all replicas.
+        values: a digest of what has to be the same on all replicas.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the digests differ.
     """
     group, rank = mesh.group("data"), mesh.worker_set.rank
     told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch))
@@ -133,12 +133,12 @@ def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0
 
 
 def agree_on(mesh: Mesh, what: Together, *numbers: int) -> list[list[int]]:
-    """Tell all who hold the same part what comes next, with up to four numbers, and return theirs, by replica.
+    """Exchange what comes next, and up to four numbers, with the workers that hold the same part.
 
-    Blocks until all have come to it.
+    Blocks until all of them call it; returns their numbers, by replica.
 
     Raises:
-        UsageError: something else comes next on another worker; nothing has been sent then.
+        UsageError: another worker comes to something else; no data has been sent then.
     """
     group, kinds = mesh.group("data"), get_args(Together)
     words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])

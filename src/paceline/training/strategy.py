@@ -352,8 +352,8 @@ class Distributed(torch.optim.Optimizer, ABC):
         if self._num_overflows >= _USUAL_OVERFLOWS and is_told(self._num_overflows):
             meter.tell(
                 f"worker {self._job.rank}, clock {clock}: the last {self._num_overflows} steps of "
-                "'{self._settings.name}' were left out, as the GradScaler found gradients that are not finite at every "
-                "scale: see whether the loss is finite, and train in bfloat16 if it is."
+                f"'{self._settings.name}' were left out, as the GradScaler found gradients that are not finite at "
+                "every scale: see whether the loss is finite, and train in bfloat16 if it is."
             )
 
     def _note_refused(self, reason: str, *, is_told: bool = True) -> None:

@@ -63,7 +63,7 @@ class RowRule(Protocol):
             gradient: of the same shape and dtype; never write to it.
             state: [n, width of the column] each, by name.
             hyper: the hyperparameters, as of this update.
-            echo: the echo column as the reader got it, NaN where it never read the row; None when nobody read.
+            echo: the echo column as the reader got it, NaN where it never read the row; None without readers.
         """
         ...
 

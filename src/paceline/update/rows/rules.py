@@ -278,7 +278,7 @@ class AdaptiveRevisionRows:
 
 
 def _since(total: Tensor, echo: Tensor | None) -> Tensor:
-    """Return the sum of the gradients since the reader's; 0 where nobody read."""
+    """Return the sum of the gradients since the reader's; 0 for a row without readers."""
     return torch.zeros_like(total) if echo is None else torch.where(echo.isnan(), 0.0, total - echo)
 
 
