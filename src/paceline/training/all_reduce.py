@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.training.all_reduce_parts import CombinedOptimizer
-from paceline.training.collective_optimizer import SteppedTogether, weight_said
+from paceline.training.collective_optimizer import CollectiveOptimizer, checked_weight
 from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
 from paceline.training.state import checked_by_all
@@ -51,7 +51,7 @@ class AllReduce:
         return ReplicatedOptimizer(optimizer, model, settings, self, job)
 
 
-class ReplicatedOptimizer(SteppedTogether):
+class ReplicatedOptimizer(CollectiveOptimizer):
     """Optimizer used like the one it wraps, which steps on every worker with the mean of all workers' gradients.
 
     After `backward` the gradients are already combined, as in DistributedDataParallel, so clipping applies to the
@@ -104,7 +104,7 @@ class ReplicatedOptimizer(SteppedTogether):
 
         Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
-        self._replica.weight = weight_said(samples)
+        self._replica.weight = checked_weight(samples)
 
     def step_without_batch(self) -> None:
         """Take part in a step without a batch, with weight 0."""

@@ -19,11 +19,11 @@ from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     COMPARED_EVERY,
     NOT_FINITE,
-    SteppedTogether,
+    CollectiveOptimizer,
+    checked_weight,
     digest_of_values,
     numbers_of_first,
     require_weighed,
-    weight_said,
 )
 from paceline.training.flat import FlatParameters, segments_of
 from paceline.training.same_batches import SameBatches, digest_of_batch
@@ -32,7 +32,7 @@ from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
 
-class CombinedOptimizer(SteppedTogether):
+class CombinedOptimizer(CollectiveOptimizer):
     """Optimizer used like the one it wraps; all workers that hold the same part of the model step identically.
 
     After `forward_backward` the gradients are already combined, as under all-reduce of whole models, so clipping
@@ -91,7 +91,7 @@ class CombinedOptimizer(SteppedTogether):
 
         Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
-        self._weight = weight_said(samples)
+        self._weight = checked_weight(samples)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, combined or not."""

@@ -234,7 +234,7 @@ class Overlap:
 
     def _wait_in_forward(self, model: nn.Module) -> None:
         """Make each unit wait for the buckets of its parameters, and `state_dict` of the model for all."""
-        arrive = WeakMethod(self._arrive)
+        wait = WeakMethod(self._wait_for_values)
         inside = set(map(id, model.parameters()))
         lazy = [b for b in self.buckets if inside.issuperset(map(id, b.flat.named.values()))]
         self._awaited = {bucket.first for bucket in lazy}
@@ -242,10 +242,10 @@ class Overlap:
             own = set(map(id, module.parameters()))
             held = [b.first for b in lazy if not own.isdisjoint(map(id, b.flat.named.values()))]
             if held:
-                self._handles.append(module.register_forward_pre_hook(_arriving(arrive, held)))
-        self._handles.append(model.register_state_dict_pre_hook(_arriving(arrive, list(self._awaited))))
+                self._handles.append(module.register_forward_pre_hook(_waiting_hook(wait, held)))
+        self._handles.append(model.register_state_dict_pre_hook(_waiting_hook(wait, list(self._awaited))))
 
-    def _arrive(self, firsts: Sequence[int]) -> None:
+    def _wait_for_values(self, firsts: Sequence[int]) -> None:
         for bucket in self.buckets:
             if bucket.first in firsts:
                 bucket.wait_for_values()
@@ -271,12 +271,12 @@ def _calling(act: WeakMethod[Callable[[int, int], None]], number: int, index: in
     return on_gradient
 
 
-def _arriving(act: WeakMethod[Callable[[Sequence[int]], None]], firsts: Sequence[int]) -> Callable[..., None]:
+def _waiting_hook(act: WeakMethod[Callable[[Sequence[int]], None]], firsts: Sequence[int]) -> Callable[..., None]:
     """Return a hook that modules call before their forward; it keeps no object alive."""
 
-    def arrive(*_: object) -> None:
+    def wait(*_: object) -> None:
         call = act()
         if call is not None:
             call(firsts)
 
-    return arrive
+    return wait

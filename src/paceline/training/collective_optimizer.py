@@ -203,7 +203,7 @@ def _items(value: object) -> Sequence[object]:
 NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
 
 
-class SteppedTogether(Distributed):
+class CollectiveOptimizer(Distributed):
     """Optimizer used like the one it wraps; all workers with the same part of a model step it identically.
 
     Attributes:
@@ -259,7 +259,7 @@ class SteppedTogether(Distributed):
         return {}
 
 
-def weight_said(samples: float) -> float:
+def checked_weight(samples: float) -> float:
     """Return a weight that the script has set; raises UsageError unless it is more than 0."""
     if not samples > 0:
         raise UsageError(f"weigh got {samples} samples, expected more than 0.")

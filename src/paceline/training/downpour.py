@@ -335,9 +335,9 @@ class DownpourOptimizer(Distributed):
             return False
         if not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
             return False
-        arrive = _calling(WeakMethod(self.wait_for_values))
-        model.register_forward_pre_hook(arrive)
-        model.register_state_dict_pre_hook(arrive)
+        wait = _calling(WeakMethod(self.wait_for_values))
+        model.register_forward_pre_hook(wait)
+        model.register_state_dict_pre_hook(wait)
         return True
 
     def _start_after_first(self, num_steps: int) -> None:

@@ -23,11 +23,11 @@ from paceline.model_parallel.whole import whole
 from paceline.training.buffers import floating_buffers
 from paceline.training.collective_optimizer import (
     NOT_FINITE,
-    SteppedTogether,
+    CollectiveOptimizer,
     agree_on,
+    checked_weight,
     numbers_of_first,
     require_weighed,
-    weight_said,
 )
 from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all
@@ -269,7 +269,7 @@ def _call(method: WeakMethod[Any], *args: object) -> Any:  # noqa: ANN401 - what
     return None if act is None else act(*args)
 
 
-class ShardedOptimizer(SteppedTogether):
+class ShardedOptimizer(CollectiveOptimizer):
     """Optimizer used like the one it wraps, which steps this worker's slice of each parameter.
 
     After `backward` gradients are already combined, in slices. Parameters, gradients and state are `DTensor`s, so that
@@ -316,7 +316,7 @@ class ShardedOptimizer(SteppedTogether):
 
         Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
-        self._passes.weight = weight_said(samples)
+        self._passes.weight = checked_weight(samples)
 
     def step_without_batch(self) -> None:
         """Take part in a step without a batch: repeat this worker's last batch, with weight 0.
