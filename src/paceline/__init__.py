@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.api.collectives import all_gather, all_reduce, broadcast, pull, push, reduce, wait
     from paceline.api.connect import connect
     from paceline.api.embedding import Embedding, EmbeddingBag
-    from paceline.api.feeding import feed
+    from paceline.api.feed import feed
     from paceline.api.script import (
         barrier,
         distributed,
@@ -99,7 +99,7 @@ _HOMES = {
     "Session": "paceline.api.session",
     "connect": "paceline.api.connect",
     "downpour": "paceline.training.downpour",
-    "feed": "paceline.api.feeding",
+    "feed": "paceline.api.feed",
     "files": "paceline.data.files",
     "fsdp": "paceline.training.fsdp",
     "managed": "paceline.worker.rows.managed",

@@ -66,7 +66,7 @@ def test_a_model_goes_on_under_the_optimizer_of_the_second_call(tmp_path: Path, 
         with pytest.raises(UsageError, match=r"step of 'model': 'model-2' was distributed later for some of its"):
             first.step()
         with second.snapshot():
-            return [parameter.detach().clone() for parameter in model.parameters()], second._name
+            return [parameter.detach().clone() for parameter in model.parameters()], second._settings.name
 
     alone = small()
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_a_call_that_was_refused_takes_no_name(tmp_path: Path) -> None:
     def work(_: Session) -> str:
         with pytest.raises(UsageError, match="LBFGS"):
             paceline.distributed(torch.optim.LBFGS(small().parameters()))
-        return paceline.distributed(sgd(small()))._name
+        return paceline.distributed(sgd(small()))._settings.name
 
     assert run_job(tmp_path, work) == ["model"]
 

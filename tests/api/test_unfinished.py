@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,24 @@ def test_a_clock_that_goes_on_and_on_is_told_once(
         w.push([1.0])
         ps.clock()
         assert told(capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "every"), [(paceline.downpour(push_every=4), 4), (paceline.local_sgd(3), 3), (paceline.diloco(4), 4)]
+)
+@pytest.mark.parametrize("num_steps", [1, 5, 12])
+def test_steps_that_were_never_pushed_are_told(
+    capsys: pytest.CaptureFixture[str], strategy: Any, every: int, num_steps: int
+) -> None:
+    with paceline.connect() as ps:
+        paceline.init(ps)
+        model = torch.nn.Linear(2, 1)
+        optimizer = paceline.distributed(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, name="net")
+        for _ in range(num_steps):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+        del optimizer  # the script may have dropped it
+    left = num_steps % every
+    assert [line.partition(" that were never pushed")[0] for line in told(capsys)] == (
+        [f"paceline: worker 0 leaves at clock {num_steps} with {left} step{'s' * (left > 1)} of 'net'"] if left else []
+    )

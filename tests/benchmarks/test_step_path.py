@@ -20,7 +20,7 @@ def test_the_way_of_a_step_does_not_grow() -> None:
     *listed, last = done.stdout.splitlines()
     path = json.loads(last)
     # Both ends are counted: the server runs in a thread of its own.
-    for passed in ("training/optimizer.py", "core/worker.py", "core/server.py", "update/shard.py"):
+    for passed in ("training/parameter_server.py", "core/worker.py", "core/server.py", "update/shard.py"):
         assert any(passed in line for line in listed), passed
     assert path["files"] <= MAX_FILES, done.stdout
     assert path["functions"] <= MAX_FUNCTIONS, done.stdout

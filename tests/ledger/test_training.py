@@ -80,7 +80,7 @@ def train(ps: Session, choice: Choice) -> int:
         optimizer.step()
         num_made += 1
         if num_made % 2:  # else the next step begins while this one's values and answers are under way
-            optimizer.arrive()
+            optimizer.wait_for_values()
             for values in counted(model):
                 look_at(values.clone(), num_made, policy)
     ps.barrier()
@@ -126,7 +126,7 @@ def run(choice: Choice, directory: Path) -> None:
 
 @pytest.fixture
 def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 1000)
 
 
 @pytest.mark.usefixtures("several_buckets")

@@ -21,7 +21,6 @@ WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 NAMES_LEFT = {"server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
-    "api": 10,
     "core": 18,
     "docs": 5,
     "job": 15,
@@ -31,7 +30,6 @@ PEOPLE_LEFT = {
     "serve": 21,
     "server": 18,
     "tests": 134,
-    "training": 14,
     "worker": 22,
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.api.session import Session
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 torch.set_num_threads(1)
 

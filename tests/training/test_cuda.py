@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.api.session import Session
 from paceline.training.device_copies import DeviceCopies
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 
@@ -34,7 +34,7 @@ def started() -> None:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 1 << 16)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 1 << 16)
 
 
 class Split(nn.Module):
@@ -102,7 +102,7 @@ def test_training_ends_where_a_plain_optimizer_does(
         optimizer = paceline.distributed(sgd(model), overlap=overlap, model=model)
         for number in range(NUM_STEPS):
             act(model, optimizer, 0, number)
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return flat(model)
 
     expected = alone(make, act, sgd)
@@ -196,7 +196,7 @@ def test_parameters_are_those_of_every_worker(tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss_of(model, micro_batch(worker.rank, number)).backward()
             optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         assert all(parameter.is_cuda for parameter in model.parameters())
         return parameters(model).cpu()
 

@@ -198,7 +198,7 @@ def test_a_model_of_the_host_has_nothing_to_do_with_cuda(
             optimizer.zero_grad()
             one_batch(model, worker.rank, step)
             optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return parameters(model)
 
     expected = train_alone(Recipe(num_steps=6), 1)[0]

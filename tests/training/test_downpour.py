@@ -16,8 +16,8 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.job.strategy import Distribution
+from paceline.training.arguments import choose_strategy
 from paceline.training.downpour import DownpourOptimizer
-from paceline.training.resolve import choose_strategy
 from paceline.worker.table import Table
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -223,7 +223,7 @@ def test_statistics_of_the_model_are_averaged(tmp_path: Path) -> None:
         worker.barrier()  # both begin with the same statistics
         model(torch.tensor([[0.0], [2.0]], dtype=torch.float64) + 10 * worker.rank).sum().backward()
         optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         worker.barrier()
         with optimizer.snapshot():
             return model[0].running_mean.item()

@@ -46,3 +46,10 @@ def test_two_parameters_of_one_name_are_refused() -> None:
     groups = [{"params": list(nn.Linear(2, 1).named_parameters())} for _ in range(2)]
     with pytest.raises(UsageError, match="two parameters of the name 'weight'"):
         segments_of(torch.optim.SGD(groups, lr=0.1), None)
+
+
+def test_complex_parameters_are_refused_with_a_way_to_train_them() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    named, _ = segments_of(torch.optim.SGD([parameter], lr=0.1), None)
+    with pytest.raises(UsageError, match=r"complex64 \('group0.0'\).*view_as_real.*is parameter 0 of group 0 of the"):
+        FlatParameters.over(named)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.api.session import Session
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 NUM_STEPS = 6
 
@@ -286,7 +286,7 @@ def test_values_fetched_without_a_push_take_no_memory_for_pushes(tmp_path: Path,
         optimizer = paceline.distributed(sgd(model), consistency=consistency)
         for _ in range(4):  # more than there may be pushes under way
             worker.clock()
-            optimizer.follow()
+            optimizer.step_without_batch()
         slots = worker.node._pushes._slots["model"]
         return slots.num_made == 1
 

@@ -18,8 +18,8 @@ from paceline.job.mesh import MeshShape
 from paceline.model_parallel.part import ModelPart
 from paceline.model_parallel.split_layers import ColumnLinear, RankShare, RowLinear
 from paceline.training.all_reduce import AllReduce
-from paceline.training.optimizer import ParameterServer, Settings
-from paceline.training.part_job import distribute_part
+from paceline.training.parameter_server import ParameterServer
+from paceline.training.strategy import Settings, distribute
 from paceline.update.torch_rule import granularity_of
 
 
@@ -78,10 +78,10 @@ def test_parts_of_tensors_are_not_given_to_who_looks_at_whole_ones(strategy: Any
         nn.Linear(4, 4, bias=False),
     )
     part = ModelPart(MeshShape(1, 1, 2), 0, None)
-    settings = Settings(Consistency.parse("bsp"), "samples", 1, "reject", "model")
+    settings = Settings(Consistency.parse("bsp"), "samples", 1, "reject", "model", part=part)
 
     def distributed(optimizer: torch.optim.Optimizer) -> object:
-        return distribute_part(strategy, optimizer, model, settings, cast("Any", None), part)
+        return distribute(strategy, optimizer, model, settings, cast("Any", None))
 
     for made in (torch.optim.Adafactor(model.parameters()), Sign(model[1:].parameters(), by_norm=True)):
         with pytest.raises(

@@ -18,14 +18,14 @@ import paceline
 from paceline.api.session import Session
 from paceline.core.consistency import bsp
 from paceline.errors import UsageError
+from paceline.job.mesh import MeshShape
+from paceline.model_parallel.part import ModelPart
 from paceline.training.groups import GroupedOptimizer, Groups
-from paceline.training.optimizer import ParameterServer, Settings
-from paceline.training.part_job import PartJob
+from paceline.training.parameter_server import ParameterServer
+from paceline.training.strategy import Settings
 
 if TYPE_CHECKING:
-    from paceline.model_parallel.part import ModelPart
     from paceline.training.gradient_accumulation import SliceSums
-    from paceline.training.part_job import WholeJob
 
 BATCH_SIZE = 4
 EXACT = {"rtol": 1e-10, "atol": 1e-14}
@@ -79,7 +79,7 @@ def test_lockstep_groups_learn_what_one_process_learns(tmp_path: Path, make: Mak
             schedule.step()
             num_own += 1
         assert (num_own, worker.node.clock) == (5 if worker.rank < 2 else 4, 5)
-        optimizer.arrive()
+        optimizer.wait_for_values()
         state = optimizer.state_dict()
         worker.barrier()
         return parameters(model), state
@@ -273,11 +273,8 @@ def test_patterns_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
             "strategy: '0.*' has a warm start, in which worker 0 would wait"
         )
         assert refused(model, {"*": "fsdp"}).startswith("strategy: '*' is told fsdp, which shards a model as a whole")
-        cut, how = (
-            PartJob(cast("WholeJob", worker), cast("ModelPart", None)),
-            Settings(bsp(), "mean", 1, "reject", "model"),
-        )
+        how = Settings(bsp(), "mean", 1, "reject", "model", part=ModelPart(MeshShape(2, 1, 1), 0, None))
         with pytest.raises(UsageError, match="patterns are for a model that each worker holds as a whole"):
-            Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, cut)
+            Groups((("*", ParameterServer()),)).distribute(adam(model), model, how, worker)
 
     run_job(tmp_path, work)

@@ -117,7 +117,7 @@ class AllDeviceCopies:
 @pytest.fixture
 def couriers(monkeypatch: pytest.MonkeyPatch) -> AllDeviceCopies:
     made = AllDeviceCopies()
-    monkeypatch.setattr("paceline.training.optimizer.DeviceCopies", made)
+    monkeypatch.setattr("paceline.training.parameter_server.DeviceCopies", made)
     return made
 
 
@@ -178,7 +178,7 @@ def test_gradients_are_there_before_they_are_sent(
         model = mlp()
         optimizer = paceline.distributed(adam(model), overlap=overlap, model=model)
         run(loop, model, optimizer, worker.rank)
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return parameters(model)
 
     model = mlp()

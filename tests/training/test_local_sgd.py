@@ -20,10 +20,8 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.job.strategy import Distribution
-from paceline.training.local_sgd import LocalSGD
-from paceline.training.local_sgd_optimizer import Fragment
-from paceline.training.local_sgd_rounds import ExchangeRounds
-from paceline.training.resolve import choose_strategy
+from paceline.training.arguments import choose_strategy
+from paceline.training.local_sgd import ExchangeRounds, Fragment, LocalSGD
 from paceline.transport.base import Frame
 from paceline.transport.memory import MemoryConnection
 

@@ -17,8 +17,7 @@ import paceline
 from paceline.api.script import bind
 from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.training.local_sgd import LocalSGD
-from paceline.training.local_sgd_optimizer import LocalOptimizer
+from paceline.training.local_sgd import LocalOptimizer, LocalSGD
 
 
 def slope() -> nn.Module:

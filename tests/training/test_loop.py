@@ -330,7 +330,10 @@ def wider() -> nn.Module:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: sgd(wider()), r"parameter 0 is 'group0.0' \(18, 9\) here and 'group0.0' \(17, 9\) there"),
+        (
+            lambda: sgd(wider()),
+            r"'group0.0' \(18, 9\) here and 'group0.0' \(17, 9\) there\. \('group0.0' is parameter 0 of .*model=",
+        ),
         (lambda: adam(mlp()), "the update rule is torch.optim.Adam here and torch.optim.SGD there"),
         (lambda: torch.optim.SGD(mlp().parameters(), lr=0.1, momentum=0.9), "lr of group 0 is 0.1 here and 0.05 there"),
         (lambda: sgd(mlp().double()), "the dtype is float64 here and float32 there"),

@@ -28,13 +28,13 @@ import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
 from paceline.training.bucket import bucket_ranges
-from paceline.training.optimizer import DistributedOptimizer
+from paceline.training.parameter_server import DistributedOptimizer
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the little models of these tests have several buckets."""
-    monkeypatch.setattr("paceline.training.optimizer.BUCKET_BYTES", 64)
+    monkeypatch.setattr("paceline.training.parameter_server.BUCKET_BYTES", 64)
 
 
 def distribute(recipe: Recipe, *, with_model: bool = True, **settings: Any) -> tuple[nn.Module, DistributedOptimizer]:
@@ -52,7 +52,7 @@ def train(worker: Session, recipe: Recipe, **settings: Any) -> Tensor:
         recipe.backward(model, worker.rank, step)
         optimizer.step()
         after_step(step)
-    optimizer.arrive()
+    optimizer.wait_for_values()
     return parameters(model)
 
 
@@ -82,7 +82,7 @@ def test_every_policy_trains(tmp_path: Path, consistency: str) -> None:
             optimizer.zero_grad()
             loss_of(model, micro_batch(ps.rank, step % 5)).backward()
             optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return loss_of(model, micro_batch(0, 0)).item() / before
 
     assert all(ratio < 0.9 for ratio in run_job(tmp_path, work, workers=2, carrier="shm"))
@@ -124,7 +124,7 @@ def test_gradients_leave_before_backward_ends_and_values_are_waited_for_where_th
         sent: set[str] = set()
         awaited: set[str] = set()
         between.in_backward = lambda: sent.update(b.table.name for b in optimizer._buckets if b._sent)
-        between.in_forward = lambda: awaited.update(b.table.name for b in optimizer._buckets if b._asked)
+        between.in_forward = lambda: awaited.update(b.table.name for b in optimizer._buckets if b._requested)
         for step in range(2):
             optimizer.zero_grad()
             one_batch(model, ps.rank, step)
@@ -189,7 +189,7 @@ def test_gradients_that_are_accumulated_are_sent_once(tmp_path: Path) -> None:
                     loss_of(model, micro_batch(ps.rank, 3 * step + part)).backward()
             loss_of(model, micro_batch(ps.rank, 3 * step + 2)).backward()
             optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return parameters(model)
 
     expected = train_alone(Recipe(backward=backward), 2)[0]
@@ -225,7 +225,7 @@ def test_gradients_may_be_written_to_while_their_push_is_under_way(
             optimizer.step()
             write(model, optimizer)
             written[step].set()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return parameters(model)
 
     expected = train_alone(recipe, 2)[0]
@@ -263,7 +263,7 @@ def test_all_values_arrive_in_the_step_where_a_parameter_is_not_of_the_model(tmp
         optimizer = paceline.distributed(plain, overlap=True, model=model)
         (loss_of(model, micro_batch(ps.rank, 0)) * scale.sum()).backward()
         optimizer.step()
-        return any(bucket._asked for bucket in optimizer._buckets)
+        return any(bucket._requested for bucket in optimizer._buckets)
 
     assert run_job(tmp_path, work, carrier="tcp") == [False]
 
@@ -356,7 +356,7 @@ def test_a_part_that_does_not_run_is_left_alone(tmp_path: Path) -> None:
             optimizer.zero_grad()
             model[0](micro_batch(ps.rank, step)).square().mean().backward()
             optimizer.step()
-        optimizer.arrive()
+        optimizer.wait_for_values()
         return parameters(model), before
 
     for after, before in run_job(tmp_path, work, workers=2, carrier="tcp"):

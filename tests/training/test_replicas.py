@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.api.session import Session
 from paceline.errors import PeerError, UsageError
-from paceline.training.agreed_hyperparameters import AgreedHyperparameters, digest_of_values
+from paceline.training.collective_optimizer import AgreedHyperparameters, digest_of_values
 from paceline.training.strategy import Distributed
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-14}

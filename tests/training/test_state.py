@@ -284,7 +284,7 @@ def test_what_worker_0_cannot_send_is_told_to_all(tmp_path: Path, monkeypatch: p
         optimizer = paceline.distributed(adam(model))
         state = optimizer.state_dict()
         worker.barrier()
-        monkeypatch.setattr("paceline.training.optimizer.send_state", fail)
+        monkeypatch.setattr("paceline.training.parameter_server.send_state", fail)
         with pytest.raises(MemoryError if worker.rank == 0 else Refused) as error:
             optimizer.load_state_dict(state)
         return str(error.value)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.api.session import Session
 from paceline.errors import UsageError
-from paceline.training.strategy import Distributed, in_use
+from paceline.training.strategy import Distributed, optimizers_of_loop
 
 BATCH_SIZE = 4
 DATA = torch.randn(3 * BATCH_SIZE, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
@@ -87,4 +87,4 @@ class Used:
 )
 def test_in_use_are_those_of_the_last_batch(turns: dict[str, tuple[int, int]], expected: str) -> None:
     given = [Used(name, own) for name, own in turns.items()]
-    assert " ".join(cast("Any", one).name for one in in_use(cast("Any", given))) == expected
+    assert " ".join(cast("Any", one).name for one in optimizers_of_loop(cast("Any", given))) == expected

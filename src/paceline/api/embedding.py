@@ -6,7 +6,7 @@ import inspect
 import zlib
 from collections.abc import Sequence
 from types import FrameType
-from typing import Final, Literal, Self, TypeAlias, cast, get_args
+from typing import Final, Literal, Self, TypeAlias, TypedDict, Unpack, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,46 @@ _NO_WEIGHT: Final = (
 )
 
 
+class _TableSettings(TypedDict):
+    """Settings of a row table; see `Session.table`."""
+
+    update: RuleSpec
+    consistency: Consistency | str | None
+    scale: Scale | None
+    nonfinite: NonFinite
+    cache: bool | None
+    cache_rows: int
+    life: Lifecycle
+    filters: Sequence[FilterSpec]
+    communication: Managed | None
+
+
 class _RowLayer(nn.Module):
     """Base of layers whose rows live on the servers. `_lookup` is set once the table is open."""
 
     _lookup: EmbeddingLookup
     _learns = True
+
+    def __init__(
+        self,
+        ps: Session,
+        name: str,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        init: float | First | None,
+        dtype: torch.dtype | None,
+        **settings: Unpack[_TableSettings],
+    ) -> None:
+        super().__init__()
+        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
+        # Without `init` the values of torch, which differ from table to table.
+        first = First("normal", 1.0, zlib.crc32(name.encode())) if init is None else init
+        table = ps.table(name, rows=embedding_dim, init=first, dtype=_dtype(dtype), **settings)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm = max_norm
+        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
 
     @property
     def table(self) -> RowTable:
@@ -107,7 +142,7 @@ class Embedding(_RowLayer):
     """A lookup table used like `torch.nn.Embedding`, whose rows live on the servers and learn there.
 
     It has no parameters, so optimizers and `state_dict` of the model do not see it. Forward pulls the distinct rows of
-    its ids as the consistency demands; backward collects their gradients, and the end of the clock (`step` of a
+    its ids as the consistency requires; backward collects their gradients, and the end of the clock (`step` of a
     distributed optimizer, or `Session.clock`) pushes them, once. `zero_grad` of such an optimizer, or of this module,
     drops them. While gradients are off nothing is collected; in `snapshot` of an optimizer reads are exact. A copy
     (`copy.deepcopy`) reads and trains the same rows, and is frozen by itself.
@@ -177,18 +212,20 @@ class Embedding(_RowLayer):
         communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
-        super().__init__()
         ps = ps or current()
         name = ps.tables.default_name("embedding") if name is None else name
-        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
-        table = ps.table(
+        super().__init__(
+            ps,
             name,
-            rows=embedding_dim,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            init,
+            dtype,
             update=update,
             consistency=consistency,
             scale=scale,
-            init=_first(init, name),
-            dtype=_dtype(dtype),
             nonfinite=nonfinite,
             cache=cache,
             cache_rows=cache_rows,
@@ -196,34 +233,31 @@ class Embedding(_RowLayer):
             filters=filters,
             communication=communication,
         )
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+        self.norm_type, self.scale_grad_by_freq, self.sparse = norm_type, scale_grad_by_freq, sparse
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of these ids; blocks as long as the consistency demands."""
+        """Return the rows of these ids; blocks as long as the consistency requires."""
         found = self._lookup.find(input, learn=self._learns)
         return functional.embedding(found.places, found.rows, found.padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
     def extra_repr(self) -> str:
-        """Return what print shows of it."""
+        """Return the settings that `print` shows."""
         return _described(self._lookup, self.num_embeddings)
 
 
 class EmbeddingBag(_RowLayer):
     """Sums, means or maxima of rows, used like `torch.nn.EmbeddingBag`; the rows live on the servers and learn there.
 
-    All that `paceline.Embedding` says of rows, gradients and clocks holds here.
+    Rows, gradients and clocks are as for `paceline.Embedding`.
 
     Args:
         num_embeddings: as for `paceline.Embedding`, as all that is not listed here.
-        embedding_dim: numbers a row.
+        embedding_dim: width of a row.
         max_norm: must be None.
         norm_type: goes with `max_norm`.
-        scale_grad_by_freq: divide the gradient of a row by how often it is in the batch; not with mode "max".
-        mode: what becomes of the rows of a bag: their "sum", "mean" or "max".
-        sparse: makes no difference.
+        scale_grad_by_freq: divide the gradient of a row by its number of occurrences in the batch; not with mode "max".
+        mode: how the rows of a bag are combined: "sum", "mean" or "max".
+        sparse: has no effect.
         include_last_offset: offsets end with the number of ids.
         padding_idx: an id that is left out of its bag.
 
@@ -265,7 +299,6 @@ class EmbeddingBag(_RowLayer):
         communication: Managed | None = None,
         ps: Session | None = None,
     ) -> None:
-        super().__init__()
         ps = ps or current()
         name = ps.tables.default_name("embedding") if name is None else name
         if mode not in get_args(Mode):
@@ -274,15 +307,18 @@ class EmbeddingBag(_RowLayer):
             raise UsageError(
                 f"table '{name}': scale_grad_by_freq goes with the modes 'sum' and 'mean', not with 'max'."
             )
-        padding_idx = _padding(name, num_embeddings, padding_idx, max_norm)
-        table = ps.table(
+        super().__init__(
+            ps,
             name,
-            rows=embedding_dim,
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            max_norm,
+            init,
+            dtype,
             update=update,
             consistency=consistency,
             scale=scale,
-            init=_first(init, name),
-            dtype=_dtype(dtype),
             nonfinite=nonfinite,
             cache=cache,
             cache_rows=cache_rows,
@@ -290,14 +326,11 @@ class EmbeddingBag(_RowLayer):
             filters=filters,
             communication=communication,
         )
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self._lookup = ps.lookups.over(table, num_embeddings, padding_idx)
+        self.norm_type, self.scale_grad_by_freq, self.sparse = norm_type, scale_grad_by_freq, sparse
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return the sum, mean or maximum of each bag; blocks as long as the consistency demands."""
+        """Return the sum, mean or maximum of each bag; blocks as long as the consistency requires."""
         # Not by torch, whose backward on a CPU takes the frequencies of other rows.
         found = self._lookup.find(input, learn=self._learns, by_frequency=self.scale_grad_by_freq)
         return functional.embedding_bag(
@@ -311,14 +344,14 @@ class EmbeddingBag(_RowLayer):
         )
 
     def extra_repr(self) -> str:
-        """Return what print shows of it."""
+        """Return the settings that `print` shows."""
         return f"{_described(self._lookup, self.num_embeddings)}, mode='{self.mode}'"
 
 
 def _asked_by_requires_grad(frame: FrameType | None) -> bool | None:
-    """Return what torch's `Module.requires_grad_` was given where that looks for parameters on this stack, else None.
+    """Return the argument of the `Module.requires_grad_` of torch that is on this stack; None if there is none.
 
-    It asks the modules inside for their parameters and for nothing else, so a module without any hears of it here only.
+    An enclosing module only asks its inner modules for their parameters, so a module without any can only notice here.
     """
     for _ in range(_DEPTH):
         if frame is not None and frame.f_code is nn.Module.requires_grad_.__code__:
@@ -328,7 +361,7 @@ def _asked_by_requires_grad(frame: FrameType | None) -> bool | None:
 
 
 def _padding(name: str, num: int | None, padding: int | None, max_norm: float | None) -> int | None:
-    """Return the id of the padding; refuse what makes no sense, before there is a table."""
+    """Return the id of the padding; raise UsageError for arguments that are not valid, before the table is made."""
     if max_norm is not None:
         raise UsageError(
             f"table '{name}': max_norm is {max_norm}, but a lookup does not change rows on the servers. Leave it out; "
@@ -346,11 +379,6 @@ def _padding(name: str, num: int | None, padding: int | None, max_norm: float | 
     if not -num <= padding < num:
         raise UsageError(f"table '{name}': padding_idx is {padding}, expected an id below {num}.")
     return padding % num
-
-
-def _first(init: float | First | None, name: str) -> float | First:
-    """Return first values; those of torch, where none are given, differ from table to table."""
-    return First("normal", 1.0, zlib.crc32(name.encode())) if init is None else init
 
 
 def _dtype(dtype: torch.dtype | None) -> DType:

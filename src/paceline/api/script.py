@@ -14,10 +14,9 @@ from paceline.data.sharding import shard_source
 from paceline.data.slicing import slice_source
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import ParallelizeOptions, keep_part
-from paceline.training.arguments import check_distributed
-from paceline.training.optimizer import ParameterServer, Settings
-from paceline.training.resolve import Policy, choose_strategy
-from paceline.training.strategy import Distributed
+from paceline.training.arguments import Policy, check_distributed, choose_strategy
+from paceline.training.parameter_server import ParameterServer
+from paceline.training.strategy import Distributed, Settings
 from paceline.update.table import NonFinite, Scale
 from paceline.worker.given import as_number, brief
 
@@ -219,7 +218,7 @@ def report(*, loss: float | None = None, accuracy: float | None = None) -> None:
     else:
         session.meter.note_evaluation(clock, loss, accuracy)
     if accuracy is not None or clock == 0:
-        session.heed()
+        session.exit_if_preempted()
 
 
 def shard(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, overload
 from weakref import WeakSet
@@ -24,9 +24,7 @@ from paceline.launch.script_exit import ended_well
 from paceline.model_parallel.arrangement import Arrangement
 from paceline.observe.notices import CLOCK_ADVICE
 from paceline.training.embedding_gradients import EmbeddingLookups
-from paceline.training.optimizer import Settings
-from paceline.training.part_job import distribute_part
-from paceline.training.strategy import Distributed, Strategy, in_use
+from paceline.training.strategy import Distributed, Settings, Strategy, distribute, optimizers_of_loop
 from paceline.training.weights import Weights
 from paceline.update.rows.spec import FilterSpec, First, Lifecycle
 from paceline.update.rules import RuleSpec
@@ -93,6 +91,7 @@ class Session:
     tables: TableOpener = field(init=False)
     named: NamedTensors = field(init=False)
     lookups: EmbeddingLookups = field(default_factory=EmbeddingLookups)
+    unpushed_steps: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])  # by optimizer
     slicing: Slicing = field(init=False)
     readers: SessionReaders = field(default_factory=SessionReaders)
     notice: PreemptionNotice = field(default_factory=PreemptionNotice)
@@ -247,7 +246,7 @@ class Session:
         """Open a table of several parameters, laid out flat; see `TableOpener.dense`."""
         return self.tables.open_dense(spec, shape, write_first, read_my_writes=read_my_writes, live=live, first=first)
 
-    def keep(self, weights: Weights) -> None:
+    def detach_at_close(self, weights: Weights) -> None:
         """Detach these weights from the servers' memory when this worker leaves."""
         self._weights.add(weights)
 
@@ -257,23 +256,19 @@ class Session:
         Gradients of embeddings are pushed first, weighted by `samples`: by default the number that loaders have
         returned. Does not block: the next pull waits. Only rows under `paceline.managed` may wait for their budget.
         """
-        with self.communicating():
+        with self.meter.communicating():
             here = f"worker {self.rank}, clock {self.node.clock}"
             self.lookups.push(self.meter.samples or None if samples is None else as_count(samples, here))
             self.meter.finish_clock(self.node.clock)
             for optimizer in self._optimizers:
-                optimizer.hold_still()
+                optimizer.freeze_values()
             self.node.tick()
-        self.heed()
+        self.exit_if_preempted()
         return self.node.clock
 
-    def heed(self) -> None:
+    def exit_if_preempted(self) -> None:
         """Close the session and raise SystemExit(143) if this process was preempted; called at the end of a step."""
         self.notice.exit_if_preempted(self.close)
-
-    def communicating(self) -> AbstractContextManager[None]:
-        """Return a context whose time counts as communication of the training loop; it may be nested."""
-        return self.meter.communicating()
 
     def policy(self, given: Consistency | str | None) -> Consistency:
         """Return the consistency to use: the script's, else the launcher's, else bsp."""
@@ -283,13 +278,13 @@ class Session:
 
     def barrier(self) -> None:
         """Block until every live worker has called this, and all its pushes are settled."""
-        with self.communicating():
+        with self.meter.communicating():
             self.node.settle()
             self.meter.resources.look()
             self.node.rpc.call(0, lambda number: Barrier(number, "barrier"), "the other workers to come to the barrier")
         self.meter.start_training()
 
-    def meet(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+    def barrier_at(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
         """Block until every live worker has called this with the same place, and all its pushes are settled.
 
         Args:
@@ -302,7 +297,7 @@ class Session:
             Refused: a worker has reported a problem, or the required worker is gone; raised on all workers.
         """
         needs = first if needs_first else -1
-        with self.communicating():
+        with self.meter.communicating():
             self.node.settle()
             self.node.rpc.call(
                 0, lambda number: Barrier(number, place, problem, needs), f"the other workers to come to '{place}'"
@@ -332,7 +327,7 @@ class Session:
                 self.node.leave()
 
     def _tell_unfinished(self) -> None:
-        """Warn of pushes and gradients in a clock that this worker has not finished."""
+        """Warn of pushes and gradients in a clock that is not finished, and of steps that were not pushed."""
         held = _listed([(f"table '{table}'", num) for table, num in self.node.unfinished().items()], "push", "pushes")
         if held:
             self.meter.tell(
@@ -347,6 +342,14 @@ class Session:
                 f"worker {self.rank} leaves in the middle of clock {self.node.clock} with {lost} that were never "
                 f"pushed: they are lost. {CLOCK_ADVICE}"
             )
+        for name, (num_steps, every) in self.unpushed_steps.items():
+            if num_steps:
+                steps = "step" if num_steps == 1 else "steps"
+                self.meter.tell(
+                    f"worker {self.rank} leaves at clock {self.node.clock} with {num_steps} {steps} of '{name}' that "
+                    f"were never pushed: the servers and the other workers do not have them. A push is made of {every} "
+                    "steps: take a multiple of that, or fewer steps a push."
+                )
 
     def leave_at_exit(self) -> None:
         """Leave the job as the process ends; tell in one line what fails then, unless it has ended the script."""
@@ -370,7 +373,7 @@ class Session:
         """Give parameters the values still in flight, and memory of their own."""
         try:
             for optimizer in list(self._optimizers) if politely else ():
-                optimizer.arrive()
+                optimizer.wait_for_values()
         finally:
             for weights in list(self._weights):
                 weights.detach()
@@ -381,14 +384,14 @@ class Session:
         self, optimizer: torch.optim.Optimizer, *, model: nn.Module | None, settings: Settings, strategy: Strategy
     ) -> Distributed:
         """Distribute an optimizer by a strategy; see `paceline.distributed`."""
-        part = self.arrangement.part_of(model, settings.name)
+        settings = replace(settings, part=self.arrangement.part_of(model, settings.name))
         with self.tables.claiming(settings.name):
             former = [known for known in self._optimizers if known.shares_parameters(optimizer)]
             for known in former:
-                known.arrive()
-            made = distribute_part(strategy, optimizer, model, settings, self, part)
+                known.wait_for_values()
+            made = distribute(strategy, optimizer, model, settings, self)
             for known in former:  # only one of two optimizers over the same parameters may step them
-                known.hand_over(settings.name)
+                known.retire(settings.name)
                 self._optimizers.discard(known)
         made.turns = self.node.clock, self.node.clock
         self._optimizers.add(made)
@@ -409,12 +412,12 @@ class Session:
         Optimizers without a turn time come first, because their turn is collective. Only optimizers that were used
         with the last batch take part; a script may still hold earlier ones.
         """
-        used = in_use(list(self._optimizers))
-        with self.communicating():
+        used = optimizers_of_loop(list(self._optimizers))
+        with self.meter.communicating():
             for _ in range(max(1, len(used))):
                 self.clock()
             for optimizer in sorted(used, key=lambda one: (one.turn_s == 0.0, one.turn_s)):
-                optimizer.follow()
+                optimizer.step_without_batch()
 
 
 def _listed(found: Sequence[tuple[str, int]], one: str, several: str) -> str:

@@ -116,17 +116,17 @@ def main() -> None:
     if place is None:
         raise UsageError("this program is started by `paceline run --transport memory`")
     del sys.argv[0]
-    script = _module_told() if sys.argv[0] == OPTION else _script_told()
+    script = _module_of_command() if sys.argv[0] == OPTION else _script_of_command()
     sys.exit(run_job(wait_spec(place.spec_path, _START_TIMEOUT_S), place, script))
 
 
-def _module_told() -> ModuleSpec:
+def _module_of_command() -> ModuleSpec:
     name = sys.argv.pop(1)
     sys.argv[0] = str(source_of(name, sys.path))
     return _spec(find_module(name, sys.path).name, sys.argv[0])
 
 
-def _script_told() -> ModuleSpec:
+def _script_of_command() -> ModuleSpec:
     script = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))

@@ -104,7 +104,7 @@ class CallQueue:
         """Return the result of a call; blocks for it, and raises what the call raises."""
         patience_s = self.worker_set.timeout_s if timeout_s is None else timeout_s
         watch, limit_s = Stopwatch(), patience_s
-        while (left_s := limit_s - watch.look()) > 0:
+        while (left_s := limit_s - watch.elapsed_s()) > 0:
             try:
                 return future.result(timeout=min(left_s, 1.0))
             except TimeoutError:

@@ -25,7 +25,7 @@ def wait_for(
     """
     watch = Stopwatch()
     while (found := look()) is None:
-        if watch.look() >= timeout_s:
+        if watch.elapsed_s() >= timeout_s:
             raise DeadlineExceeded(late())
         time.sleep(interval_s)
     return found

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 
 CLOCK_ADVICE = "Call clock() once a step, after its pushes (optimizer.step() of paceline.distributed does)."
+SHARD_ADVICE = (
+    "did the script forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of "
+    "them."
+)
 
 
 def tell(text: str) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.core.consistency import Consistency
 from paceline.core.messages import Push
-from paceline.observe.notices import tell
+from paceline.observe.notices import SHARD_ADVICE, tell
 
-CLOCKS: Final = 4  # of a table that are checked
+CLOCKS: Final = 4  # of a table that are checked: those with the first pushes, which may lie far apart
 _SAMPLES: Final = 4096  # numbers of a gradient that are checked
 _MAX_WORKERS: Final = 64
 # Gradients with fewer different numbers may be alike by chance, or on purpose: counts, ones, a single weight.
@@ -32,14 +32,12 @@ class _Watched:
     """The digests of one table."""
 
     held: bool  # updates show clock by clock: all workers read the same values in a clock
-    first: int = -1  # clock
     # By clock and worker. Invariant: 0 for a gradient that proves nothing.
     digests: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
 
     def look(self, worker: int, clock: int, gradient: Tensor) -> tuple[int, list[int]] | None:
         """Add a push; return another worker with the same gradients, and the clocks that show it, once certain."""
-        self.first = clock if self.first < 0 else self.first
-        if not self.first <= clock < self.first + CLOCKS:
+        if clock not in self.digests and len(self.digests) == CLOCKS:
             return None
         found = self.digests.setdefault(clock, {})
         if worker in found or len(found) == _MAX_WORKERS:
@@ -87,8 +85,7 @@ class SameGradients:
         self._is_told = True
         self._tables.clear()
         self.tell(
-            f"workers {first} and {second} pushed the same gradient of table '{push.table}' at {when}: did the script "
-            "forget paceline.shard(loader)? Workers that train on the same samples learn no more than one of them."
+            f"workers {first} and {second} pushed the same gradient of table '{push.table}' at {when}: {SHARD_ADVICE}"
         )
 
 

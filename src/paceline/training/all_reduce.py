@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.training.combined import CombinedOptimizer
+from paceline.training.all_reduce_parts import CombinedOptimizer
+from paceline.training.collective_optimizer import CollectiveOptimizer, checked_weight
 from paceline.training.ddp import DDPReplica, DDPSettings
 from paceline.training.flat import segments_of
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
-from paceline.training.part_job import PartJob
 from paceline.training.state import checked_by_all
-from paceline.training.strategy import Distributed
-from paceline.training.weighting import SteppedTogether, weight_said
+from paceline.training.strategy import Distributed, Settings, TrainingJob, require_fresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class AllReduce:
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> Distributed:
         """Make an optimizer that steps the same way on all workers."""
-        if isinstance(job, PartJob):
+        if settings.part is not None:
             return CombinedOptimizer(optimizer, model, settings, job)
         if model is None:
             raise UsageError(
@@ -53,7 +51,7 @@ class AllReduce:
         return ReplicatedOptimizer(optimizer, model, settings, self, job)
 
 
-class ReplicatedOptimizer(SteppedTogether):
+class ReplicatedOptimizer(CollectiveOptimizer):
     """Optimizer used like the one it wraps, which steps on every worker with the mean of all workers' gradients.
 
     After `backward` the gradients are already combined, as in DistributedDataParallel, so clipping applies to the
@@ -106,9 +104,9 @@ class ReplicatedOptimizer(SteppedTogether):
 
         Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
-        self._replica.weight = weight_said(samples)
+        self._replica.weight = checked_weight(samples)
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch, with weight 0."""
         self.zero_grad()
         self._replica.backward_of_nothing()

@@ -1,14 +1,23 @@
-"""What scripts give to `paceline.distributed`, checked before anything is sent."""
+"""Arguments of `paceline.distributed`: checks of their types, and the choice of the strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.job.strategy import PARAMETER_SERVER, Distribution
+from paceline.training.all_reduce import AllReduce
+from paceline.training.downpour import Downpour
+from paceline.training.fsdp import FullySharded
+from paceline.training.groups import Groups
+from paceline.training.local_sgd import diloco, local_sgd
+from paceline.training.parameter_server import ParameterServer
+from paceline.training.strategy import Strategy
 from paceline.worker.given import brief
 
 
@@ -53,3 +62,42 @@ def _check_parameters(optimizer: torch.optim.Optimizer, here: str) -> None:
                 )
             if parameter.layout != torch.strided:
                 raise UsageError(f"{here}: a parameter of shape {tuple(parameter.shape)} is sparse: make it dense.")
+
+
+Policy: TypeAlias = Strategy | str
+
+
+def choose_strategy(given: Policy | Mapping[str, Policy] | None, launched: Distribution) -> Strategy:
+    """Return the strategy of the script, else that of the launcher, else the parameter server.
+
+    Args:
+        given: a strategy or its name, or a mapping of patterns of parameter names to these.
+        launched: the choice of the launcher.
+
+    Raises:
+        UsageError: the name is not a strategy.
+
+    Example:
+        >>> choose_strategy(None, Distribution.parse("all-reduce"))
+        AllReduce(unused=False, bucket_mb=25.0)
+    """
+    if isinstance(given, Mapping):
+        return Groups(tuple((pattern, choose_strategy(policy, launched)) for pattern, policy in given.items()))
+    if given is not None and not isinstance(given, str):
+        return given
+    wanted = launched if given is None else Distribution.parse(given)
+    match wanted.data or PARAMETER_SERVER:
+        case "parameter-server":
+            return ParameterServer(wanted.consistency)
+        case "all-reduce":
+            return AllReduce()
+        case "fsdp":
+            return FullySharded()
+        case "local-sgd":
+            return local_sgd(wanted.steps)
+        case "diloco":
+            return diloco(wanted.steps)
+        case "downpour":
+            return Downpour(push_every=wanted.steps, fetch_every=wanted.steps)
+        case name:
+            raise UsageError(f"there is no strategy {name!r} for an optimizer")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from paceline.core.consistency import Consistency
 from paceline.training.flat import FlatParameters
+from paceline.training.strategy import Settings, TrainingJob, open_flat
 from paceline.training.weights import Weights
 from paceline.update.named_rules import Add
 from paceline.update.table import Segment, TableSpec
@@ -55,7 +56,15 @@ def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.numel()}
 
 
-def buffers_spec(name: str, buffers: dict[str, Tensor], flat: FlatParameters, consistency: Consistency) -> TableSpec:
-    """Return the table of these buffers: it adds the mean of what is pushed for a clock."""
-    segments = tuple(Segment(own, tuple(buffer.shape)) for own, buffer in buffers.items())
-    return TableSpec(name, segments, flat.dtype, Add(), str(consistency), "mean", "reject")
+def open_buffers(
+    model: nn.Module | None, settings: Settings, consistency: Consistency, job: TrainingJob, *, read_my_writes: bool
+) -> Buffers | None:
+    """Open a table of the buffers of a model, which adds the mean of what is pushed for a clock; None without any."""
+    named = floating_buffers(model) if model is not None and settings.average_buffers else {}
+    if not named:
+        return None
+    flat = FlatParameters.over(named)
+    segments = tuple(Segment(own, tuple(buffer.shape)) for own, buffer in named.items())
+    spec = TableSpec(f"{settings.name}.buffers", segments, flat.dtype, Add(), str(consistency), "mean", "reject")
+    table = open_flat(job, settings, spec, flat, read_my_writes=read_my_writes)
+    return Buffers(flat, table, settings.num_replicas(job))

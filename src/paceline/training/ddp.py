@@ -19,17 +19,25 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from paceline.collective.call_queue import QueuedCall
 from paceline.collective.operations import broadcast_bytes, broadcast_tensor, reduce_in_place
 from paceline.collective.signature import CallSignature
 from paceline.errors import PeerError, UsageError
-from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of, digest_of_values, require_equal_values
 from paceline.training.buffers import floating_buffers
+from paceline.training.collective_optimizer import (
+    COMPARED_EVERY,
+    NOT_FINITE,
+    digest_of,
+    digest_of_values,
+    require_equal_values,
+    require_weighed,
+)
 from paceline.training.flat import FlatParameters
-from paceline.training.optimizer import TrainingJob
-from paceline.training.weighting import NOT_FINITE, require_weighed
+from paceline.training.same_batches import SameBatches, digest_of_batch
+from paceline.training.strategy import TrainingJob
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Scale
 
@@ -88,6 +96,8 @@ class DDPReplica:
         self._round: StepRound | None = None  # of the backward under way
         self._done: float | None = None  # weight of the backward passes since the last step
         self._weights: list[float] = []  # of all workers in the last backward
+        self._same_batches = SameBatches(job.rank, settings.name)
+        self._inputs = 0  # digest of those of the forward under way, while they are checked
         self._accumulates = False
         self._combines = False  # whether the next backward combines: its forward ran outside of `accumulate`
         self._alone: set[int] = set()  # parameters with gradients from a backward that was not combined
@@ -299,13 +309,14 @@ class DDPReplica:
 
     def _call(self, call: CallSignature, act: Callable[[QueuedCall], T], what: str) -> T:
         """Make a call with all workers; blocks until it is over."""
-        with self._job.communicating():
+        with self._job.meter.communicating():
             return self._call_queue.wait(self._call_queue.submit(call, act), f"{what} of '{self._settings.name}'")
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.is_grad_enabled():
             return None
         self._follow_requires_grad()
+        self._inputs = digest_of_batch(tree_leaves((args, kwargs))) if self._same_batches.is_checking else 0
         self._ddp.require_backward_grad_sync = self._combines = not self._accumulates
         try:
             return self._ddp._pre_forward(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
@@ -345,18 +356,25 @@ class DDPReplica:
         return buffer
 
     def _begun(self) -> StepRound:
-        """Start the agreement on a backward; now and then it also checks that all replicas are equal to the bit."""
+        """Start the agreement on a backward.
+
+        Periodically it also checks that all replicas are equal to the bit, and in the first steps that the batches are
+        not the same.
+        """
         compared = self._num_rounds % COMPARED_EVERY == 0
         self._num_rounds += 1
         rank = self._job.rank
 
         def act(turn: QueuedCall) -> QueuedCall:
-            require_equal_values(
-                rank, [other for other, call in enumerate(turn.calls) if call.digest != turn.call.digest]
-            )
+            digests = [call.digest for call in turn.calls]
+            if compared:
+                require_equal_values(rank, [other for other, one in enumerate(digests) if one != turn.call.digest])
+            else:
+                self._same_batches.compare(range(len(digests)), digests)
             return turn
 
-        weight, digest = self._own_weight(), digest_of_values(list(self.named.values())) if compared else 0
+        weight = self._own_weight()
+        digest = digest_of_values(list(self.named.values())) if compared else self._inputs
         call = CallSignature(0, "backward", "sum", weight=weight, digest=digest)
         return StepRound(weight, self._call_queue.submit(call, act))
 
@@ -379,7 +397,7 @@ class DDPReplica:
                 f"worker {self._job.rank}, {what}: {self._without_gradient()}give "
                 "strategy=paceline.all_reduce(unused=True) if some parameters do not take part in every forward."
             )
-        with self._job.communicating():
+        with self._job.meter.communicating():
             meter, began_s = self._job.meter, self._job.meter.now()
             turn = self._call_queue.wait(round_.agreed, what)
             meter.wait_s += meter.now() - began_s

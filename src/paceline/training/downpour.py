@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,19 +14,24 @@ from torch import Tensor, nn
 
 from paceline.core.consistency import asynchronous
 from paceline.errors import UsageError
-from paceline.training.buffers import Buffers, buffers_spec, floating_buffers
+from paceline.training.buffers import open_buffers
 from paceline.training.flat import FlatParameters, segments_of
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
-from paceline.training.part_job import PartJob
-from paceline.training.state import check_state, checked_by_all, fetch_state, loaded_by_first, send_state
-from paceline.training.strategy import Distributed
+from paceline.training.state import (
+    check_state,
+    checked_by_all,
+    fetch_state,
+    hyperparameters,
+    loaded_by_first,
+    send_state,
+)
+from paceline.training.strategy import Distributed, Settings, TrainingJob, open_flat, require_fresh
 from paceline.training.weights import Weights
 from paceline.update.named_rules import Add
 from paceline.update.summing import num_nonfinite
 from paceline.update.table import NonFinite, Segment, TableSpec
 from paceline.update.torch_rule import from_optimizer, pushed_hyper
-from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, some_parameters
-from paceline.worker.table import PendingRead, Table
+from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
+from paceline.worker.table import PendingRead
 
 
 @dataclass(slots=True)
@@ -202,26 +206,24 @@ class DownpourOptimizer(Distributed):
     ) -> None:
         rule = from_optimizer(optimizer)
         require_fresh(optimizer)
-        super().__init__(optimizer, settings.name, "downpour", job)
-        self._settings = settings
+        super().__init__(optimizer, "downpour", settings, job)
         self._how = how
         self._num_steps = 0
-        self._num_samples = job.num_samples  # at the last step
         named, segments = segments_of(optimizer, model)
         self._flat = FlatParameters.over(named)
         self._accrual = Accrual(self._flat)
         scale, nonfinite = settings.scale, settings.nonfinite
         self._spec = TableSpec(settings.name, segments, self._flat.dtype, rule, str(_POLICY), scale, nonfinite)
-        self._table = self._open(self._spec, self._flat)
+        self._table = open_flat(job, settings, self._spec, self._flat)
         self._weights = Weights(self._flat, self._table)
-        job.keep(self._weights)
-        self._buffers = self._open_buffers(model)
+        job.detach_at_close(self._weights)
+        self._buffers = open_buffers(model, settings, _POLICY, job, read_my_writes=False)
         self._asked: PendingRead | None = None
         self._waits_in_forward = self._wait_in_forward(model)
         if how.warm_start_steps:
             self._start_after_first(how.warm_start_steps)
         self._ask()
-        self.arrive()
+        self.wait_for_values()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -231,9 +233,8 @@ class DownpourOptimizer(Distributed):
         Raises:
             UsageError: a gradient is sparse, or is not finite under nonfinite="halt".
         """
-        self.arrive()  # for parameters that were used without the forward of the model
-        weight = samples if samples is not None else self._job.num_samples - self._num_samples or 1
-        self._num_samples = self._job.num_samples
+        self.wait_for_values()  # for parameters that were used without the forward of the model
+        weight = self._weight_of_step(samples)
         where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         gradients = None if self.overflowed else gradients_of(self._flat, self._settings.nonfinite, where)
         if gradients is None:
@@ -246,6 +247,7 @@ class DownpourOptimizer(Distributed):
         self._accrual.add(gradients, weight)
         if self._accrual.num_steps == self._how.push_every:
             self._push()
+        self._job.unpushed_steps[self._settings.name] = self._accrual.num_steps, self._how.push_every
         return weight
 
     def receive(self) -> None:
@@ -254,18 +256,18 @@ class DownpourOptimizer(Distributed):
         if self._num_steps % self._how.fetch_every == 0:
             self._ask()
             if not self._waits_in_forward:
-                self.arrive()
+                self.wait_for_values()
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Request the servers' values, if it is time, for a clock that was finished without a gradient."""
         self.receive()
 
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait until the parameters have the values requested last, with this worker's unpushed steps on top."""
         asked, self._asked = self._asked, None
         if asked is None:
             return
-        with self._job.communicating():
+        with self._job.meter.communicating():
             self._table.finish_read(asked, self._weights.set_from)
             self._accrual.descend(self._rates())
             if self._buffers is not None:
@@ -290,7 +292,7 @@ class DownpourOptimizer(Distributed):
         with ExitStack() as held:
             held.enter_context(torch.no_grad())
             held.enter_context(self._job.lookups.exactly())
-            self.arrive()
+            self.wait_for_values()
             held.enter_context(self._weights.newest())
             if self._buffers is not None:
                 held.enter_context(self._buffers.weights.newest())
@@ -314,55 +316,45 @@ class DownpourOptimizer(Distributed):
         with checked_by_all(self._job):
             check_state(self._spec, state_dict)
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update({key: value for key, value in given.items() if key not in ("params", "param_names")})
-        self.arrive()
+            own.update(hyperparameters(given))
+        self.wait_for_values()
         self._accrual.clear()
-        with loaded_by_first(self._job):
-            if self._job.rank == 0:
+        with loaded_by_first(self._job, self._settings.first):
+            if self._job.rank == self._settings.first:
                 send_state(self._table, state_dict["state"], self._flat)
                 if self._buffers is not None:
                     send_state(self._buffers.table, {}, self._buffers.flat)
         self._ask()
-        self.arrive()
+        self.wait_for_values()
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def _open(self, spec: TableSpec, flat: FlatParameters) -> Table:
-        return self._job.open_table(spec, (flat.numel,), flat.pack_values, read_my_writes=False, live=False)
-
-    def _open_buffers(self, model: nn.Module | None) -> Buffers | None:
-        named = floating_buffers(model) if model is not None and self._settings.average_buffers else {}
-        if not named:
-            return None
-        flat = FlatParameters.over(named)
-        spec = buffers_spec(f"{self._settings.name}.buffers", named, flat, _POLICY)
-        return Buffers(flat, self._open(spec, flat), self._job.size)
-
     def _wait_in_forward(self, model: nn.Module | None) -> bool:
         """Make the model wait for values before its forward and `state_dict`, if it has all the parameters."""
-        if model is None or isinstance(self._job, PartJob):  # pipeline stages run without a forward of the whole model
+        if model is None or self._settings.part is not None:  # stages of a pipeline run without a forward of it
             return False
         if not set(map(id, model.parameters())).issuperset(map(id, self._flat.tensors)):
             return False
-        arrive = _calling(WeakMethod(self.arrive))
-        model.register_forward_pre_hook(arrive)
-        model.register_state_dict_pre_hook(arrive)
+        wait = _calling(WeakMethod(self.wait_for_values))
+        model.register_forward_pre_hook(wait)
+        model.register_state_dict_pre_hook(wait)
         return True
 
     def _start_after_first(self, num_steps: int) -> None:
-        """Let worker 0 take its first steps alone, while the others finish these clocks without a batch.
+        """Let the first worker take its first steps alone, while the others finish these clocks without a batch.
 
         A table under bsp keeps their clocks in step with its own.
         """
         segments = (Segment("clock", (1,)),)
         spec = TableSpec(f"{self._settings.name}.start", segments, "float32", Add(), "bsp", "sum", "reject")
-        shown = self._job.open_table(spec, (1,), Tensor.zero_, read_my_writes=False, live=False)
-        for _ in range(num_steps if self._job.rank else 0):
+        first = self._settings.first
+        shown = self._job.open_table(spec, (1,), Tensor.zero_, read_my_writes=False, live=False, first=first)
+        for _ in range(num_steps if self._job.rank != first else 0):
             self._job.clock(samples=None)
             shown.pull()
 
     def _ask(self) -> None:
-        self.arrive()
+        self.wait_for_values()
         self._asked = self._table.start_read()
 
     def _push(self) -> None:
@@ -379,10 +371,6 @@ class DownpourOptimizer(Distributed):
             rate = float(group["lr"]) if self._how.local_lr is None else self._how.local_lr
             rates += [-rate if group.get("maximize") else rate] * len(group["params"])
         return rates
-
-    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
-        if pushed.exception() is None:  # a failed worker raises in its next call
-            self.num_refused += not pushed.result().applied
 
 
 def _calling(act: WeakMethod[Callable[[], None]]) -> Callable[..., None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.update.table import DType, Segment
+from paceline.update.table import DType, Segment, position_hint, positional_name
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float32: "float32",
@@ -34,6 +34,15 @@ class FlatParameters:
 
     named: Mapping[str, Tensor]
     dtype: DType
+    tensors: tuple[Tensor, ...] = field(init=False)  # in order
+    # Where each tensor lies in a flat vector: its first element, and one past its last.
+    bounds: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lay out the tensors; their number of elements does not change later."""
+        object.__setattr__(self, "tensors", tuple(self.named.values()))
+        edges = accumulate((tensor.numel() for tensor in self.tensors), initial=0)
+        object.__setattr__(self, "bounds", tuple(pairwise(edges)))
 
     @staticmethod
     def over(named: Mapping[str, Tensor]) -> FlatParameters:
@@ -49,19 +58,14 @@ class FlatParameters:
             found = ", ".join(f"{str(dtype).removeprefix('torch.')} ('{name}')" for dtype, name in first_of.items())
             raise UsageError(
                 f"the tensors of one table have the dtypes {found or 'of nothing: there are none'}; expected one of "
-                f"{', '.join(_DTYPES.values())} for all. Convert the model, or make one optimizer for each dtype."
+                f"{', '.join(_DTYPES.values())} for all. {_advice(first_of)}"
             )
         return FlatParameters(named, _DTYPES[first_of.popitem()[0]])
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors, in order."""
-        return list(self.named.values())
-
-    @property
     def numel(self) -> int:
         """Number of elements of all tensors."""
-        return sum(tensor.numel() for tensor in self.named.values())
+        return sum(tensor.numel() for tensor in self.tensors)
 
     def empty(self) -> Tensor:
         """Return an uninitialised flat vector."""
@@ -81,18 +85,22 @@ class FlatParameters:
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Return the view of a flat vector that belongs to each tensor, in its shape."""
         return [
-            flat[start:stop].view(tensor.shape)
-            for (start, stop), tensor in zip(self.bounds, self.named.values(), strict=True)
+            flat[start:stop].view(tensor.shape) for (start, stop), tensor in zip(self.bounds, self.tensors, strict=True)
         ]
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """Where each tensor lies in a flat vector: its first element, and one past its last."""
-        edges = list(accumulate((tensor.numel() for tensor in self.named.values()), initial=0))
-        return list(pairwise(edges))
-
     def _pairs(self, flat: Tensor) -> zip[tuple[Tensor, Tensor]]:
-        return zip(self.named.values(), self.parts(flat), strict=True)
+        return zip(self.tensors, self.parts(flat), strict=True)
+
+
+def _advice(first_of: Mapping[torch.dtype, str]) -> str:
+    """Return what to do about these dtypes, and where the name of a parameter comes from if it is a position."""
+    advice = "Convert the model, or make one optimizer for each dtype."
+    if any(dtype.is_complex for dtype in first_of):
+        advice = (
+            "For complex numbers make the parameter of their real and imaginary parts, torch.view_as_real(values), and "
+            "compute with torch.view_as_complex(parameter)."
+        )
+    return advice + "".join(position_hint(name) for name in list(first_of.values())[:1])
 
 
 def segments_of(
@@ -108,7 +116,7 @@ def segments_of(
     for group_index, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
-            own = given[index] if index < len(given) else f"group{group_index}.{index}"
+            own = given[index] if index < len(given) else positional_name(group_index, index)
             name = names.get(parameter, own)
             if name in named:
                 raise UsageError(f"the optimizer has two parameters of the name '{name}': give each its own.")

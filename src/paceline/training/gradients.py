@@ -79,10 +79,10 @@ class Gradients:
         self.are_on_device = any(map(self.device_copies.serves, self.flat.named.values()))
         if not self.in_place:
             return
-        look, move = WeakMethod(self._look), WeakMethod(self._move)
+        note, move = WeakMethod(self._note_absence), WeakMethod(self._move)
         for index, tensor in enumerate(self.flat.named.values()):
             if tensor.requires_grad and tensor.device.type == "cpu" and not self.device_copies.serves(tensor):
-                self._handles.append(tensor.register_hook(_before(look, index, ref(tensor))))
+                self._handles.append(tensor.register_hook(_before(note, index, ref(tensor))))
                 self._handles.append(tensor.register_post_accumulate_grad_hook(_after(move, index)))
 
     def detach(self) -> None:
@@ -113,7 +113,7 @@ class Gradients:
                 absent.append(index)
             elif gradient.layout != torch.strided:
                 raise UsageError(f"parameter '{name}' has a sparse gradient: build its layer with sparse=False.")
-            elif self.device_copies.serves(gradient):
+            elif self.are_on_device and self.device_copies.serves(gradient):
                 self._begin(index, gradient)
             elif gradient.data_ptr() != self._parts[index].data_ptr() or not gradient.is_contiguous():
                 self._write(index, gradient)
@@ -160,7 +160,7 @@ class Gradients:
             done = self.device_copies.fetch(gradient.detach(), self._parts[index])
             self._coming[index] = _Copy(gradient, place, version, done)
 
-    def _look(self, index: int, tensor: Tensor) -> None:
+    def _note_absence(self, index: int, tensor: Tensor) -> None:
         """Record whether a tensor has a gradient that backward is about to add to."""
         if tensor.grad is None:
             self._without.add(index)
@@ -195,13 +195,13 @@ class Gradients:
         coming = self._coming.pop(index, None)
         if coming is not None:
             coming.done.synchronize()
-        given = self._given.pop(index, _nobody)()
+        given = self._given.pop(index, _no_tensor)()
         if given is not None:
             given.data = given.data.clone()
 
 
 def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
-    """Return whether a stretch of a gradient equals its copy bit by bit; True without a look for other layouts."""
+    """Return whether a stretch of a gradient equals its copy to the bit; True for layouts that are not compared."""
     if not gradient.is_contiguous() or gradient.dtype != part.dtype or gradient.device != part.device:
         return True
     start = turn * _STRETCH % max(part.numel(), 1)
@@ -211,18 +211,18 @@ def _is_copied(gradient: Tensor, part: Tensor, turn: int) -> bool:
     return torch.equal(ours, theirs)
 
 
-def _nobody() -> None:
+def _no_tensor() -> None:
     """Stand for a dead weak reference."""
 
 
 def _before(
-    look: WeakMethod[Callable[[int, Tensor], None]], index: int, tensor: ref[Tensor]
+    note: WeakMethod[Callable[[int, Tensor], None]], index: int, tensor: ref[Tensor]
 ) -> Callable[[Tensor], None]:
     """Return a hook that autograd calls before it adds to a gradient; it keeps no object alive."""
 
     @unserializable_hook
     def on_gradient(_: Tensor) -> None:
-        act, about = look(), tensor()
+        act, about = note(), tensor()
         if act is not None and about is not None:
             act(index, about)
 

@@ -17,12 +17,10 @@ from paceline.training.all_reduce import ReplicatedOptimizer
 from paceline.training.downpour import Downpour
 from paceline.training.flat import segments_of
 from paceline.training.fsdp import FullySharded
-from paceline.training.optimizer import Settings, TrainingJob, require_fresh
-from paceline.training.part_job import PartJob
-from paceline.training.strategy import Distributed, Strategy
+from paceline.training.state import hyperparameters
+from paceline.training.strategy import Distributed, Settings, Strategy, TrainingJob, require_fresh
 from paceline.update.table import Segment
 
-_NOT_NUMBERS: Final = frozenset({"params", "param_names"})  # in a group of an optimizer
 _WHOLE: Final = frozenset({"state", "param_groups"})  # keys that the state_dict of every optimizer has
 _MAX_SHOWN: Final = 160  # characters of one value in messages
 _SHOWN: Final = 5  # names in a message
@@ -58,7 +56,7 @@ class Groups:
         self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> GroupedOptimizer:
         """Make one optimizer of several, one for the parameters of each strategy."""
-        if isinstance(job, PartJob):
+        if settings.part is not None:
             raise UsageError(
                 f"strategy of '{settings.name}': patterns are for a model that each worker holds as a whole, and this "
                 "one is cut over several: give one policy for all of it."
@@ -75,7 +73,7 @@ class Groups:
             parts.append(
                 GroupPart(share.patterns, share.strategy.distribute(own, model, how, job), share.indices, groups)
             )
-        return GroupedOptimizer(optimizer, parts, settings.name, job)
+        return GroupedOptimizer(optimizer, parts, settings, job)
 
     def _shares(self, names: Sequence[str], owner: str) -> list[GroupShare]:
         """Assign the parameters to strategies; patterns with equal strategies share one.
@@ -141,7 +139,7 @@ class GroupPart:
         first, own_groups = 0, list[dict[str, Any]]()
         for number, group in zip(self.groups, self.optimizer.param_groups, strict=True):
             stop = first + len(group["params"])
-            own_groups.append({**_numbers(groups[number]), "params": list(range(first, stop))})
+            own_groups.append({**hyperparameters(groups[number]), "params": list(range(first, stop))})
             first = stop
         beside = state_dict.get("parts", {}).get(self.patterns, {})
         own = {index: state[whole] for index, whole in enumerate(self.indices) if whole in state}
@@ -159,9 +157,9 @@ class GroupedOptimizer(Distributed):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], name: str, job: TrainingJob
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[GroupPart], settings: Settings, job: TrainingJob
     ) -> None:
-        super().__init__(optimizer, name, "by groups", job)
+        super().__init__(optimizer, "by groups", settings, job)
         # Parts whose workers wait for each other in backward come first: a worker without a batch has to take part
         # there before it waits for values of other parts, because the clock of the others ends after their backward.
         self._parts = tuple(sorted(parts, key=lambda part: part.optimizer.turn_s == 0.0))
@@ -189,7 +187,7 @@ class GroupedOptimizer(Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters and those collected by embeddings."""
         super().zero_grad(set_to_none)
-        self._hand_on_numbers()
+        self._copy_hyperparameters()
 
     def weigh(self, samples: float) -> None:
         """Set before backward how many samples the gradients of this step stand for.
@@ -207,7 +205,7 @@ class GroupedOptimizer(Distributed):
         Raises:
             UsageError: gradients that a part cannot use; see `send` of its strategy.
         """
-        self._hand_on_numbers()
+        self._copy_hyperparameters()
         weight = samples
         for part in self._parts:
             part.optimizer.expected = self.expected
@@ -223,17 +221,17 @@ class GroupedOptimizer(Distributed):
         for part in self._parts:
             part.optimizer.receive()
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch, in every part."""
-        self._hand_on_numbers()
+        self._copy_hyperparameters()
         for part in self._parts:
-            part.optimizer.follow()
+            part.optimizer.step_without_batch()
         self._note_turn()
 
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait until all parameters have the values requested by the last step."""
         for part in self._parts:
-            part.optimizer.arrive()
+            part.optimizer.wait_for_values()
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
@@ -278,27 +276,27 @@ class GroupedOptimizer(Distributed):
         """
         self._require_same_groups(state_dict)
         for own, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own.update(_numbers(given))
+            own.update(hyperparameters(given))
         for part in self._parts:
             part.optimizer.load_state_dict(part.own(state_dict))
 
     # -- behind the scenes -------------------------------------------------------------------------------------------
 
-    def hold_still(self) -> None:
+    def freeze_values(self) -> None:
         """Freeze the parameters of every part."""
         for part in self._parts:
-            part.optimizer.hold_still()
+            part.optimizer.freeze_values()
 
     def detach(self) -> None:
         """Detach every part."""
         for part in self._parts:
             part.optimizer.detach()
 
-    def _hand_on_numbers(self) -> None:
+    def _copy_hyperparameters(self) -> None:
         """Copy the current hyperparameters of the groups to the parts."""
         for part in self._parts:
             for number, own in zip(part.groups, part.optimizer.param_groups, strict=True):
-                own.update(_numbers(self.param_groups[number]))
+                own.update(hyperparameters(self.param_groups[number]))
 
     def _note_turn(self) -> None:
         self.turn_s = max(part.optimizer.turn_s for part in self._parts)
@@ -312,7 +310,7 @@ class GroupedOptimizer(Distributed):
         expected = [len(group["params"]) for group in self.param_groups]
         if given != expected:
             raise UsageError(
-                f"the state has parameter groups of {given} parameters, the optimizer of '{self._name}' has "
+                f"the state has parameter groups of {given} parameters, the optimizer of '{self._settings.name}' has "
                 f"{expected}: it is of another model or optimizer."
             )
 
@@ -325,15 +323,11 @@ def _taken(
     pairs: dict[int, list[tuple[str, Tensor]]] = {}
     for index in indices:
         pairs.setdefault(segments[index].group, []).append((names[index], tensors[index]))
-    groups = [{**_numbers(optimizer.param_groups[number]), "params": own} for number, own in pairs.items()]
+    groups = [{**hyperparameters(optimizer.param_groups[number]), "params": own} for number, own in pairs.items()]
     # Some classes (AdamW) have defaults that their constructor refuses: those are in the groups anyway.
     accepted = inspect.signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(groups, **defaults), tuple(pairs)
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_NUMBERS}
 
 
 def _quoted(names: Sequence[str]) -> str:

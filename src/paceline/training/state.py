@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,7 @@ from paceline.wire.requests import LoadState, SaveState
 from paceline.worker.table import Table
 
 if TYPE_CHECKING:
-    from paceline.training.optimizer import TrainingJob
+    from paceline.training.strategy import TrainingJob
 
 StateOf = dict[int, dict[str, Tensor]]
 
@@ -50,6 +50,11 @@ def send_state(table: Table, state: StateOf, flat: FlatParameters) -> None:
     table.node.rpc.call_all(
         lambda number: LoadState(number, table.name), f"servers to load table '{table.name}'", bodies
     )
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group of an optimizer holds besides its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def check_state(spec: TableSpec, state_dict: dict[str, Any]) -> None:
@@ -85,27 +90,27 @@ def checked_by_all(job: TrainingJob) -> Generator[None]:
     Raises:
         Refused: it has failed on another worker.
     """
-    with _together(job, "check of a state", needs_first=False):
+    with _together(job, "check of a state"):
         yield
 
 
 @contextmanager
-def loaded_by_first(job: TrainingJob) -> Generator[None]:
-    """Load on the first worker in the `with` block, and continue on all only if that has succeeded.
+def loaded_by_first(job: TrainingJob, first: int) -> Generator[None]:
+    """Load on worker `first` in the `with` block, and continue on all only if that has succeeded.
 
     Raises:
-        Refused: it has failed on the first worker, or that is gone.
+        Refused: it has failed on that worker, or that is gone.
     """
-    with _together(job, "load of a state", needs_first=True):
+    with _together(job, "load of a state", first):
         yield
 
 
 @contextmanager
-def _together(job: TrainingJob, place: str, *, needs_first: bool) -> Generator[None]:
+def _together(job: TrainingJob, place: str, first: int | None = None) -> Generator[None]:
     try:
         yield
     except Exception as error:
         with suppress(PacelineError):  # the error that the others see; this worker has the original
-            job.meet(place, f"{type(error).__name__}: {error}")
+            job.barrier_at(place, f"{type(error).__name__}: {error}")
         raise
-    job.meet(place, needs_first=needs_first)
+    job.barrier_at(place, needs_first=first is not None, first=first or 0)

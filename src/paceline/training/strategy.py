@@ -1,23 +1,174 @@
-"""Interfaces of distributed training: a strategy, and the optimizer that it makes for a training loop."""
+"""Interfaces of distributed training: a strategy, what it is given, and the optimizer that it makes for a loop."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.collective.collectives import Collectives
+from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
+from paceline.model_parallel.arrangement import Arrangement
+from paceline.model_parallel.mesh import Mesh
+from paceline.model_parallel.part import ModelPart
 from paceline.observe.notices import is_told
+from paceline.training.embedding_gradients import EmbeddingLookups
+from paceline.training.flat import FlatParameters
 from paceline.training.gradient_accumulation import GradientAccumulator, SliceSums
-from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
+from paceline.training.weights import Weights
+from paceline.update.table import NonFinite, Scale, TableSpec
+from paceline.update.torch_rule import granularity_of
 from paceline.worker.given import as_count
+from paceline.worker.metrics import StepMetrics
+from paceline.worker.pushes import PushOutcome
+from paceline.worker.table import Table
 
-if TYPE_CHECKING:
-    from paceline.training.optimizer import Settings, TrainingJob
+_OVERFLOW: Final = "a GradScaler has found gradients that are not finite: its scale is too high for this batch"
+# A scaler tries some scales that are too high, above all at the start; more overflows in a row than this are unusual.
+_USUAL_OVERFLOWS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a distributed optimizer; see `paceline.distributed`."""
+
+    consistency: Consistency
+    scale: Scale
+    fetch_every: int | None
+    nonfinite: NonFinite
+    name: str
+    views: bool | None = None
+    overlap: bool = False
+    average_buffers: bool = True  # of the model; False where another part of the same model averages them
+    part: ModelPart | None = None  # of a model that several workers hold; None for a whole one
+
+    @property
+    def first(self) -> int:
+        """Rank of the worker whose parameters, buffers and state are the initial values of all."""
+        return 0 if self.part is None else self.part.first
+
+    def num_replicas(self, job: TrainingJob) -> int:
+        """Return the number of workers that hold this model, or this part of one."""
+        return job.size if self.part is None else self.part.grid.replicas
+
+    def mesh(self, job: TrainingJob) -> Mesh:
+        """Return the process groups of the job's workers; blocks until all workers have called it, the first time."""
+        mesh = job.arrangement.mesh(job.exchange) if self.part is None else self.part.mesh
+        assert mesh is not None, "several workers hold this model"
+        return mesh
+
+    @property
+    def no_slices(self) -> str:
+        """Reason why gradients of several slices of a clock cannot be added up; empty where they can."""
+        if self.overlap:
+            return "overlap=True, which sends gradients while backward runs: leave one of the two out."
+        if self.scale != "samples" and self.consistency.visible == "on_clock":
+            return f'scale="{self.scale}", as workers do not do the same number of slices: leave it at "samples".'
+        return ""
+
+    def __post_init__(self) -> None:
+        """Validate `fetch_every`."""
+        if self.fetch_every is not None and self.fetch_every < 1:
+            raise UsageError(f"fetch_every is {self.fetch_every}, expected 1 or more steps, or None.")
+        if self.fetch_every is None and self.consistency.bound is None:
+            raise UsageError(
+                "fetch_every=None fetches when the bound forces it, but asynchronous has none: give a number."
+            )
+
+
+class TrainingJob(Protocol):
+    """The session, as far as the optimizer uses it."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that loaders have given this worker so far, as far as they count them."""
+        ...
+
+    @property
+    def lookups(self) -> EmbeddingLookups:
+        """Embedding lookups of this worker."""
+        ...
+
+    @property
+    def unpushed_steps(self) -> dict[str, tuple[int, int]]:
+        """By the name of an optimizer: its steps since the last push, and the number of steps that make a push."""
+        ...
+
+    @property
+    def meter(self) -> StepMetrics:
+        """Metrics of this worker's steps."""
+        ...
+
+    @property
+    def exchange(self) -> Collectives:
+        """Collective calls among the workers."""
+        ...
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How the workers share models and data."""
+        ...
+
+    def open_table(
+        self,
+        spec: TableSpec,
+        shape: tuple[int, ...],
+        write_first: Callable[[Tensor], object],
+        *,
+        read_my_writes: bool,
+        live: bool,
+        first: int = 0,
+    ) -> Table:
+        """Declare a table and wait for its initial values, which worker `first` writes."""
+        ...
+
+    def detach_at_close(self, weights: Weights) -> None:
+        """Detach these weights from the servers' memory when this worker leaves."""
+        ...
+
+    def clock(self, *, samples: float | None) -> int:
+        """Push embedding gradients, which stand for `samples` samples, and finish the current clock."""
+        ...
+
+    def exit_if_preempted(self) -> None:
+        """End this process if it was told to leave; called when a step is over."""
+        ...
+
+    def barrier_at(self, place: str, problem: str = "", *, needs_first: bool = False, first: int = 0) -> None:
+        """Wait until all workers reach the same place; raise Refused on all of them if one has a problem."""
+        ...
+
+
+def open_flat(
+    job: TrainingJob,
+    settings: Settings,
+    spec: TableSpec,
+    flat: FlatParameters,
+    *,
+    read_my_writes: bool = False,
+    live: bool = False,
+) -> Table:
+    """Open the table of these tensors; blocks until it has the values of the first worker."""
+    return job.open_table(
+        spec, (flat.numel,), flat.pack_values, read_my_writes=read_my_writes, live=live, first=settings.first
+    )
 
 
 class Distributed(torch.optim.Optimizer, ABC):
@@ -47,11 +198,12 @@ class Distributed(torch.optim.Optimizer, ABC):
     _is_whole: bool = False  # whether all parameter groups have been added
     _successor: str = ""  # name of the optimizer that was distributed later for some of its parameters
 
-    def __init__(self, optimizer: torch.optim.Optimizer, name: str, way: str, job: TrainingJob) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._name = name
         self.title = f"Distributed {type(optimizer).__name__}, {way}"
+        self._settings = settings
         self._job = job
+        self._num_samples = job.num_samples  # at the last step
         self._is_whole = True
 
     def __repr__(self) -> str:
@@ -59,21 +211,21 @@ class Distributed(torch.optim.Optimizer, ABC):
         groups = self.param_groups
         num_parameters = sum(len(group["params"]) for group in groups)
         rates = ", ".join(str(group.get("lr", "-"))[:12] for group in groups[:4]) + (", ..." if groups[4:] else "")
-        return f"{self.title} ('{self._name[:60]}', {num_parameters} parameters, lr {rates})"
+        return f"{self.title} ('{self._settings.name[:60]}', {num_parameters} parameters, lr {rates})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups that are added after construction."""
         if self._is_whole:
             raise UsageError(
-                f"'{self._name}' has all its parameters from the start: give the wrapped optimizer every group, and "
-                "freeze those that are to join later with requires_grad_(False)."
+                f"'{self._settings.name}' has all its parameters from the start: give the wrapped optimizer every "
+                "group, and freeze those that are to join later with requires_grad_(False)."
             )
         super().add_param_group(param_group)
 
-    def hold_still(self) -> None:
+    def freeze_values(self) -> None:
         """Freeze the parameters before a clock is finished by another call than `step`."""
 
-    def hand_over(self, successor: str) -> None:
+    def retire(self, successor: str) -> None:
         """Refuse further steps, because `successor` has taken over some of the parameters; the state stays."""
         self._successor = successor
         self.detach()
@@ -130,12 +282,12 @@ class Distributed(torch.optim.Optimizer, ABC):
         """
         if self._successor:
             raise UsageError(
-                f"worker {self._job.rank}, step of '{self._name}': '{self._successor}' was distributed later for some "
-                "of its parameters, and has them since. Step that one and drop this one; or give each optimizer "
-                "parameters of its own."
+                f"worker {self._job.rank}, step of '{self._settings.name}': '{self._successor}' was distributed later "
+                "for some of its parameters, and has them since. Step that one and drop this one; or give each "
+                "optimizer parameters of its own."
             )
         if samples is not None:  # before anything is sent
-            samples = as_count(samples, f"step of '{self._name}'")
+            samples = as_count(samples, f"step of '{self._settings.name}'")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,9 +296,11 @@ class Distributed(torch.optim.Optimizer, ABC):
             0.0 if self._accumulator is None or samples is not None else self._accumulator.slices.num_expected
         )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._apply_scaler(parameters)
+        found_inf = cast("Tensor | None", getattr(self, "found_inf", None))  # set by a GradScaler during this call
+        if found_inf is not None:
+            self._apply_scaler(parameters, overflowed=bool(found_inf.item()))
         if self._accumulator is not None:
-            with self._job.communicating():
+            with self._job.meter.communicating():
                 if self._accumulator.add_slice(parameters, samples):
                     return loss
             samples = self._accumulator.finish_mean(parameters, samples)
@@ -154,29 +308,38 @@ class Distributed(torch.optim.Optimizer, ABC):
         if self.overflowed:
             weight = 0.0
             self._job.lookups.zero_grad()
-        self._note_overflow()
+        if self.overflowed or self._num_overflows:
+            self._note_overflow()
         self._job.lookups.expected = self.expected
         self.turns = self.turns[1], self._job.clock(samples=weight)
         self.receive()
-        self._job.heed()
+        self._job.exit_if_preempted()
         return loss
 
-    def _apply_scaler(self, parameters: Iterable[Tensor]) -> None:
-        """Unscale the gradients, or leave them out of the clock, as a GradScaler requires.
+    def _apply_scaler(self, parameters: Iterable[Tensor], *, overflowed: bool) -> None:
+        """Unscale the gradients, and those of embeddings, or leave them out of the clock, as a GradScaler requires.
 
         Raises:
-            UsageError: this strategy does not support a GradScaler.
+            UsageError: this strategy does not support a GradScaler; or the script has unscaled gradients itself, which
+                the scaler cannot do for embeddings.
         """
-        scaling = Scaling.of(self)
-        if scaling is None:
-            return
-        where = f"worker {self._job.rank}, step of '{self._name}'"
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         if self.no_scaling:
             raise UsageError(f"{where}: a GradScaler does not go with {self.no_scaling}")
-        if scaling.overflowed:
+        scale = cast("Tensor | None", getattr(self, "grad_scale", None))  # None where the script has unscaled
+        if overflowed:
             self.overflowed = True
-        else:
-            scaling.undo(parameters, self._job.lookups, where)
+        elif scale is not None:
+            inverse = float(scale.double().reciprocal().float())
+            with torch.no_grad():
+                for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+                    gradient.mul_(inverse)
+            self._job.lookups.multiply(inverse)
+        elif self._job.lookups.have_gradients:
+            raise UsageError(
+                f"{where}: scaler.unscale_ does not know the gradients of paceline.Embedding, which stay scaled: "
+                "leave it out, or train in bfloat16, which needs no scaler."
+            )
 
     def _note_overflow(self) -> None:
         """Count a step that a GradScaler skipped, and report it on stderr where that happens repeatedly."""
@@ -185,19 +348,28 @@ class Distributed(torch.optim.Optimizer, ABC):
         if not overflowed:
             return
         meter, clock = self._job.meter, self._job.exchange.worker_set.node.clock
-        meter.note_refused("step", self._name, clock, OVERFLOW, is_told=False)
-        if self._num_overflows >= USUAL_OVERFLOWS and is_told(self._num_overflows):
+        meter.note_refused("step", self._settings.name, clock, _OVERFLOW, is_told=False)
+        if self._num_overflows >= _USUAL_OVERFLOWS and is_told(self._num_overflows):
             meter.tell(
-                f"worker {self._job.rank}, clock {clock}: the last {self._num_overflows} steps of '{self._name}' were "
-                "left out, as the GradScaler found gradients that are not finite at every scale: see whether the loss "
-                "is finite, and train in bfloat16 if it is."
+                f"worker {self._job.rank}, clock {clock}: the last {self._num_overflows} steps of "
+                f"'{self._settings.name}' were left out, as the GradScaler found gradients that are not finite at "
+                "every scale: see whether the loss is finite, and train in bfloat16 if it is."
             )
 
     def _note_refused(self, reason: str, *, is_told: bool = True) -> None:
         """Count a step that was not applied, and report it unless another worker does."""
         self.num_refused += 1
         clock = self._job.exchange.worker_set.node.clock
-        self._job.meter.note_refused("step", self._name, clock, reason, is_told=is_told)
+        self._job.meter.note_refused("step", self._settings.name, clock, reason, is_told=is_told)
+
+    def _count_refusal(self, pushed: Future[PushOutcome]) -> None:
+        if pushed.exception() is None:  # a failed worker raises in its next call
+            self.num_refused += not pushed.result().applied
+
+    def _weight_of_step(self, samples: float | None) -> float:
+        """Return the weight of a step: what the script says, else the samples since the last step, else 1."""
+        new, self._num_samples = self._job.num_samples - self._num_samples, self._job.num_samples
+        return samples if samples is not None else new or 1
 
     @abstractmethod
     def send(self, samples: float | None) -> float:
@@ -210,12 +382,12 @@ class Distributed(torch.optim.Optimizer, ABC):
         ...
 
     @abstractmethod
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch, after the clock is finished."""
         ...
 
     @abstractmethod
-    def arrive(self) -> None:
+    def wait_for_values(self) -> None:
         """Wait until the parameters have the values requested by the last step."""
         ...
 
@@ -230,7 +402,28 @@ class Distributed(torch.optim.Optimizer, ABC):
         ...
 
 
-def in_use(optimizers: Sequence[Distributed]) -> list[Distributed]:
+def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step evaluates the model."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "torch.optim.LBFGS evaluates the model several times a step, each time with gradients of this worker "
+            "alone. Choose another, Adam for example."
+        )
+
+
+def require_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has taken steps, whose state would be lost silently, or whose step needs a closure."""
+    require_plain_step(optimizer)
+    for state in cast("dict[Tensor, dict[str, object]]", optimizer.state).values():
+        steps = cast("Tensor | float", state.get("step", 0))
+        if float(steps) > 0 or ("step" not in state and any(value is not None for value in state.values())):
+            raise UsageError(
+                "this optimizer has already taken steps: distribute a new one, then give that the state with "
+                "load_state_dict(...)."
+            )
+
+
+def optimizers_of_loop(optimizers: Sequence[Distributed]) -> list[Distributed]:
     """Return the optimizers that the current loop steps once a batch.
 
     These are the ones whose last step is later than the last step but one of the most recent optimizer, or, if there
@@ -254,3 +447,49 @@ class Strategy(Protocol):
             UsageError: the strategy does not support the optimizer, the model or the settings.
         """
         ...
+
+
+def distribute(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+    settings: Settings,
+    job: TrainingJob,
+) -> Distributed:
+    """Distribute the optimizer of a whole model among all workers; that of a part among the workers that hold it.
+
+    Raises:
+        UsageError: `overlap`, as each micro-batch adds to the gradients; or an optimizer that needs whole tensors, for
+            layers that are split.
+    """
+    part = settings.part
+    if part is None:
+        return strategy.distribute(optimizer, model, settings, job)
+    if settings.overlap:
+        raise UsageError(
+            f"'{settings.name}' is told overlap=True, but the gradients of a model that is cut are whole only when "
+            "forward_backward is over: leave it out."
+        )
+    if part.grid.tensor > 1 and model is not None:
+        _require_elements(optimizer, model, settings.name)
+    settings = replace(settings, name=f"{settings.name}{part.name_end}")
+    made = strategy.distribute(optimizer, model, settings, job)
+    made.no_slices = "a model that several workers hold, as all of them need the same slices: leave them out."
+    made.no_scaling = "a model that several workers hold, as they do not see the same gradients: train in bfloat16."
+    return made
+
+
+def _require_elements(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> None:
+    """Refuse an optimizer that needs whole tensors, for parameters of which each rank has a part."""
+    from paceline.model_parallel.tensor import (
+        cut_parameters,  # takes half a second, and is imported already if layers are split
+    )
+
+    cut = {id(parameter): own for own, parameter in cut_parameters(model).items()}
+    found = [cut[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in cut]
+    if found and granularity_of(optimizer) != "element":
+        raise UsageError(
+            f"'{name}': {type(optimizer).__name__} looks at whole tensors, and of '{found[0]}' each tensor rank has a "
+            "part: every rank would step by what its part says. Take an optimizer that steps each element by itself "
+            "(AdamW, SGD, ...) for parameters of split layers, or pipeline:K or all-reduce in place of tensor:T."
+        )

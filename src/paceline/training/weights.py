@@ -39,6 +39,11 @@ class Weights:
     _viewed: TableCache | None = None  # the cache whose memory tensors view, or have viewed
     # Whether a script has written to views since the last fetch; set by `check_views`.
     _written: bool | None = None
+    _are_on_device: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look where the tensors are."""
+        self._are_on_device = any(map(self.device_copies.serves, self.flat.tensors))
 
     def __del__(self) -> None:
         """Stop changing tensors that live longer than this object."""
@@ -122,7 +127,7 @@ class Weights:
         if self._written or (self._written is None and self._was_written(cache)):
             cache.reread()
         self._written = None
-        if cache.memory is not None:
+        if self._are_on_device and cache.memory is not None:
             self.device_copies.lock(cache, cache.memory)
         values = cache.readable()
         if values.places != self._places:
@@ -136,8 +141,9 @@ class Weights:
                     self._fill(index, tensor, values.slice(start, stop), live=live)
         if self._viewing:
             self._viewed = cache
-        self._tell_autograd()
-        for reading in self.device_copies.queued():
+            increment_version([self.flat.tensors[index] for index in self._viewing])  # tells autograd of the change
+        self._versions = {index: self.flat.tensors[index]._version for index in self._viewing}
+        for reading in self.device_copies.queued() if self._are_on_device else ():
             cache.note_device_read(reading)
 
     def _fill(self, index: int, tensor: Tensor, values: Tensor, *, live: bool) -> None:
@@ -145,17 +151,10 @@ class Weights:
         if live and _can_view(tensor, values):
             tensor.data = _alone(values).view(tensor.shape)
             self._viewing[index] = values.data_ptr()
-        elif self.device_copies.serves(tensor):
+        elif self._are_on_device and self.device_copies.serves(tensor):
             self.device_copies.deliver(values.view(tensor.shape), tensor)
         else:
             tensor.copy_(values.view(tensor.shape))
-
-    def _tell_autograd(self) -> None:
-        """Bump the versions of the views, so that autograd notices the change."""
-        tensors = self.flat.tensors
-        if self._viewing:
-            increment_version([tensors[index] for index in self._viewing])
-        self._versions = {index: tensors[index]._version for index in self._viewing}
 
 
 def _can_view(tensor: Tensor, values: Tensor) -> bool:

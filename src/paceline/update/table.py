@@ -156,6 +156,28 @@ def consistency_problems(consistency: str) -> Iterator[str]:
         yield f"its consistency '{short}...' has {len(consistency)} characters, expected at most {MAX_CONSISTENCY}."
 
 
+def positional_name(group: int, index: int) -> str:
+    """Return the name of a parameter of an optimizer that is known by its place in it only."""
+    return f"group{group}.{index}"
+
+
+def position_hint(name: str) -> str:
+    """Return a sentence for messages on what the name of a parameter means, if it is but its place in an optimizer.
+
+    >>> position_hint("group0.2")
+    " ('group0.2' is parameter 2 of group 0 of the optimizer: with model=... messages use the names in the model.)"
+    >>> position_hint("layer.weight")
+    ''
+    """
+    group, dot, index = name.removeprefix("group").partition(".")
+    if name != f"group{group}.{index}" or not (dot and group.isdecimal() and index.isdecimal()):
+        return ""
+    return (
+        f" ('{name}' is parameter {index} of group {group} of the optimizer: with model=... messages use the names in "
+        "the model.)"
+    )
+
+
 _decoder = msgspec.msgpack.Decoder(TableSpec)
 
 
@@ -208,7 +230,8 @@ def _segment_differences(ours: TableSpec, theirs: TableSpec) -> Iterator[str]:
         elif their is None:
             yield f"parameter {index} ('{our.name}' {our.shape}) exists only here."
         elif (our.name, our.shape) != (their.name, their.shape):
-            yield f"parameter {index} is '{our.name}' {our.shape} here and '{their.name}' {their.shape} there."
+            hint = position_hint(our.name) or position_hint(their.name)
+            yield f"parameter {index} is '{our.name}' {our.shape} here and '{their.name}' {their.shape} there.{hint}"
         else:
             yield from _field(f"the group of parameter {index} ('{our.name}')", our.group, their.group)
 

@@ -189,13 +189,13 @@ class ReconnectingConnection:
             advice = "check the MTU of the path, and look at what the server wrote"
             return f"{objection}; {advice} (it broke as follows: {problem})"
         watch, pause_s = Stopwatch(_LONGEST_PAUSE_S + _POLL_S), _FIRST_PAUSE_S
-        while watch.look() < self.patience_s and not self._closing.wait(pause_s):
+        while watch.elapsed_s() < self.patience_s and not self._closing.wait(pause_s):
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
             how = self.how_ended()
             if how:
                 return f"is over: the server {how}"
             try:
-                return self._connect(max(_POLL_S, min(_ATTEMPT_S, self.patience_s - watch.look())))
+                return self._connect(max(_POLL_S, min(_ATTEMPT_S, self.patience_s - watch.elapsed_s())))
             except AuthenticationFailed as error:
                 return f"was refused when it was made again: {error}"
             except PeerError as error:

@@ -53,7 +53,10 @@ def as_values(given: object, dtype: torch.dtype, where: str, what: str) -> Tenso
     expected = f"expected a tensor, an array or a list of real numbers ({str(dtype).removeprefix('torch.')})"
     if isinstance(given, Tensor):
         if given.is_complex():
-            raise UsageError(f"{where}: {what} is {brief(given)}, {expected}: torch.view_as_real makes two of each.")
+            raise UsageError(
+                f"{where}: {what} is {brief(given)}, {expected}: give the real and the "
+                "imaginary parts, torch.view_as_real(tensor)."
+            )
         if given.layout != torch.strided or given.is_quantized:
             raise UsageError(f"{where}: {what} is {brief(given)} that is {_kind(given)}, {expected}: make it dense.")
         if given.device.type == "meta":

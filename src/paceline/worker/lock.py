@@ -70,7 +70,7 @@ class WorkerLock:
             watch = Stopwatch(PERIOD_S)
             while not done():
                 self.check()
-                waited_s, limit_s = watch.look(), self.waits.limit_s
+                waited_s, limit_s = watch.elapsed_s(), self.waits.limit_s
                 if waited_s >= limit_s:
                     raise self._too_late(wait, limit_s)
                 self.changed.wait(min(limit_s - waited_s, PERIOD_S))
@@ -80,7 +80,7 @@ class WorkerLock:
         self.gave_up = True
         self.waits.report(wait)
         answer, watch = wait.answer, Stopwatch()
-        while answer is not None and not answer.done() and (left_s := _LAST_ANSWER_S - watch.look()) > 0:
+        while answer is not None and not answer.done() and (left_s := _LAST_ANSWER_S - watch.elapsed_s()) > 0:
             self.changed.wait(left_s)
         if answer is not None and answer.done():
             self.waits.read_answer(wait)

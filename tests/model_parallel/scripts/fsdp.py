@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import PeerError, UsageError
-from paceline.training.fsdp import ShardedOptimizer
+from paceline.training.fsdp_optimizer import ShardedOptimizer
 
 ps = paceline.init()
 RANK, SIZE = paceline.rank(), paceline.size()
@@ -220,7 +220,7 @@ def mistakes_are_told() -> None:
     with pytest.raises(UsageError, match="no backward has combined gradients"):
         optimizer.step()
     with pytest.raises(UsageError, match="at least one batch on every worker"):
-        optimizer.follow()
+        optimizer.step_without_batch()
     with pytest.raises(UsageError, match=r"one has become \(1, 2\) of \(2, 2\), as if made from this worker's slice"):
         optimizer._passes._require_whole(torch.ones(1, 2), torch.ones(2, 2))
     model(torch.ones(2, 3)).sum().backward()

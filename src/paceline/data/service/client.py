@@ -326,7 +326,7 @@ class RemoteReader:
             watch = Stopwatch()
             while not done():
                 self._check()
-                waited_s, limit_s = watch.look(), self._limit_s
+                waited_s, limit_s = watch.elapsed_s(), self._limit_s
                 if waited_s >= limit_s:
                     raise self._too_late(what, limit_s)
                 self._changed.wait(min(limit_s - waited_s, 1.0))

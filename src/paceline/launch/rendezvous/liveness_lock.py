@@ -64,7 +64,7 @@ class SilenceTimer:
 
         Time in which this process was stopped does not count: the other may have been stopped with it.
         """
-        ran_s = self._ran.look()
+        ran_s = self._ran.elapsed_s()
         if touched_ns != self._touched_ns:
             self._touched_ns, self._since_s = touched_ns, ran_s
         return ran_s - self._since_s

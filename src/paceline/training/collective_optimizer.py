@@ -1,9 +1,10 @@
-"""Agreement on the hyperparameters of a common step: those of the first worker that has a batch."""
+"""Base of the collective strategies: all workers step at once, with the same gradients and hyperparameters."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +18,9 @@ from torch import Tensor
 from paceline.collective.failures import names
 from paceline.errors import UsageError
 from paceline.model_parallel.mesh import Mesh
+from paceline.training.strategy import Distributed, Settings, TrainingJob
+from paceline.update.summing import num_nonfinite
+from paceline.worker.pushes import NONFINITE_ADVICE, some_parameters
 
 Told: TypeAlias = list[dict[str, Any]]  # the numbers of each group, by name; _PRESENT: which parameters it steps
 
@@ -101,18 +105,18 @@ class AgreedHyperparameters:
 
 
 def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0) -> bytes | None:
-    """Return the hyperparameters of the first replica that has a batch where they are others than `own`, else None.
+    """Return the hyperparameters of the first replica that has a batch where they differ from `own`, else None.
 
-    Blocks until all who hold the same part have come.
+    Blocks until all workers that hold the same part call it.
 
     Args:
         mesh: of workers, where those along "data" hold the same part.
         own: the hyperparameters of this replica.
         has_batch: whether it has a batch in this step.
-        values: a digest of what is to be the same on all replicas.
+        values: a digest of what has to be the same on all replicas.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the digests differ.
     """
     group, rank = mesh.group("data"), mesh.worker_set.rank
     told = agree_on(mesh, "step", digest_of(own), values, len(own), int(has_batch))
@@ -129,12 +133,12 @@ def numbers_of_first(mesh: Mesh, own: bytes, *, has_batch: bool, values: int = 0
 
 
 def agree_on(mesh: Mesh, what: Together, *numbers: int) -> list[list[int]]:
-    """Tell all who hold the same part what comes next, with up to four numbers, and return theirs, by replica.
+    """Exchange what comes next, and up to four numbers, with the workers that hold the same part.
 
-    Blocks until all have come to it.
+    Blocks until all of them call it; returns their numbers, by replica.
 
     Raises:
-        UsageError: something else comes next on another worker; nothing has been sent then.
+        UsageError: another worker comes to something else; no data has been sent then.
     """
     group, kinds = mesh.group("data"), get_args(Together)
     words = torch.tensor([kinds.index(what), *numbers, *[0] * (_MOST_NUMBERS - len(numbers))])
@@ -194,3 +198,83 @@ def _plain(value: object) -> object:
 
 def _items(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else (value,)
+
+
+NOT_FINITE = "the combined gradients have NaN or infinity: a worker's loss was not finite, or the rate is too high"
+
+
+class CollectiveOptimizer(Distributed):
+    """Optimizer used like the one it wraps; all workers with the same part of a model step it identically.
+
+    Attributes:
+        num_refused: steps that were not taken, by any worker, because the combined gradients were not finite.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, way: str, settings: Settings, job: TrainingJob) -> None:
+        super().__init__(optimizer, way, settings, job)
+        self.turn_s = time.monotonic()
+        self.state = optimizer.state
+        self._optimizer = optimizer
+        self._numbers = AgreedHyperparameters(optimizer)
+
+    def receive(self) -> None:
+        """Do nothing: every worker has computed its new values itself."""
+
+    def wait_for_values(self) -> None:
+        """Do nothing: parameters are complete after every step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer."""
+        return self._optimizer.state_dict()
+
+    def _set_state(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped optimizer, and share its resulting objects."""
+        self._optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+
+    def _step_unless(self, problem: str) -> None:
+        """Step, unless there is a problem, which is the same on all workers, so that all do the same.
+
+        So is the result of a GradScaler, which checks combined gradients.
+        """
+        self.turn_s = time.monotonic()
+        rank = self._job.rank
+        if self.overflowed:
+            self.num_refused += 1
+        elif not problem:
+            self._optimizer.step()
+        elif self._settings.nonfinite == "halt":
+            raise UsageError(f"worker {rank}, step of '{self._settings.name}': {problem}{self._where()}")
+        else:  # the problem is the same on all workers, so one of them reports it
+            self._note_refused(f"{problem}{self._where()}; no worker took it. {NONFINITE_ADVICE}", is_told=rank == 0)
+
+    def _where(self) -> str:
+        """Return a phrase with the parameters known here whose combined gradients are not finite."""
+        found = [(name, tensor.grad) for name, tensor in self._named().items() if tensor.grad is not None]
+        bad = [name for name, gradient in found if num_nonfinite(gradient)]
+        return f", in {some_parameters(bad, len(found))}" if bad else ""
+
+    def _named(self) -> Mapping[str, Tensor]:
+        """Return the parameters that this worker has as a whole, by name."""
+        return {}
+
+
+def checked_weight(samples: float) -> float:
+    """Return a weight that the script has set; raises UsageError unless it is more than 0."""
+    if not samples > 0:
+        raise UsageError(f"weigh got {samples} samples, expected more than 0.")
+    return samples
+
+
+def require_weighed(where: str, scale: str, samples: float | None, done: float) -> float:
+    """Return the weight of gradients, which backward has weighted by `done`.
+
+    Raises:
+        UsageError: the step names another number of samples, which is too late.
+    """
+    if samples is not None and scale == "samples" and samples != done:
+        raise UsageError(
+            f"{where}: samples={samples:g}, but backward has weighed the gradients by {done:g}: call "
+            f"optimizer.weigh({samples:g}) before backward."
+        )
+    return done if samples is None else samples

@@ -1,4 +1,4 @@
-"""Gradients averaged after backward among the workers that hold the same part of a model; each steps with the mean."""
+"""All-reduce between the workers that hold the same part of a model; each steps with the mean of the gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.model_parallel.parallelize import Parallel
-from paceline.training.agreed_hyperparameters import COMPARED_EVERY, digest_of_values, numbers_of_first
+from paceline.observe.notices import tell
 from paceline.training.buffers import floating_buffers
+from paceline.training.collective_optimizer import (
+    COMPARED_EVERY,
+    NOT_FINITE,
+    CollectiveOptimizer,
+    checked_weight,
+    digest_of_values,
+    numbers_of_first,
+    require_weighed,
+)
 from paceline.training.flat import FlatParameters, segments_of
-from paceline.training.optimizer import Settings, require_fresh
-from paceline.training.part_job import PartJob
+from paceline.training.same_batches import SameBatches, digest_of_batch
 from paceline.training.state import checked_by_all
-from paceline.training.weighting import NOT_FINITE, SteppedTogether, require_weighed, weight_said
+from paceline.training.strategy import Settings, TrainingJob, require_fresh
 from paceline.update.summing import num_nonfinite
 
 
-class CombinedOptimizer(SteppedTogether):
+class CombinedOptimizer(CollectiveOptimizer):
     """Optimizer used like the one it wraps; all workers that hold the same part of the model step identically.
 
     After `forward_backward` the gradients are already combined, as under all-reduce of whole models, so clipping
@@ -35,13 +43,12 @@ class CombinedOptimizer(SteppedTogether):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: PartJob
+        self, optimizer: torch.optim.Optimizer, model: nn.Module | None, settings: Settings, job: TrainingJob
     ) -> None:
         require_fresh(optimizer)
         named, _ = segments_of(optimizer, model)
         super().__init__(optimizer, "all-reduce", settings, job)
-        self._part = job
-        self._num_samples = job.num_samples  # at the last step
+        self._mesh, self._num_replicas = settings.mesh(job), settings.num_replicas(job)
         self._flat = FlatParameters.over(named)
         self._buffers = floating_buffers(model) if model is not None and settings.average_buffers else {}
         self._weight: float | None = None  # of the gradients of this step, where the script has set it
@@ -49,6 +56,8 @@ class CombinedOptimizer(SteppedTogether):
         self._holding = False
         self._num_steps = 0
         self._num_combined = 0  # since the last step
+        is_telling = settings.first == 0  # one part tells of the data of all
+        self._same_batches = SameBatches(job.rank, settings.name, tell if is_telling else str)
         self._weights: list[float] = []  # of the gradients of all replicas, when they were last combined
         if isinstance(model, Parallel):
             model.when_backward(WeakMethod(self._after_backward))
@@ -69,9 +78,9 @@ class CombinedOptimizer(SteppedTogether):
         if self._done is None:
             self._weight = samples if samples is not None else self._weight
             self._after_backward(finish=True)
-        where = f"worker {self._part.mesh.worker_set.rank}, step of '{self._settings.name}'"
+        where = f"worker {self._job.rank}, step of '{self._settings.name}'"
         done, self._weight = self._done or 0.0, None
-        scale = self._settings.scale if self._part.size > 1 else "mean"  # a single replica needs no weights
+        scale = self._settings.scale if self._num_replicas > 1 else "mean"  # a single replica needs no weights
         weight = require_weighed(where, scale, samples, done)
         self._num_samples = self._job.num_samples
         self._apply(weight)
@@ -82,14 +91,14 @@ class CombinedOptimizer(SteppedTogether):
 
         Needed only where that is not what loaders from `shard` have returned: the number of tokens, for example.
         """
-        self._weight = weight_said(samples)
+        self._weight = checked_weight(samples)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, combined or not."""
         super().zero_grad(set_to_none)
         self._done, self._num_combined = None, 0
 
-    def follow(self) -> None:
+    def step_without_batch(self) -> None:
         """Take part in a step without a batch, with weight 0."""
         self.zero_grad()
         self._weight = 0.0
@@ -132,34 +141,34 @@ class CombinedOptimizer(SteppedTogether):
         if weight is None:
             weight = float(self._job.num_samples - self._num_samples or 1)
         self._done = weight
-        with self._job.communicating():
+        with self._job.meter.communicating():
             if self._settings.nonfinite == "zero":
                 for tensor in self._flat.tensors:
                     if tensor.grad is not None:
                         tensor.grad.nan_to_num_(0.0, 0.0, 0.0)
-            if self._part.size > 1:
+            if self._num_replicas > 1:
                 self._combine(weight if self._settings.scale == "samples" or weight == 0 else 1.0)
         self._num_combined += 1
 
     def _apply(self, weight: float) -> None:
         """Step with combined gradients, and average buffers."""
-        with self._job.communicating():
-            if self._part.size > 1:
+        with self._job.meter.communicating():
+            if self._num_replicas > 1:
                 self._agree("step", weight)  # before calls whose sizes may differ
             self._copy_gradients()
-            told = self._numbers_of_first(weight) if self._part.size > 1 else None
+            told = self._numbers_of_first(weight) if self._num_replicas > 1 else None
             self._numbers.align_gradients(told)
             problem = self._problem()
         with self._numbers.held(told):
             self._step_unless(problem)
         self._done, self._num_combined, self._num_steps = None, 0, self._num_steps + 1
-        with self._job.communicating():
+        with self._job.meter.communicating():
             self._average_buffers(weight)
 
     def _numbers_of_first(self, weight: float) -> bytes | None:
         """Agree on the hyperparameters of a step, periodically also that all replicas are equal to the bit."""
         values = digest_of_values(self._flat.tensors) if self._num_steps % COMPARED_EVERY == 0 else 0
-        return numbers_of_first(self._part.mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
+        return numbers_of_first(self._mesh, self._numbers.encoded(), has_batch=weight > 0, values=values)
 
     def _agree(self, what: str, weight: float) -> list[float]:
         """Return the weight of each replica's gradients; blocks until all replicas make the same call.
@@ -167,8 +176,12 @@ class CombinedOptimizer(SteppedTogether):
         Raises:
             UsageError: a replica has run `forward_backward` more often for this step.
         """
-        own = torch.tensor([self._num_steps, self._num_combined, what == "gradients", weight], dtype=torch.float64)
-        mesh, told = self._part.mesh, [torch.zeros_like(own) for _ in range(self._part.size)]
+        digest, same = 0, self._same_batches
+        if same.is_checking and what == "gradients":
+            digest = digest_of_batch([one.grad for one in self._flat.tensors])
+        numbers = [self._num_steps, self._num_combined, what == "gradients", weight, digest]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        mesh, told = self._mesh, [torch.zeros_like(own) for _ in range(self._num_replicas)]
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_gather(told, own, group=mesh.group("data"))
         if any(not torch.equal(one[:3], own[:3]) for one in told):
@@ -178,10 +191,13 @@ class CombinedOptimizer(SteppedTogether):
                 for replica, one in enumerate(told)
             )
             raise UsageError(
-                f"worker {mesh.worker_set.rank}, step of '{self._settings.name}': all replicas have to run "
+                f"worker {self._job.rank}, step of '{self._settings.name}': all replicas have to run "
                 f"forward_backward equally often for a step, as it combines their gradients: {done}. Run all but the "
                 "last of a step inside of optimizer.accumulate()."
             )
+        if same.is_checking and what == "gradients":
+            ranks = [mesh.grid.rank(replace(mesh.position, replica=replica)) for replica in range(len(told))]
+            same.compare(ranks, [int(one[4]) for one in told])
         return [float(one[3]) for one in told]
 
     def _combine(self, weight: float) -> None:
@@ -210,12 +226,12 @@ class CombinedOptimizer(SteppedTogether):
 
     def _copy_gradients(self) -> None:
         """Give replicas without a batch the gradients of the first one with a batch, as its script has left them."""
-        if self._part.size == 1 or all(self._weights) or not any(self._weights):
+        if self._num_replicas == 1 or all(self._weights) or not any(self._weights):
             return
         tensors = self._flat.tensors
         present = torch.tensor([float(tensor.grad is not None) for tensor in tensors], dtype=torch.float64)
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad.contiguous() for one in tensors]
-        mesh, position = self._part.mesh, self._part.mesh.position
+        mesh, position = self._mesh, self._mesh.position
         first = next(replica for replica, weight in enumerate(self._weights) if weight)
         with mesh.explained(f"step of '{self._settings.name}'"):
             for tensor in (present, *gradients):
@@ -230,14 +246,14 @@ class CombinedOptimizer(SteppedTogether):
             return ""
         own = any(tensor.grad is not None and num_nonfinite(tensor.grad) for tensor in self._flat.tensors)
         bad = torch.tensor([float(own)])
-        mesh = self._part.mesh
+        mesh = self._mesh
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_reduce(bad, group=mesh.replica)
         return NOT_FINITE if bad.item() else ""
 
     def _average_buffers(self, weight: float) -> None:
         """Set floating-point buffers to the mean over the replicas that had a batch."""
-        if self._part.size == 1 or not self._buffers:
+        if self._num_replicas == 1 or not self._buffers:
             return
         self._agree("buffers", weight)
         own = float(weight > 0)
@@ -250,7 +266,7 @@ class CombinedOptimizer(SteppedTogether):
         """Return the sums over the replicas, in float32 or more and in one call; blocks until it is over."""
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors[:-1]) else torch.float32
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
-        mesh = self._part.mesh
+        mesh = self._mesh
         with mesh.explained(f"step of '{self._settings.name}'"):
             dist.all_reduce(flat, group=mesh.group("data"))
         sizes = [tensor.numel() for tensor in tensors]
@@ -258,7 +274,7 @@ class CombinedOptimizer(SteppedTogether):
 
     def _copy_from_first(self) -> None:
         """Set parameters and buffers to those of replica 0; blocks until all replicas call it."""
-        mesh = self._part.mesh
+        mesh = self._mesh
         with mesh.explained(f"first values of '{self._settings.name}'"), torch.no_grad():
             for tensor in (*self._flat.tensors, *self._buffers.values()):
-                dist.broadcast(tensor.data, src=self._part.part.first, group=mesh.group("data"))
+                dist.broadcast(tensor.data, src=self._settings.first, group=mesh.group("data"))
