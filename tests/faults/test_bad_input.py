@@ -158,7 +158,7 @@ WRONG_TOKEN = """
 import os
 from pathlib import Path
 if os.environ["PACELINE_RANK"] == "1":
-    from paceline.job.credentials import tokens
+    from paceline.job.credentials import holders
     tokens.read_token = lambda folder, name="token": bytes(32)
 """
 

@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 # A worker kills data servers, in the order of these ranks; where one is started again it waits for its new address.
 KILLER = """
 from paceline.job.addresses import data_addresses
-from paceline.job.polling import wait_for
+from paceline.job.folders import wait_for
 def kill(rank, again=False):
     before = data_addresses(spec)[rank]
     os.kill(int(before), signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.error_report import report_error
+from paceline.launch.script_exit import report_error
 
 
 def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_the_call(

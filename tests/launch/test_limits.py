@@ -91,8 +91,8 @@ def test_a_process_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("paceline.launch.process_backend.Child", fail)
-    stage = object.__new__(__import__("paceline.launch.process_backend", fromlist=["LocalBackend"]).LocalBackend)
+    monkeypatch.setattr("paceline.launch.local.Child", fail)
+    stage = object.__new__(__import__("paceline.launch.local", fromlist=["LocalBackend"]).LocalBackend)
     stage._console = stage._guard = None
     with pytest.raises(PacelineError, match="cannot start worker 1: Too many open files; raise"):
         stage._add(type("Launch", (), {"name": "worker 1"})(), fail)

@@ -13,8 +13,8 @@ from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
 from paceline.errors import UsageError
 from paceline.job.spec import read_token, write_token
-from paceline.launch.console import SCREEN_LINES, Console
 from paceline.launch.local import prepare_run_dir, run_local
+from paceline.launch.output import SCREEN_LINES, Console
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.observe.runs import read_run
@@ -217,7 +217,7 @@ def test_workers_are_told_which_server_died_and_may_save_what_they_hold(tmp_path
     script = write_script(
         tmp_path,
         """
-from paceline.launch.lost_servers import how_server_ended
+from paceline.job.addresses import how_server_ended
 if place.rank == 1: os.abort()  # of which the server is told, and dies
 while not how_server_ended(Path(spec.run_dir), 0): pass
 print("saved, as server 0", how_server_ended(Path(spec.run_dir), 0))

@@ -10,8 +10,8 @@ from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import local
 from paceline.launch.manifests.command import launch
-from paceline.launch.module import find_module, source_of
 from paceline.launch.plan import LocalRun
+from paceline.launch.script import find_module, source_of
 
 MODULE = """
 import sys

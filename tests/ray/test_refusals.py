@@ -11,11 +11,10 @@ import pytest
 from paceline import cli
 from paceline.errors import PeerError, UsageError
 from paceline.launch.plan import LocalRun
+from paceline.ray.actor import CHUNK_BYTES, FileFollower, NewsBuffer
 from paceline.ray.engine import check_dashboard, check_reachable, prepare
-from paceline.ray.file_follower import CHUNK_BYTES, FileFollower
 from paceline.ray.messages import News
 from paceline.ray.options import RayOptions
-from paceline.ray.outbox import NewsBuffer
 
 RUN = LocalRun(script=Path("jobs/train.py"))
 

@@ -16,7 +16,7 @@ import msgspec
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.polling import wait_for
+from paceline.job.folders import wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32

@@ -11,12 +11,12 @@ from paceline.core.partition import check_shares
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.cores import cores_here, share_of
 from paceline.job.environment import Place, with_import_path
+from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import Launch
 from paceline.launch.forkserver.child import sets_variables
-from paceline.launch.module import OPTION
 from paceline.launch.policy import Policy
+from paceline.launch.script import OPTION
 
 
 @dataclass(frozen=True, slots=True)

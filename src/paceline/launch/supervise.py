@@ -1,28 +1,28 @@
-"""Watches over the processes of a job from their start to the last exit.
+"""Watches over the processes of a job from their start to the last exit, and reports each exit.
 
 Rules: (1) everything that happens is seen in `_turn`; nothing else waits. (2) The first reason to end the run wins and
-decides the exit code. (3) Workers are stopped before servers, so that a worker can finish what it is saying.
+decides the exit code. (3) Workers are stopped before servers, so that a worker can finish what it is sending.
 (4) Whatever happens in here, no child is left when `run` returns or raises.
 """
 
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, final
 
+from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
-from paceline.launch.console import Console
-from paceline.launch.exits import Exits
-from paceline.launch.lost_servers import record_server_ended
-from paceline.launch.policy import CrashDecision, Policy, describe_exit, shell_code
+from paceline.launch.output import Console
+from paceline.launch.policy import EXIT_LOST, CrashDecision, Policy, RestartDelays, describe_exit, shell_code
 from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED
-from paceline.launch.restarts import RestartDelays
 from paceline.launch.signals import Signals
+from paceline.observe.trace import Exit, Trace, trace_path
 
+CLOCK: Final = "%H:%M:%S"
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
@@ -123,6 +123,73 @@ class ProcessBackend(Protocol):
     def close(self) -> None:
         """Release what is left; nothing runs any more."""
         ...
+
+
+@final
+class Exits:
+    """Tells of the ends of processes, and knows which workers the run has lost.
+
+    Args:
+        console: gets a line for each that has not ended well.
+        board: shows the states of workers, where there is one.
+        run_dir: the trace in it gets a record for each that has not ended well.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self, console: Console, board: ProgressDisplay | None, run_dir: Path, now: Callable[[], float] = time.time
+    ) -> None:
+        self._console = console
+        self._board = board
+        self._trace = trace_path(run_dir, "launcher", 0)
+        self._now = now
+        self._lost: list[str] = []
+
+    def note_start(self, member: Member) -> None:
+        """Show that a worker lives."""
+        self._show(member, "")
+
+    def note_end(self, member: Member) -> None:
+        """Show that a worker has ended, as it was to."""
+        self._show(member, "ended")
+
+    def note_left(self, member: Member, exit_code: int, then: str) -> None:
+        """Tell that a worker has left, as it was told to, and what the run does now."""
+        self._tell(member, exit_code, then)
+        self._show(member, "left")
+
+    def note_death(self, member: Member, exit_code: int, then: str) -> None:
+        """Tell that a process has not ended as it was to, and what the run does now."""
+        self._tell(member, exit_code, then)
+        self._show(member, f"dead since {self._clock()}")
+
+    def note_loss(self, member: Member, exit_code: int) -> None:
+        """Tell that the run goes on without a worker."""
+        self.note_death(member, exit_code, "the others go on without it")
+        self._lost.append(f"{member.name}, which {describe_exit(exit_code)} at {self._clock()}")
+
+    def conclude(self) -> int:
+        """Return the exit code of a run that has come to its end; say so where it has lost workers."""
+        if not self._lost:
+            return 0
+        self._console.announce(f"the run has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
+        return EXIT_LOST
+
+    def _tell(self, member: Member, exit_code: int, then: str) -> None:
+        launch, pid = member.launch, member.pid
+        number = "" if pid is None else f" (pid {pid})"
+        happened = describe_exit(exit_code)
+        self._console.announce(f"{member.name}{number} {happened}; {then}")
+        with suppress(OSError), Trace(self._trace) as trace:  # a full disk ends no run
+            life = member.name, launch.role, launch.rank, launch.incarnation, pid
+            trace.record(Exit(time.monotonic(), *life, exit_code, self._now(), happened, then))
+
+    def _show(self, member: Member, state: str) -> None:
+        if self._board is not None and member.launch.role == "worker":
+            self._board.note(member.launch.rank, state)
+
+    def _clock(self) -> str:
+        return time.strftime(CLOCK, time.localtime(self._now()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import PeerError, UsageError
-from paceline.job.cores import cores_here
 from paceline.job.environment import ray_authenticates, set_missing
-from paceline.job.machines import is_loopback
+from paceline.job.machines import cores_here, is_loopback
 from paceline.serve.url import parse_host_port
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from paceline.launch.console import Console
+    from paceline.launch.output import Console
     from paceline.launch.plan import LocalRun
     from paceline.ray.options import RayOptions
 

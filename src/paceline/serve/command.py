@@ -20,9 +20,8 @@ from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.machines import look_up
 from paceline.job.spec import TOKEN_NAME
 from paceline.serve.access import server_access
-from paceline.serve.gateway import Gateway
+from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
-from paceline.serve.namespaces import Namespaces
 from paceline.serve.state import StateFolder
 from paceline.serve.url import SCHEME, format_host_port, parse_host_port
 

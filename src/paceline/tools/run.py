@@ -195,7 +195,7 @@ def config_args(config: Path | None) -> tuple[str, ...]:
 
 def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:
     """Return the file to run, the module that it is where `-m` names one, and the arguments."""
-    from paceline.launch.module import OPTION, search_path, source_of
+    from paceline.launch.script import OPTION, search_path, source_of
 
     if str(script) != OPTION:
         return script, None, args

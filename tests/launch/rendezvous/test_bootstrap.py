@@ -18,11 +18,16 @@ from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.folders import names_in
 from paceline.job.machines import Machine, own_addresses, this_machine
 from paceline.job.spec import write_private
-from paceline.launch.rendezvous.bootstrap import BootstrapResult, bootstrap_process
 from paceline.launch.rendezvous.detect import Detected, detect
-from paceline.launch.rendezvous.liveness_lock import Heartbeat, LivenessLock, SilenceTimer, wait_end_elsewhere
-from paceline.launch.rendezvous.process_info import VERSION, ProcessInfo
-from paceline.launch.rendezvous.setup import FOUNDER_NAME, listening_host
+from paceline.launch.rendezvous.join import FOUNDER_NAME, BootstrapResult, bootstrap_process, listening_host
+from paceline.launch.rendezvous.liveness_lock import (
+    VERSION,
+    Heartbeat,
+    LivenessLock,
+    ProcessInfo,
+    SilenceTimer,
+    wait_end_elsewhere,
+)
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
 
 OTHER = Machine("node-1", "b1")

@@ -17,11 +17,11 @@ from paceline.job.addresses import SPEC_NAME
 from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
+from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
 from paceline.launch.preemption import ignore_preemption_signals
-from paceline.launch.rendezvous.exit_wait import wait_worker_ended
+from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
-from paceline.launch.serving import run_program
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import msgspec
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.job.folders import ANOTHER_FOLDER, make_private, names_in
+from paceline.job.folders import ANOTHER_FOLDER, INTERVAL_SHARED_S, make_private, names_in, wait_for
 from paceline.job.machines import Machine
-from paceline.job.polling import INTERVAL_SHARED_S, wait_for
 from paceline.launch.rendezvous.detect import Detected
 from paceline.launch.rendezvous.liveness_lock import is_held
 

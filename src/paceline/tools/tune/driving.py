@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from paceline.errors import UsageError
-from paceline.job.cores import cores_here, share_of
+from paceline.job.machines import cores_here, share_of
 from paceline.launch.guard import Guard
 from paceline.launch.signals import Signals
 from paceline.tools.tune.running import PROGRAM, Running, configure
