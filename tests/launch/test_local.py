@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
+from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
 from paceline.job.spec import read_token, write_token
 from paceline.launch.local import prepare_run_dir, run_local
@@ -336,12 +337,12 @@ def test_a_run_that_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str
     script = write_script(tmp_path, "")
 
     with pytest.raises(UsageError, match=message):
-        run_local(LocalRun(**{"script": script, **settings}))  # type: ignore[arg-type]
+        run_local(LocalRun(**{"script": script, **settings}), PROGRAMS)  # type: ignore[arg-type]
 
 
 def test_a_run_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
-        run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path))
+        run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path), PROGRAMS)
 
 
 def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +380,7 @@ def test_similar_scripts_are_suggested(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
 
     with pytest.raises(UsageError, match=r"did you mean .*/train\.py\?"):
-        run_local(LocalRun(script=tmp_path / "trian.py"))
+        run_local(LocalRun(script=tmp_path / "trian.py"), PROGRAMS)
 
 
 def test_progress_is_shown_beside_the_output(tmp_path: Path) -> None:

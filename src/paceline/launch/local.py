@@ -30,7 +30,7 @@ from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
 from paceline.launch.limits import check_limits, explain
 from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
-from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
+from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
 from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
@@ -108,7 +108,7 @@ class LocalBackend:
         return (self._outlets.stderr if to_stderr else self._outlets.stdout).is_full
 
 
-def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
+def run_local(run: LocalRun, programs: Programs) -> int:
     """Run a script as a job of several processes on this machine.
 
     Blocks until the job has ended, and returns its exit code: 0, or that of the worker that made it fail (128 + signal
@@ -252,8 +252,8 @@ def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
 def open_fork_server(
     run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]
 ) -> AbstractContextManager[ForkServer | None]:
-    """Return the fork server of this run, or none: it forks our own programs only, and one process needs none."""
-    if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
+    """Return the fork server of this run, or none: one process needs none."""
+    if sys.platform != "linux" or programs.preloaded is None or run.transport == "memory":
         return nullcontext()
     return ForkServer(fork_server_environment(environment, run.folder), run_dir, programs.preloaded, run.script)
 

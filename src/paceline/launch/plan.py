@@ -24,14 +24,15 @@ class Programs:
     """How the processes of a job are started; the launcher appends what each is told.
 
     `server` and `data_server` are followed by the spec's path and a rank, `worker` and `threads` by the script and its
-    arguments.
+    arguments. `threads` runs a whole job in one process. `preloaded` is the module that processes are forked with;
+    without it, each is started afresh.
     """
 
     server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.server")
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
-    threads: tuple[str, ...] = (sys.executable, "-m", "paceline.api.threads")
     data_server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.data_server")
-    preloaded: str = "paceline.api.script"
+    threads: tuple[str, ...] = ()
+    preloaded: str | None = None
 
 
 DEFAULT_PROGRAMS: Final = Programs()

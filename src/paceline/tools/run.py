@@ -161,11 +161,12 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)
+    from paceline.api.programs import PROGRAMS
     from paceline.launch.local import run_local
 
     if ray != RayOptions():
         raise UsageError(f"{ray.chosen()} is for --engine ray, and the engine is {engine}")
-    return run_local(asked)
+    return run_local(asked, PROGRAMS)
 
 
 def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:

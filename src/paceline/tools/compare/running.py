@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from paceline.api.programs import PROGRAMS
 from paceline.launch.local import run_local
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import Policy
@@ -78,7 +79,7 @@ def run_entry(plan: RunPlan, entry: ComparedEntry) -> RunEnded:
     Raises:
         UsageError: the script is not there, or the folder of the run has something in it.
     """
-    code = run_local(plan.launch(entry))
+    code = run_local(plan.launch(entry), PROGRAMS)
     return RunEnded(entry, code, last_words(plan.output(entry).read_text(encoding="utf-8")) if code else "")
 
 
