@@ -103,7 +103,7 @@ for number in range(30): print('line', number, file=sys.stderr)
     assert result.code == code
     assert result.stderr.count("line 29") == 1, "what is on the screen is not told twice"
     last = result.stderr.splitlines()[-1]
-    assert last == f"paceline: worker 1 ended with exit code {code}; the run was stopped"
+    assert re.fullmatch(rf"paceline: worker 1 \(pid \d+\) ended with exit code {code}; the run stops", last)
 
 
 def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +118,31 @@ def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys
     console.quote("worker 1", words)
     quoted = [line for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
     assert quoted == [f"    {word}" for word in words]
+
+
+def test_why_a_run_stops_is_told_again_when_it_is_off_the_screen(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+gate = os.path.join(spec.run_dir, "gate")
+def fill_screen(*_):
+    for _ in range({SCREEN_LINES}): print('line', file=sys.stderr)
+    sys.exit()
+if place.rank == 0:
+    signal.signal(signal.SIGTERM, fill_screen)
+    os.mkfifo(gate)
+    open(gate, "w").close()
+    while True: signal.pause()
+while not os.path.exists(gate): pass
+open(gate).close()
+sys.exit(3)
+""",
+    )
+
+    result = launch(script)
+
+    assert result.code == 3
+    assert result.stderr.splitlines()[-1] == "paceline: worker 1 ended with exit code 3; the run was stopped"
 
 
 def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
@@ -161,7 +186,7 @@ def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, CRASH.replace("print('done')", PAUSE)), policy={"on_crash": "stop"})
 
     assert result.code == 137
-    assert "worker 1 was killed by SIGKILL; the run was stopped" in result.stderr
+    assert re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; the run stops\n", result.stderr)
 
 
 def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
@@ -185,14 +210,15 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
     assert result.code == 137
     assert result.stdout.count("[worker 1] try") == 2
-    assert "worker 1 was killed by SIGKILL; the run was stopped after restart 1 of 1" in result.stderr
+    assert "was killed by SIGKILL; the run stops after restart 1 of 1" in result.stderr
 
 
 def test_a_run_without_any_worker_left_has_failed(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
 
     assert result.code == 137
-    assert "no worker was left" in result.stderr
+    assert result.stderr.count("no worker is left, and the run ends") == 1
+    assert "no worker was left" not in result.stderr, "it is told once"
 
 
 def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
@@ -200,7 +226,7 @@ def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
 
     assert result.code == 1
     assert "[server 1] no room for the parameters" in result.stderr.splitlines()
-    assert "server 1 ended with exit code 7 before the run was over" in result.stderr
+    assert re.search(r"server 1 \(pid \d+\) ended with exit code 7; the run ends", result.stderr)
 
 
 def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
@@ -209,7 +235,6 @@ def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, crash), behaviour="die-when-told", saving_s=0.2, grace_s=0.1)
 
     assert result.code == 1
-    assert "server 0 was killed by SIGABRT before the run was over" in result.stderr
     assert re.search(r"server 0 \(pid \d+\) was killed by SIGABRT; the run ends", result.stderr)
     assert "worker 0 had not ended 0.2 s after a server was lost, and was killed" in result.stderr
 
@@ -290,7 +315,7 @@ sys.exit(4)
     result = launch(script, grace_s=TIMEOUT_S)
 
     assert result.code == 4
-    assert "worker 1 ended with exit code 4; the run was stopped" in result.stderr
+    assert re.search(r"worker 1 \(pid \d+\) ended with exit code 4; the run stops", result.stderr)
 
 
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:

@@ -158,7 +158,8 @@ class Console:
     def __init__(self, copy: TextIO | None = None) -> None:
         """Write to the standard streams, and to `copy`."""
         self._copy = copy
-        self._latest: deque[str] = deque(maxlen=SCREEN_LINES)  # who wrote the last lines to stderr, "" for stdout
+        # Of the last lines: the process that wrote it to stderr, "" for stdout; what the launcher wrote, whole.
+        self._latest: deque[str] = deque(maxlen=SCREEN_LINES)
 
     def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
         """Write one line of a child's output, after the child's name."""
@@ -172,13 +173,19 @@ class Console:
 
     def announce(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""
+        self._latest.append(message)
         self._tell(f"paceline: {message}\n")
+
+    def shows(self, message: str) -> bool:
+        """Return whether a message of the launcher is still on the screen."""
+        return message in self._latest
 
     def quote(self, name: str, lines: Sequence[str]) -> None:
         """Write the last lines that a process wrote to stderr once more, unless they are still on the screen."""
         if self._latest.count(name) >= len(lines):
             return
         self.announce(f"the last {len(lines)} lines that {name} wrote to stderr:")
+        self._latest.extend(name for _ in lines)
         self._tell("".join(f"    {line}\n" for line in lines))
 
     def _tell(self, text: str) -> None:

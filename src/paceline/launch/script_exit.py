@@ -27,14 +27,15 @@ def report_error(error: BaseException, script: str) -> None:
     """
     origin = _from_script(error.__traceback__, script)
     if isinstance(error, PacelineError) and not wants_traceback():
-        print(f"paceline: {error}{_place(origin)}", file=sys.stderr, flush=True)
+        # One write, with the end of its line: else the lines of other processes may come in between.
+        sys.stderr.write(f"paceline: {error}{_place(origin)}\n")
+        sys.stderr.flush()
     else:
         sys.__excepthook__(type(error), error.with_traceback(origin), origin)
         if type(error).__module__ == "bdb" and _reads_nothing():  # BdbQuit
-            print(
+            sys.stderr.write(
                 "paceline: a debugger found no terminal in this worker: `paceline run --debug RANK script.py` gives "
-                "one worker this one",
-                file=sys.stderr,
+                "one worker this one\n"
             )
         sys.stderr.flush()
 

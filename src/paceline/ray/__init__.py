@@ -88,9 +88,11 @@ def run(
     from paceline.launch import plan, policy
     from paceline.ray import driver, options
 
+    numbers = {"worker_cpus": worker_cpus, "worker_gpus": worker_gpus, "server_cpus": server_cpus}
+    options.check_numbers({**numbers, "start_timeout_s": start_timeout_s})
     asked = plan.LocalRun(
         script=Path(script),
-        args=tuple(args),
+        args=options.as_words("args", args),
         num_workers=workers,
         num_servers=servers,
         num_data_servers=data_servers,
@@ -109,11 +111,11 @@ def run(
         place_workers=place_workers,
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
-        worker_resources=tuple(f"{name}={amount}" for name, amount in (worker_resources or {}).items()),
+        worker_resources=options.as_pairs("worker_resources", worker_resources, "an amount"),
         server_cpus=server_cpus,
         working_dir=None if working_dir is None else Path(working_dir),
-        env=tuple(f"{name}={value}" for name, value in (env or {}).items()),
-        pip=tuple(pip),
+        env=options.as_pairs("env", env, "a text"),
+        pip=options.as_words("pip", pip),
         start_timeout=start_timeout_s,
     )
     return driver.run_on_ray(asked, placed)

@@ -1,6 +1,7 @@
 """What is asked of Ray."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -122,6 +123,39 @@ class RayOptions:
         if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
         return script.resolve().relative_to(folder)
+
+
+def check_numbers(given: Mapping[str, object]) -> None:
+    """Raise UsageError, with the argument's name, for what is not a number."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"paceline.ray.run: {name} is {value!r}, expected a number")
+
+
+def as_words(name: str, given: object) -> tuple[str, ...]:
+    """Return the words of an argument; raises UsageError for what is not several texts.
+
+    >>> as_words("args", ["--lr", "0.1"])
+    ('--lr', '0.1')
+    """
+    words = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (None,)
+    texts = tuple(word for word in words if isinstance(word, str))
+    if len(texts) < len(words):
+        raise UsageError(f"paceline.ray.run: {name} is {given!r}, expected a list of texts")
+    return texts
+
+
+def as_pairs(name: str, given: object, expected: str) -> tuple[str, ...]:
+    """Return NAME=VALUE for each of a mapping, none for None; raises UsageError for anything else.
+
+    >>> as_pairs("worker_resources", {"TPU": 1}, "an amount")
+    ('TPU=1',)
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise UsageError(f"paceline.ray.run: {name} is {given!r}, expected a dict with {expected} for each name")
+    return tuple(f"{key}={value}" for key, value in given.items())
 
 
 def _read_amount(text: str) -> tuple[str, float]:
