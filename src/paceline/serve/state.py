@@ -29,6 +29,7 @@ import msgspec
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.folders import make_private
+from paceline.job.spec import naming
 from paceline.version import __version__
 
 FORMAT: Final = "paceline state 1"
@@ -296,8 +297,13 @@ class StateFolder:
             raise UsageError(
                 f"another server keeps its state in {path} (process {holder}): stop it, or name another folder"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        try:
+            with naming(path / LOCK_NAME):
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        except OSError:
+            os.close(self._lock)
+            raise
 
     def close(self) -> None:
         """Let others work with the folder."""
