@@ -140,8 +140,8 @@ def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
     host = url.rpartition(":")[0]
     if host and not ray_authenticates() and not is_loopback(host.strip("[]")):
         console.announce(
-            f"warning: the dashboard of this Ray cluster listens at {url} and asks nobody who they are: who reaches it "
-            "can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
+            f"warning: the dashboard of this Ray cluster listens at {url} without authentication: every client that "
+            "reaches it can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
         )
 
 

@@ -165,7 +165,7 @@ class Gateway:
     def run(self) -> list[str]:
         """Accept clients until `stop`; then save and end all namespaces, and return what could not be saved."""
         look_at = 0.0
-        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-reception") as answers:
+        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-gateway") as answers:
             try:
                 while not self._stopping.is_set():
                     with suppress(DeadlineExceeded):

@@ -84,7 +84,7 @@ def test_processes_that_turn_out_to_be_on_one_machine_share_its_memory(jobs: Pat
     [other] = arrived
     assert (first.spec.transport, first.spec.encrypted, first.spec.num_servers) == ("shm", False, 2)
     assert other.spec == first.spec
-    assert [list(one.assignment.beside) for one in (first, other)] == [[0, 1], []]
+    assert [list(one.assignment.sidecars) for one in (first, other)] == [[0, 1], []]
     assert [one.local_rank for one in (first, other)] == [0, 1]
     assert listening_host(first.spec, first.founder) == "127.0.0.1"
 
@@ -102,7 +102,7 @@ def test_processes_on_two_machines_have_certificates_and_servers_on_both(
 
     spec, run_dir = first.spec, Path(first.spec.run_dir)
     assert (spec.transport, spec.encrypted, spec.num_servers) == ("tcp", True, 2)
-    assert list(first.assignment.beside) == [0]
+    assert list(first.assignment.sidecars) == [0]
     assert listening_host(spec, first.founder) == address
     assert (run_dir / FOUNDER_NAME).read_text() == address
     for holder in (Holder("server", 1), Holder("worker", 1)):

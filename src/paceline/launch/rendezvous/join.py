@@ -182,7 +182,7 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
     undo.callback(store.close)
     invitation, guard = (
         _set_up(assignment, detected, store, undo)
-        if assignment.founds
+        if assignment.is_founder
         else (_find_founder(detected, store, timeout_s), None)
     )
     run_dir = Path(invitation.run_dir)
@@ -196,7 +196,7 @@ def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) ->
         if liveness_lock is not None and assignment.role == "worker":
             detected = assign_nodes(detected, roster.workers, liveness_lock.index, anew=servers.has_both)
             assignment = assign_role(detected, asked)
-        if assignment.founds:
+        if assignment.is_founder:
             settle(
                 run_dir, assignment, roster.machines, detected.master, servers.shares(roster.workers, roster.servers)
             )
@@ -265,18 +265,18 @@ class JoinedJob:
     place: Place
     spec: ClusterSpec
     liveness_lock: LivenessLock
-    beside: SidecarServers
-    hosts: bool  # others need what this process has: its servers, or the folder that it made
+    sidecars: SidecarServers
+    is_needed: bool  # others need what this process has: its servers, or the folder that it made
     undo: ExitStack
 
     def close(self, *, politely: bool) -> None:
         """Take part no longer. Politely: block for as long as others need what this process has."""
         with self.undo:
             self.liveness_lock.release()
-            if politely and self.hosts:
+            if politely and self.is_needed:
                 with announcing_wait(self.spec, self.place.rank):
                     wait_all_ended(self.spec)
-                self.beside.wait(self.spec.grace_s)
+                self.sidecars.wait(self.spec.grace_s)
 
 
 def join_started_job(servers: str | None) -> JoinedJob | None:
@@ -313,24 +313,26 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
 
 def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack) -> JoinedJob:
     assignment, spec, run_dir = started.assignment, started.spec, Path(started.spec.run_dir)
-    beside = SidecarServers(
-        run_dir, assignment.beside, listening_host(spec, started.founder) if assignment.beside else ""
+    sidecars = SidecarServers(
+        run_dir, assignment.sidecars, listening_host(spec, started.founder) if assignment.sidecars else ""
     )
-    undo.callback(beside.kill)
+    undo.callback(sidecars.kill)
     if started.guard is not None:
-        for pid in beside.pids:
+        for pid in sidecars.pids:
             started.guard.watch(pid)
 
     def meanwhile() -> None:
-        beside.check()
-        if assignment.founds:
+        sidecars.check()
+        if assignment.is_founder:
             declare_complete(spec, started.roster)
 
     wait_complete(spec, meanwhile, started.timeout_s)
     leave_after_crash()
     local_rank = liveness_lock.index if started.local_rank is None else started.local_rank
     place = Place(run_dir / CLUSTER_NAME, liveness_lock.index, local_rank)
-    return JoinedJob(place, spec, liveness_lock, beside, assignment.founds or bool(assignment.beside), undo.pop_all())
+    return JoinedJob(
+        place, spec, liveness_lock, sidecars, assignment.is_founder or bool(assignment.sidecars), undo.pop_all()
+    )
 
 
 def _serve(started: BootstrapResult, liveness_lock: LivenessLock) -> None:

@@ -48,7 +48,7 @@ class ProcessInfo(msgspec.Struct, frozen=True):
         return ProcessInfo(this_machine(), VERSION)
 
     def refusal(self, who: str) -> str | None:
-        """Return why the process that has this card cannot be in one job with this one; None where it can."""
+        """Return why the process that says this cannot be in one job with this one; None where it can."""
         if self.version == VERSION:
             return None
         return (
@@ -65,8 +65,8 @@ def describe_machines(infos: Mapping[str, ProcessInfo]) -> str:
     'worker 0 and worker 1 on a; server 0 on b'
     """
     found: defaultdict[Machine, list[str]] = defaultdict(list)
-    for name, process_info in infos.items():
-        found[process_info.machine].append(name)
+    for name, info in infos.items():
+        found[info.machine].append(name)
     return "; ".join(f"{' and '.join(names)} on {machine}" for machine, names in found.items())
 
 

@@ -114,14 +114,14 @@ def _watch(spec: ClusterSpec, node: ServerNode, worker: int) -> None:
 def _end_with_parent() -> None:
     """Block until standard input ends, and then end this process at once."""
     # Unbuffered: a process whose other threads have failed could not end while this one holds a buffer's lock.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lifeline:
-        lifeline.read(1)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as parent:
+        parent.read(1)
     os._exit(EXIT_FAILURE)
 
 
 def main() -> None:
     """Serve as the command line says."""
-    threading.Thread(target=_end_with_parent, name="paceline-lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="paceline-parent", daemon=True).start()
     run_program(
         lambda: serve_until_workers_end(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
     )
