@@ -70,15 +70,15 @@ def run(
         run_dir: new or empty folder that keeps the run's traces, on this machine.
         trace: how much is recorded.
         quiet: show only what the script prints, and errors.
-        place_servers: over how many nodes servers go, and data servers.
-        place_workers: over how many nodes workers go.
-        worker_cpus: what each worker takes of a node's CPUs.
+        place_servers: how servers and data servers are placed.
+        place_workers: how workers are placed.
+        worker_cpus: CPUs of each worker.
         worker_gpus: GPUs of each worker.
-        worker_resources: what each worker takes of other resources of the cluster.
-        server_cpus: what each server, or data server, takes of a node's CPUs.
-        working_dir: folder with the script that every node gets a copy of.
-        env: more variables for the environment of all of them.
-        pip: packages that Ray installs for them.
+        worker_resources: amounts of named resources of the cluster for each worker.
+        server_cpus: CPUs of each server and data server.
+        working_dir: folder that is copied to every node, with the script in it.
+        env: environment variables of workers and servers.
+        pip: packages that Ray installs for workers and servers.
         start_timeout_s: how long to wait for room on the cluster, and then for servers to listen.
 
     Raises:
@@ -88,8 +88,6 @@ def run(
     from paceline.launch import plan, policy
     from paceline.ray import driver, options
 
-    numbers = {"worker_cpus": worker_cpus, "worker_gpus": worker_gpus, "server_cpus": server_cpus}
-    options.check_numbers({**numbers, "start_timeout_s": start_timeout_s})
     asked = plan.LocalRun(
         script=Path(script),
         args=options.as_words("args", args),
