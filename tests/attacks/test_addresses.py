@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.attacks.papers import Papers
-from tests.transport.carriers import CREDENTIALS
+from tests.transport.carriers import CREDENTIALS, full_listener
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
 from paceline.job.credentials.holders import Holder
@@ -29,17 +28,8 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsSettings:
 
 @pytest.fixture
 def deaf_address() -> Iterator[str]:
-    """An address at which the system takes no more connections, as behind a wall that drops what comes."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.socket())
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        for _ in range(8):
-            crowd = stack.enter_context(socket.socket())
-            crowd.setblocking(False)
-            with suppress(BlockingIOError):
-                crowd.connect(server.getsockname())
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+    with full_listener() as address:
+        yield address
 
 
 def test_a_server_that_cannot_be_reached_is_given_up_at_the_deadline(deaf_address: str) -> None:

@@ -25,9 +25,9 @@ from paceline.job.spec import ClusterSpec
 from paceline.launch.rendezvous.liveness_lock import process_info
 from paceline.launch.rendezvous.store import Invitation
 from paceline.observe.runs import decode_lines
-from paceline.serve.manifest import Manifest
 from paceline.serve.messages import EnterFrame, decode_answer, decode_enter_frame
 from paceline.serve.messages import encode as encode_words
+from paceline.serve.state import Manifest
 from paceline.transport import Frame, Limits, TcpTransport, TlsSettings
 from paceline.transport.base import receive_all
 from paceline.transport.channel import OutOfTime, SocketChannel

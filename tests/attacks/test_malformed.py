@@ -23,7 +23,7 @@ from tests.transport.carriers import CREDENTIALS
 from tests.transport.wire import open_raw, read_to_end, shake_hands
 
 from paceline.core.messages import Applied, Fetched, Join, Pull, Push, PushId, Sender
-from paceline.job.polling import INTERVAL_S
+from paceline.job.folders import INTERVAL_S
 from paceline.job.spec import ClusterSpec, write_private
 from paceline.transport import TcpTransport
 from paceline.update.named_rules import SGD

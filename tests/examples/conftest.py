@@ -14,7 +14,6 @@ import pytest
 from paceline.job.environment import child_environment, fork_server_environment
 from paceline.launch.child import Launch
 from paceline.launch.forkserver.server import ForkServer
-from paceline.launch.plan import DEFAULT_PROGRAMS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 READY_WITHIN_S = 60.0
@@ -26,9 +25,9 @@ Alone = Callable[..., subprocess.CompletedProcess[str]]
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
     """Runs an example of this name, with these arguments, to its end."""
     environment = {**child_environment(1, 1), "OMP_NUM_THREADS": "1"}
-    folder = tmp_path_factory.mktemp("nursery")
+    folder = tmp_path_factory.mktemp("forkserver")
     fork_server = ForkServer(
-        fork_server_environment(environment, EXAMPLES), folder, DEFAULT_PROGRAMS.preloaded, EXAMPLES / "one_line.py"
+        fork_server_environment(environment, EXAMPLES), folder, "paceline.api.script", EXAMPLES / "one_line.py"
     )
     process = fork_server.start_server(fork_server.launch)
     assert process.stdout is not None

@@ -74,5 +74,4 @@ def test_threads_of_one_process_are_told_together(tmp_path: Path) -> None:
         assert len(run.saying("] left")) == 2
         assert run.told() == [
             "paceline: workers 0-1 was told to leave, and has; no worker is left, and the run ends",
-            "paceline: workers 0-1 was told to leave, and has; no worker was left",
         ]

@@ -11,7 +11,7 @@ from tests.launch.launching import launch, write_script
 
 from paceline.core.consistency import Consistency, asynchronous, backup, bsp, essp, ssp
 from paceline.errors import UsageError
-from paceline.job.cores import cores_here, server_threads, share_of
+from paceline.job.machines import cores_here, server_threads, share_of
 from paceline.launch.plan import LocalRun
 
 CORES = st.sets(st.integers(0, 255), min_size=1, max_size=40).map(sorted)

@@ -9,7 +9,7 @@ import pytest
 from paceline import cli
 from paceline.errors import PeerError
 from paceline.launch import local
-from paceline.launch.plan import LocalRun
+from paceline.launch.plan import LocalRun, Programs
 from paceline.launch.policy import Policy
 
 
@@ -18,7 +18,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[LocalRun]:
     """The runs that the command line asked for; each ends with exit code 7."""
     asked: list[LocalRun] = []
 
-    def run_local(run: LocalRun) -> int:
+    def run_local(run: LocalRun, _: Programs) -> int:
         asked.append(run)
         return 7
 
@@ -115,7 +115,7 @@ def test_a_traceback_is_shown_to_those_who_ask(capsys: pytest.CaptureFixture[str
 def test_the_failure_of_others_is_not_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_local(run: LocalRun) -> int:
+    def run_local(run: LocalRun, _: Programs) -> int:
         raise PeerError(f"no answer while running {run.script}")
 
     monkeypatch.setattr(local, "run_local", run_local)

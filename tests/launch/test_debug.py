@@ -74,7 +74,7 @@ def test_a_debugger_reads_the_terminal_and_ctrl_c_goes_to_its_worker(tmp_path: P
         terminal.process.send_signal(signal.SIGINT)
         terminal.read_until("(Pdb) ")
         terminal.type("q")
-        said = terminal.read_until("the run was stopped")
+        said = terminal.read_until("the run stops")
         assert "BdbQuit" in said
         assert "that worker 0 wrote to stderr" not in said
         assert terminal.process.wait(TIMEOUT_S) == 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.error_report import report_error
+from paceline.launch.script_exit import report_error
 
 
 def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_the_call(
@@ -24,3 +25,17 @@ def test_the_place_is_in_the_users_code_also_where_an_installed_package_makes_th
         runpy.run_path(str(script))
     report_error(caught.value, str(script))
     assert f"at {script}:3; run with --traceback for more" in capsys.readouterr().err
+
+
+def test_an_error_is_one_write_so_that_no_other_process_writes_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import paceline\n\npaceline.ssp(-1)\n")
+    with pytest.raises(UsageError) as caught:
+        runpy.run_path(str(script))
+    writes: list[str] = []
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    report_error(caught.value, str(script))
+    assert len(writes) == 1
+    assert writes[0].endswith(f"at {script}:3; run with --traceback for more\n")

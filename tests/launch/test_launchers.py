@@ -1,6 +1,7 @@
 """Scripts under launchers that know nothing of Paceline: the real ones, where they are installed."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,40 @@ def test_torchrun_learns_what_paceline_run_does(tmp_path: Path) -> None:
     [run_dir] = folder.iterdir()
     assert {path.name for path in run_dir.iterdir()} == {"spec.json", "cluster.json", "trace"}
     assert processes_of(run_dir) == set()
+
+
+PARTING = """
+import functools, sys
+import paceline
+from paceline.launch.rendezvous import join
+join.announcing_wait = functools.partial(join.announcing_wait, after_s=0.0)
+with paceline.connect() as ps:
+    if ps.rank == 1:
+        open(sys.argv[1]).close()
+"""
+TASK = "SLURM_PROCID={rank} SLURM_LOCALID={rank} " + shlex.quote(sys.executable) + ' "$@" &'
+SRUN = ("sh", "-c", " ".join(TASK.format(rank=rank) for rank in range(2)) + " wait", "srun")
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "2"}
+
+
+@pytest.mark.parametrize(("command", "variables"), [(TORCHRUN, {}), (SRUN, STEP)], ids=["torchrun", "srun"])
+def test_a_process_that_others_need_says_why_it_stays(
+    command: tuple[str, ...], variables: dict[str, str], tmp_path: Path
+) -> None:
+    script, gate = write(tmp_path, PARTING), tmp_path / "gate"
+    os.mkfifo(gate)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_RUN_DIR": str(tmp_path / "runs"), **variables}
+    with subprocess.Popen(
+        [*command, str(script), str(gate)], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        line = next(line for line in iter(process.stderr.readline, "") if "its process stays" in line)
+        gate.write_text("")
+        rest = process.communicate(timeout=TIMEOUT_S)[1]
+
+    said = "worker 0 has ended its script; its process stays until worker 1 will have left the job, as others need its"
+    assert line == f"paceline: {said} servers or its folder\n"
+    assert "its process stays" not in rest
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: install Open MPI")

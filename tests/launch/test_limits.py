@@ -44,7 +44,7 @@ def test_limits_that_let_no_job_run_are_refused(
 def test_a_shortage_ends_a_command_in_one_line(
     error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(_run: object) -> int:
+    def fail(*_: object) -> int:
         raise error
 
     monkeypatch.setattr(local, "run_local", fail)
@@ -57,7 +57,7 @@ def test_a_shortage_ends_a_command_in_one_line(
 
 
 def test_an_error_of_the_code_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_run: object) -> int:
+    def fail(*_: object) -> int:
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setattr(local, "run_local", fail)
@@ -91,8 +91,8 @@ def test_a_process_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("paceline.launch.process_backend.Child", fail)
-    stage = object.__new__(__import__("paceline.launch.process_backend", fromlist=["LocalBackend"]).LocalBackend)
+    monkeypatch.setattr("paceline.launch.local.Child", fail)
+    stage = object.__new__(__import__("paceline.launch.local", fromlist=["LocalBackend"]).LocalBackend)
     stage._console = stage._guard = None
     with pytest.raises(PacelineError, match="cannot start worker 1: Too many open files; raise"):
         stage._add(type("Launch", (), {"name": "worker 1"})(), fail)

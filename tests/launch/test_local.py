@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 from tests.launch.launching import TIMEOUT_S, command, launch, write_script
 
+from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
 from paceline.job.spec import read_token, write_token
-from paceline.launch.console import SCREEN_LINES, Console
 from paceline.launch.local import prepare_run_dir, run_local
+from paceline.launch.output import SCREEN_LINES, Console
 from paceline.launch.plan import LocalRun
 from paceline.launch.policy import EXIT_LOST, Policy
 from paceline.observe.runs import read_run
@@ -102,7 +103,7 @@ for number in range(30): print('line', number, file=sys.stderr)
     assert result.code == code
     assert result.stderr.count("line 29") == 1, "what is on the screen is not told twice"
     last = result.stderr.splitlines()[-1]
-    assert last == f"paceline: worker 1 ended with exit code {code}; the run was stopped"
+    assert re.fullmatch(rf"paceline: worker 1 \(pid \d+\) ended with exit code {code}; the run stops", last)
 
 
 def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +118,31 @@ def test_last_lines_that_others_have_pushed_off_the_screen_are_told_again(capsys
     console.quote("worker 1", words)
     quoted = [line for line in capsys.readouterr().err.splitlines() if line.startswith("    ")]
     assert quoted == [f"    {word}" for word in words]
+
+
+def test_why_a_run_stops_is_told_again_when_it_is_off_the_screen(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        f"""
+gate = os.path.join(spec.run_dir, "gate")
+def fill_screen(*_):
+    for _ in range({SCREEN_LINES}): print('line', file=sys.stderr)
+    sys.exit()
+if place.rank == 0:
+    signal.signal(signal.SIGTERM, fill_screen)
+    os.mkfifo(gate)
+    open(gate, "w").close()
+    while True: signal.pause()
+while not os.path.exists(gate): pass
+open(gate).close()
+sys.exit(3)
+""",
+    )
+
+    result = launch(script)
+
+    assert result.code == 3
+    assert result.stderr.splitlines()[-1] == "paceline: worker 1 ended with exit code 3; the run was stopped"
 
 
 def test_a_failing_worker_may_be_left_out(tmp_path: Path) -> None:
@@ -160,7 +186,7 @@ def test_a_crash_may_stop_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, CRASH.replace("print('done')", PAUSE)), policy={"on_crash": "stop"})
 
     assert result.code == 137
-    assert "worker 1 was killed by SIGKILL; the run was stopped" in result.stderr
+    assert re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; the run stops\n", result.stderr)
 
 
 def test_a_crashed_worker_may_be_started_again(tmp_path: Path) -> None:
@@ -184,14 +210,15 @@ def test_restarts_come_to_an_end(tmp_path: Path) -> None:
 
     assert result.code == 137
     assert result.stdout.count("[worker 1] try") == 2
-    assert "worker 1 was killed by SIGKILL; the run was stopped after restart 1 of 1" in result.stderr
+    assert "was killed by SIGKILL; the run stops after restart 1 of 1" in result.stderr
 
 
 def test_a_run_without_any_worker_left_has_failed(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
 
     assert result.code == 137
-    assert "no worker was left" in result.stderr
+    assert result.stderr.count("no worker is left, and the run ends") == 1
+    assert "no worker was left" not in result.stderr, "it is told once"
 
 
 def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
@@ -199,7 +226,7 @@ def test_a_server_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
 
     assert result.code == 1
     assert "[server 1] no room for the parameters" in result.stderr.splitlines()
-    assert "server 1 ended with exit code 7 before the run was over" in result.stderr
+    assert re.search(r"server 1 \(pid \d+\) ended with exit code 7; the run ends", result.stderr)
 
 
 def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
@@ -208,7 +235,6 @@ def test_a_server_that_dies_ends_the_run(tmp_path: Path) -> None:
     result = launch(write_script(tmp_path, crash), behaviour="die-when-told", saving_s=0.2, grace_s=0.1)
 
     assert result.code == 1
-    assert "server 0 was killed by SIGABRT before the run was over" in result.stderr
     assert re.search(r"server 0 \(pid \d+\) was killed by SIGABRT; the run ends", result.stderr)
     assert "worker 0 had not ended 0.2 s after a server was lost, and was killed" in result.stderr
 
@@ -217,7 +243,7 @@ def test_workers_are_told_which_server_died_and_may_save_what_they_hold(tmp_path
     script = write_script(
         tmp_path,
         """
-from paceline.launch.lost_servers import how_server_ended
+from paceline.job.addresses import how_server_ended
 if place.rank == 1: os.abort()  # of which the server is told, and dies
 while not how_server_ended(Path(spec.run_dir), 0): pass
 print("saved, as server 0", how_server_ended(Path(spec.run_dir), 0))
@@ -289,7 +315,7 @@ sys.exit(4)
     result = launch(script, grace_s=TIMEOUT_S)
 
     assert result.code == 4
-    assert "worker 1 ended with exit code 4; the run was stopped" in result.stderr
+    assert re.search(r"worker 1 \(pid \d+\) ended with exit code 4; the run stops", result.stderr)
 
 
 def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
@@ -336,12 +362,12 @@ def test_a_run_that_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str
     script = write_script(tmp_path, "")
 
     with pytest.raises(UsageError, match=message):
-        run_local(LocalRun(**{"script": script, **settings}))  # type: ignore[arg-type]
+        run_local(LocalRun(**{"script": script, **settings}), PROGRAMS)  # type: ignore[arg-type]
 
 
 def test_a_run_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not empty"):
-        run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path))
+        run_local(LocalRun(script=write_script(tmp_path, ""), run_dir=tmp_path), PROGRAMS)
 
 
 def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +405,7 @@ def test_similar_scripts_are_suggested(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
 
     with pytest.raises(UsageError, match=r"did you mean .*/train\.py\?"):
-        run_local(LocalRun(script=tmp_path / "trian.py"))
+        run_local(LocalRun(script=tmp_path / "trian.py"), PROGRAMS)
 
 
 def test_progress_is_shown_beside_the_output(tmp_path: Path) -> None:

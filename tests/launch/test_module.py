@@ -10,8 +10,8 @@ from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import local
 from paceline.launch.manifests.command import launch
-from paceline.launch.module import find_module, source_of
 from paceline.launch.plan import LocalRun
+from paceline.launch.script import find_module, source_of
 
 MODULE = """
 import sys
@@ -47,7 +47,7 @@ def test_a_worker_runs_a_module_as_python_does(here: Path, name: str) -> None:
 
 def test_the_command_line_tells_a_module_from_a_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[LocalRun] = []
-    monkeypatch.setattr(local, "run_local", lambda run: asked.append(run) or 0)
+    monkeypatch.setattr(local, "run_local", lambda run, _: asked.append(run) or 0)
     assert cli.answer(["run", "-m", "2", "-n", "3", "-m", "package.train", "-n", "9", "-m", "x"]) == 0
     [run] = asked
     assert (run.num_servers, run.num_workers, run.script) == (2, 3, here / "package" / "train.py")

@@ -132,7 +132,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_child_ends_at_once_when_its_launcher_is_gone_before_it_started() -> None:
-    code = "from paceline.launch.parent_death import die_with_launcher; die_with_launcher(); print('alive')"
+    code = "from paceline.launch.entry import die_with_launcher; die_with_launcher(); print('alive')"
     environment = {**os.environ, "PACELINE_LAUNCHER_PID": "1"}
 
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from paceline.launch.pipes import LINE_BYTES_MAX, LineBuffer, Pipe, Pump
+from paceline.launch.output import LINE_BYTES_MAX, LineBuffer, Pipe, Pump
 
 
 @pytest.mark.parametrize(

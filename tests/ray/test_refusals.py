@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import cli
 from paceline.errors import PeerError, UsageError
 from paceline.launch.plan import LocalRun
+from paceline.ray.actor import CHUNK_BYTES, FileFollower, NewsBuffer
 from paceline.ray.engine import check_dashboard, check_reachable, prepare
-from paceline.ray.file_follower import CHUNK_BYTES, FileFollower
 from paceline.ray.messages import News
 from paceline.ray.options import RayOptions
-from paceline.ray.outbox import NewsBuffer
 
 RUN = LocalRun(script=Path("jobs/train.py"))
 
@@ -60,6 +60,21 @@ def test_what_cannot_be_is_refused(options: RayOptions, complaint: str) -> None:
 def test_what_is_for_one_machine_is_refused(settings: dict[str, object], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         RayOptions().validate(LocalRun(script=RUN.script, **settings))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"worker_resources": ["TPU"]}, r"worker_resources is \['TPU'\], expected a dict with an amount for each name"),
+        ({"env": "A=1"}, "env is 'A=1', expected a dict with a text for each name"),
+        ({"pip": "numpy"}, "pip is 'numpy', expected a list of texts"),
+        ({"args": ["--lr", 0.1]}, "args is .*, expected a list of texts"),
+        ({"worker_gpus": "1"}, "worker_gpus is '1', expected a number"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(given: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        paceline.ray.run("train.py", **given)  # type: ignore[arg-type]
 
 
 def test_an_option_of_ray_needs_the_engine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,9 @@ from paceline.errors import PeerError
 from paceline.job.credentials.certificates import request
 from paceline.job.credentials.holders import Holder
 from paceline.job.spec import ClusterSpec, write_token
-from paceline.launch.console import Console
+from paceline.launch.output import Console
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
-from paceline.launch.rendezvous.process_info import VERSION
+from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.ray.actor import plan, write_into
 from paceline.ray.messages import ActorCommand, ActorReady, News
 from paceline.ray.options import RayOptions

@@ -15,9 +15,8 @@ from tests.leaks import nothing_left_behind
 import paceline
 from paceline.api.session import Session
 from paceline.serve.access import server_access
-from paceline.serve.gateway import Gateway
+from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
-from paceline.serve.namespaces import Namespaces
 from paceline.serve.state import StateFolder
 
 JOIN_S = 60.0

@@ -1,12 +1,12 @@
 """The way to a server whose host has several addresses, or one that is not known yet."""
 
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from unittest.mock import Mock
 
 import pytest
+from tests.transport.carriers import full_listener
 
 import paceline
 from paceline.errors import DeadlineExceeded, UsageError
@@ -27,17 +27,8 @@ def tcp() -> TcpTransport:
 
 @pytest.fixture
 def deaf() -> Iterator[str]:
-    """An address at which the system takes no more connections, as behind a wall that drops what comes."""
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.socket())
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        for _ in range(8):
-            crowd = stack.enter_context(socket.socket())
-            crowd.setblocking(False)
-            with suppress(BlockingIOError):
-                crowd.connect(server.getsockname())
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with full_listener() as address:
+        yield f"tcp://{address}"
 
 
 def test_an_address_that_drops_packets_leaves_time_to_the_next_one_which_is_remembered(

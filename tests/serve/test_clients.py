@@ -195,7 +195,7 @@ def test_namespaces_have_plain_names_and_are_not_without_number(served: House, m
     for name in ("..", "a/b", "-x", "n" * 65):
         with pytest.raises(UsageError, match="cannot be the name of a namespace"):
             served.connect(name)
-    monkeypatch.setattr("paceline.serve.namespaces.MAX_NAMESPACES", 2)
+    monkeypatch.setattr("paceline.serve.gateway.MAX_NAMESPACES", 2)
     too_many = "there are 2 namespaces already, and no more than 2 may be"
     with served.connect("A"), served.connect("b"), pytest.raises(Refused, match=too_many):
         served.connect("c")

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.serve.files import digest_of
-from paceline.serve.manifest import Manifest, ManifestEntry
-from paceline.serve.state import NamespaceFolder, StateFolder
+from paceline.serve.state import Manifest, ManifestEntry, NamespaceFolder, StateFolder, digest_of
 
 
 def writing(text: str) -> Callable[[Path], Manifest]:

@@ -23,11 +23,7 @@ NAMES_LEFT = {"server": 6, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
     "core": 18,
     "docs": 5,
-    "job": 15,
-    "launch": 37,
-    "ray": 10,
     "root": 11,
-    "serve": 21,
     "server": 18,
     "tests": 134,
     "worker": 22,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from paceline.transport import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CARRIERS = ("memory", "tcp", "tls", "shm", "faulty-memory", "faulty-tcp")
@@ -68,3 +71,18 @@ def connect_pair(transport: Transport, address: str) -> Pair:
     listener = transport.listen(address)
     client = transport.connect(listener.address, b"worker 3", timeout_s=5)
     return Pair(transport, listener, client, listener.accept(timeout_s=5))
+
+
+@contextmanager
+def full_listener() -> Iterator[str]:
+    """HOST:PORT at which the system accepts no more connections, as behind a firewall that drops packets."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(8):
+            crowd = stack.enter_context(socket.socket())
+            crowd.setblocking(False)
+            with suppress(BlockingIOError):
+                crowd.connect(server.getsockname())
+        yield f"127.0.0.1:{server.getsockname()[1]}"

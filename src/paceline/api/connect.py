@@ -67,7 +67,7 @@ def connect(
     """
     for_launched, shown = (transport, place, servers), (token, keys, ca, certificate, key)
     if not isinstance(address, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - scripts are not typed
-        raise UsageError(f"connect: the address is {brief(address)}, expected a text such as 'host:7077'.")
+        raise UsageError(f"connect: the address is {brief(address)}, expected a text: paceline://HOST:PORT/NAME.")
     if address is None:
         if any(given is not None for given in (*shown, rank, workers)):
             raise UsageError(

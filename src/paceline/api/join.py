@@ -17,7 +17,7 @@ from paceline.core.messages import Sender
 from paceline.core.settings import WorkerSettings
 from paceline.data.readers import SessionReaders
 from paceline.errors import UsageError
-from paceline.job.addresses import data_addresses
+from paceline.job.addresses import data_addresses, how_server_ended
 from paceline.job.carriers import make_transport, tell_user
 from paceline.job.credentials.holders import Holder
 from paceline.job.environment import (
@@ -32,7 +32,6 @@ from paceline.job.environment import (
 )
 from paceline.job.spec import ClusterSpec, wait_spec
 from paceline.job.strategy import Distribution
-from paceline.launch.lost_servers import how_server_ended
 from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.launch.rendezvous.join import join_started_job
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S

@@ -1,6 +1,7 @@
-"""The address book of a job: files in the run directory where servers publish their addresses to the workers."""
+"""Files in the folder of a job that say where its servers listen, and which of them have ended."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, final
@@ -75,3 +76,24 @@ class AddressBook:
     def _addresses(self, role: Serving) -> tuple[str, ...]:
         paths = (address_path(self._run_dir, role, rank) for rank in range(self._counts[role]))
         return tuple(path.read_text().strip() for path in paths)
+
+
+def record_server_ended(run_dir: Path, rank: int, how: str) -> None:
+    """Record that a server has ended, and how, for the workers of this job.
+
+    If the file cannot be written, because the disk is full for example, workers find out seconds later by themselves.
+    """
+    with suppress(OSError):
+        _path(run_dir, rank).write_text(how, encoding="utf-8")
+
+
+def how_server_ended(run_dir: Path, rank: int) -> str:
+    """Return how a server of this job has ended, or nothing where it is not known to have ended."""
+    try:
+        return _path(run_dir, rank).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _path(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"server-{rank}.ended"

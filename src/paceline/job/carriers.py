@@ -6,8 +6,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.job.addresses import Serving
-from paceline.job.credentials.holders import KEYS_NAME, Holder, tls_settings
-from paceline.job.credentials.tokens import TokenFiles
+from paceline.job.credentials.holders import KEYS_NAME, Holder, TokenFiles, tls_settings
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec
 from paceline.transport.base import Transport

@@ -221,7 +221,7 @@ def import_folders(variables: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def fork_server_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return what the nursery gets, that imports for scripts in this folder and must not open devices for them."""
+    """Return what the fork server gets, which imports for scripts in this folder and must not open devices for them."""
     return with_import_path({**environment, LOOK_FOR_CUDA_ONLY: "1"}, folder)
 
 

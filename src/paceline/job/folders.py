@@ -1,14 +1,23 @@
-"""Folders in which the processes of a job meet, which may be of a file server that several machines see."""
+"""Folders in which the processes of a job meet, which may be of a file server that several machines see.
+
+No kernel tells of a file that another machine writes, so waiting for one means looking again and again.
+"""
 
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from paceline.errors import UsageError
+from paceline.errors import DeadlineExceeded, UsageError
+from paceline.stopwatch import Stopwatch
 
 ANOTHER_FOLDER: Final = "name another folder, PACELINE_RUN_DIR=..."  # for what processes of a job meet in
+INTERVAL_S: Final = 0.005
+INTERVAL_SHARED_S: Final = 0.05  # where each look is a question to a file server
+
+_Found = TypeVar("_Found")
 
 
 def names_in(folder: Path) -> set[str]:
@@ -66,3 +75,21 @@ def check_private(folder: Path, secrets: Iterable[Path]) -> None:
                 f"at what lets clients in. Make it yours alone with `chmod {'700' if path == folder else '600'}`, and "
                 "make new keys if others may have seen them"
             )
+
+
+def wait_for(
+    look: Callable[[], _Found | None], timeout_s: float, late: Callable[[], str], interval_s: float = INTERVAL_S
+) -> _Found:
+    """Look, with pauses in between, until something is found, and return it.
+
+    Raises DeadlineExceeded with what `late` says when nothing is after `timeout_s`; whatever `look` raises comes out.
+
+    >>> wait_for(iter([None, "spec.json"]).__next__, 1.0, lambda: "it was not written")
+    'spec.json'
+    """
+    watch = Stopwatch()
+    while (found := look()) is None:
+        if watch.elapsed_s() >= timeout_s:
+            raise DeadlineExceeded(late())
+        time.sleep(interval_s)
+    return found

@@ -1,10 +1,13 @@
-"""The machine that a process runs on, and at which of its addresses the other machines of a job reach it.
+"""The machine that a process runs on: its cores, and the addresses at which other machines of a job reach it.
 
 Host names are looked up here, once, and nowhere else; what listens and connects is given addresses.
 """
 
+import os
 import socket
+import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
 
 LOOPBACK: Final = "127.0.0.1"
@@ -182,3 +186,36 @@ def _source(there: str) -> str | None:
             return None
         address = str(probe.getsockname()[0])
     return None if is_loopback(address) else address
+
+
+def cores_here() -> list[int]:
+    """Return the numbers of the cores that this process may run on."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def share_of(cores: Sequence[int], index: int, count: int) -> tuple[int, ...]:
+    """Return the cores of one of `count` processes: neighbours, at least one, and not shared while they suffice.
+
+    >>> share_of(range(8), index=1, count=3)
+    (2, 3)
+    >>> share_of(range(2), index=2, count=4)
+    (0,)
+    """
+    size = max(1, len(cores) // count)
+    start = index * size % len(cores)
+    return tuple(cores[start : start + size])
+
+
+def server_threads(consistency: Consistency, num_cores: int, num_servers: int, num_workers: int) -> int:
+    """Return with how many threads a server updates a table, so that it never takes cores from workers that compute.
+
+    In lockstep all workers wait while servers update, so these have the machine; else they have what workers leave.
+
+    >>> from paceline.core.consistency import asynchronous, bsp
+    >>> [server_threads(c, num_cores=8, num_servers=1, num_workers=6) for c in (bsp(), asynchronous())]
+    [8, 2]
+    """
+    free = num_cores if consistency.lockstep else num_cores - num_workers
+    return max(1, free // num_servers)

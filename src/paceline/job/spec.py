@@ -7,6 +7,8 @@ own, and never travels by command line or environment.
 import os
 import secrets
 import stat
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +18,7 @@ import msgspec
 from paceline.core.settings import WAIT_TIMEOUT_S
 from paceline.errors import UsageError
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.polling import wait_for
+from paceline.job.folders import wait_for
 
 TOKEN_NAME: Final = "token"
 TOKEN_BYTES: Final = 32
@@ -119,8 +121,21 @@ def _require_private(path: Path, found: os.stat_result) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file of mode 0600 that appears at once and whole."""
+    """Write a file of mode 0600 that appears at once and whole, or not at all; an OSError names it."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    unfinished.rename(path)
+    with naming(path), ExitStack() as undo:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            undo.callback(unfinished.unlink)
+            file.write(content)
+        unfinished.rename(path)
+        undo.pop_all()
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Have an OSError that says no file, as one of a full disk, name this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -11,7 +11,7 @@ from typing import IO, Final, Literal, Protocol, final
 
 from paceline.job.environment import Place
 from paceline.launch.guard import MARK, Guard, kill_group, kill_marked
-from paceline.launch.pipes import Pipe
+from paceline.launch.output import Pipe
 
 NUM_LAST_LINES: Final = 20
 

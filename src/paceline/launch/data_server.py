@@ -16,7 +16,7 @@ from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory
 from paceline.job.machines import LOOPBACK
 from paceline.job.spec import ClusterSpec, write_private
-from paceline.launch.serving import read_orders, report_unknown_order, run_program
+from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 
 

@@ -13,7 +13,7 @@ LEAST_ADDRESS_BYTES: Final = 1024 * MIB
 FILES_OF_LAUNCHER: Final = 24
 FILES_OF_PROCESS: Final = 5
 
-_DISK: Final = "free some space, or name another folder (TMPDIR, --run-dir)"
+_DISK: Final = "free some space, or name another folder (TMPDIR, --run-dir, --state)"
 _REMEDIES: Final[Mapping[int, str]] = {
     errno.EMFILE: "raise the limit in the shell that starts it, `ulimit -n 4096`",
     errno.ENFILE: "the whole machine has no more: end other programs, or raise fs.file-max",

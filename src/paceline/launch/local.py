@@ -5,15 +5,14 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, TextIO, final
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.job.addresses import SPEC_NAME, AddressBook
-from paceline.job.cores import cores_here
 from paceline.job.environment import (
     NUM_THREADS,
     child_environment,
@@ -22,20 +21,19 @@ from paceline.job.environment import (
     wait_timeout_s,
 )
 from paceline.job.folders import require_own
+from paceline.job.machines import cores_here
 from paceline.job.spec import ClusterSpec, write_token
 from paceline.job.strategy import Distribution
-from paceline.launch.console import Console
-from paceline.launch.exits import Exits
+from paceline.launch.child import Child, Launch, Process, start_process
 from paceline.launch.forkserver.server import ForkServer
 from paceline.launch.forkserver.subreaper import Orphans
 from paceline.launch.guard import PREFIX, Guard, clear, remove_abandoned
-from paceline.launch.limits import check_limits
-from paceline.launch.output import unblocked_output
-from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, Programs, plan_launches
-from paceline.launch.process_backend import LocalBackend
+from paceline.launch.limits import check_limits, explain
+from paceline.launch.output import Console, Outlets, Pipe, Pump, unblocked_output
+from paceline.launch.plan import LocalRun, Programs, plan_launches
 from paceline.launch.script import check_script
 from paceline.launch.signals import Signals
-from paceline.launch.supervise import ProgressDisplay, SupervisionConfig, Supervisor
+from paceline.launch.supervise import Exits, Member, ProgressDisplay, SupervisionConfig, Supervisor
 from paceline.observe.trace import UNNAMED_TRACE_BYTES
 
 GUARD_TIMEOUT_S: Final = 5.0
@@ -43,7 +41,74 @@ TRACE_NAME: Final = "trace"
 DEBUG_PATIENCE_S: Final = 7 * 24 * 3600.0  # how long all wait for a worker that a debugger has stopped
 
 
-def run_local(run: LocalRun, programs: Programs = DEFAULT_PROGRAMS) -> int:
+@final
+class LocalBackend:
+    """Starts processes on this machine, forks them where there is a fork server, and reads their output."""
+
+    def __init__(
+        self,
+        console: Console,
+        guard: Guard,
+        wakeup_fd: int,
+        fork_server: ForkServer | None,
+        outlets: Outlets,
+        orphans: Orphans,
+    ) -> None:
+        """Have the guard watch over all that is started; a signal makes `wakeup_fd` readable.
+
+        While an outlet is full, what processes write there is left to wait.
+        """
+        self._console = console
+        self._guard = guard
+        self._fork_server = fork_server
+        self._outlets = outlets
+        self._pump = Pump(wakeup_fd, outlets)
+        self._orphans = orphans
+        self._pipes: dict[Child, Sequence[Pipe]] = {}
+
+    def prepare(self) -> Sequence[Member]:
+        """Start the fork server, if there is one."""
+        return (
+            () if self._fork_server is None else (self._add(self._fork_server.launch, self._fork_server.start_server),)
+        )
+
+    def settled(self) -> bool:
+        """Return whether the fork server is ready, or has failed."""
+        return self._fork_server is None or self._fork_server.settled()
+
+    def start(self, launch: Launch) -> Member:
+        """Start a process."""
+        fork_server = None if launch.has_terminal or launch.is_fresh else self._fork_server
+        return self._add(launch, start_process if fork_server is None else fork_server.start)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a process writes or ends, or a signal comes."""
+        self._pump.wait(timeout_s)
+        self._orphans.reap([child.pid for child in self._pipes])
+
+    def release(self, member: Member) -> None:
+        """Read the rest of what it wrote."""
+        for pipe in self._pipes.pop(next(child for child in self._pipes if child is member)):
+            self._pump.remove(pipe)
+
+    def close(self) -> None:
+        """Nothing is left to release: pipes are closed with their processes."""
+
+    def _add(self, launch: Launch, start: Callable[[Launch], Process]) -> Child:
+        try:
+            child = Child(launch, self._console, self._guard, start, self._is_held)
+        except OSError as error:
+            raise PacelineError(f"cannot start {launch.name}: {explain(error)}") from error
+        self._pipes[child] = child.pipes
+        for pipe in child.pipes:
+            self._pump.add(pipe)
+        return child
+
+    def _is_held(self, *, to_stderr: bool) -> bool:
+        return (self._outlets.stderr if to_stderr else self._outlets.stdout).is_full
+
+
+def run_local(run: LocalRun, programs: Programs) -> int:
     """Run a script as a job of several processes on this machine.
 
     Blocks until the job has ended, and returns its exit code: 0, or that of the worker that made it fail (128 + signal
@@ -187,8 +252,8 @@ def open_copy(path: Path | None) -> AbstractContextManager[TextIO | None]:
 def open_fork_server(
     run: LocalRun, programs: Programs, run_dir: Path, environment: Mapping[str, str]
 ) -> AbstractContextManager[ForkServer | None]:
-    """Return the fork server of this run, or none: it forks our own programs only, and one process needs none."""
-    if sys.platform != "linux" or programs != DEFAULT_PROGRAMS or run.transport == "memory":
+    """Return the fork server of this run, or none: one process needs none."""
+    if sys.platform != "linux" or programs.preloaded is None or run.transport == "memory":
         return nullcontext()
     return ForkServer(fork_server_environment(environment, run.folder), run_dir, programs.preloaded, run.script)
 

@@ -11,12 +11,12 @@ from paceline.core.partition import check_shares
 from paceline.errors import UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, Serving, serving_name
 from paceline.job.choices import ScaleName, TraceLevel, TransportName
-from paceline.job.cores import cores_here, share_of
 from paceline.job.environment import Place, with_import_path
+from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import Launch
 from paceline.launch.forkserver.child import sets_variables
-from paceline.launch.module import OPTION
 from paceline.launch.policy import Policy
+from paceline.launch.script import OPTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,15 @@ class Programs:
     """How the processes of a job are started; the launcher appends what each is told.
 
     `server` and `data_server` are followed by the spec's path and a rank, `worker` and `threads` by the script and its
-    arguments.
+    arguments. `threads` runs a whole job in one process. `preloaded` is the module that processes are forked with;
+    without it, each is started afresh.
     """
 
     server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.server")
     worker: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.worker")
-    threads: tuple[str, ...] = (sys.executable, "-m", "paceline.api.threads")
     data_server: tuple[str, ...] = (sys.executable, "-m", "paceline.launch.data_server")
-    preloaded: str = "paceline.api.script"
+    threads: tuple[str, ...] = ()
+    preloaded: str | None = None
 
 
 DEFAULT_PROGRAMS: Final = Programs()

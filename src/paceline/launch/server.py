@@ -14,13 +14,12 @@ from paceline.core.consistency import Consistency
 from paceline.core.settings import ServerSettings
 from paceline.job.addresses import CLUSTER_NAME, address_path
 from paceline.job.carriers import listen_address, make_transport
-from paceline.job.cores import cores_here, server_threads
 from paceline.job.credentials.holders import Holder
 from paceline.job.credentials.revocation import revoked_path, watching_revoked
 from paceline.job.environment import checks_memory
-from paceline.job.machines import LOOPBACK
+from paceline.job.machines import LOOPBACK, cores_here, server_threads
 from paceline.job.spec import ClusterSpec, wait_spec, write_private
-from paceline.launch.serving import read_orders, report_unknown_order, run_program
+from paceline.launch.entry import read_orders, report_unknown_order, run_program
 from paceline.observe.trace import Trace, trace_path
 from paceline.server.node import ServerNode
 

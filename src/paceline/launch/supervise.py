@@ -1,28 +1,29 @@
-"""Watches over the processes of a job from their start to the last exit.
+"""Watches over the processes of a job from their start to the last exit, and reports each exit.
 
 Rules: (1) everything that happens is seen in `_turn`; nothing else waits. (2) The first reason to end the run wins and
-decides the exit code. (3) Workers are stopped before servers, so that a worker can finish what it is saying.
+decides the exit code. (3) Workers are stopped before servers, so that a worker can finish what it is sending.
 (4) Whatever happens in here, no child is left when `run` returns or raises.
 """
 
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, final
 
+from paceline.job.addresses import record_server_ended
 from paceline.launch.child import Launch
-from paceline.launch.console import Console
-from paceline.launch.exits import Exits
-from paceline.launch.lost_servers import record_server_ended
-from paceline.launch.policy import CrashDecision, Policy, describe_exit, shell_code
+from paceline.launch.output import Console
+from paceline.launch.policy import EXIT_LOST, CrashDecision, Policy, RestartDelays, describe_exit, shell_code
 from paceline.launch.preemption import ABORT_MARKER_NAME, EXIT_PREEMPTED
-from paceline.launch.restarts import RestartDelays
 from paceline.launch.signals import Signals
+from paceline.observe.trace import Exit, Trace, trace_path
+from paceline.stopwatch import Stopwatch
 
+CLOCK: Final = "%H:%M:%S"
 STARTING_TURN_S: Final = 0.01
 TURN_S: Final = 0.25
 KILL_TIMEOUT_S: Final = 5.0
@@ -125,6 +126,76 @@ class ProcessBackend(Protocol):
         ...
 
 
+@final
+class Exits:
+    """Tells of the ends of processes, and knows which workers the run has lost.
+
+    Args:
+        console: gets a line for each that has not ended well.
+        board: shows the states of workers, where there is one.
+        run_dir: the trace in it gets a record for each that has not ended well.
+        now: seconds since 1970.
+    """
+
+    def __init__(
+        self, console: Console, board: ProgressDisplay | None, run_dir: Path, now: Callable[[], float] = time.time
+    ) -> None:
+        self._console = console
+        self._board = board
+        self._trace = trace_path(run_dir, "launcher", 0)
+        self._now = now
+        self._lost: list[str] = []
+
+    def note_start(self, member: Member) -> None:
+        """Show that a worker lives."""
+        self._show(member, "")
+
+    def note_end(self, member: Member) -> None:
+        """Show that a worker has ended, as it was to."""
+        self._show(member, "ended")
+
+    def note_left(self, member: Member, exit_code: int, then: str) -> None:
+        """Tell that a worker has left, as it was told to, and what the run does now."""
+        self._tell(member, exit_code, then)
+        self._show(member, "left")
+
+    def note_death(self, member: Member, exit_code: int, then: str) -> str:
+        """Tell that a process has not ended as it was to, and what the run does now; return the line that says it."""
+        line = self._tell(member, exit_code, then)
+        self._show(member, f"dead since {self._clock()}")
+        return line
+
+    def note_loss(self, member: Member, exit_code: int) -> None:
+        """Tell that the run goes on without a worker."""
+        self.note_death(member, exit_code, "the others go on without it")
+        self._lost.append(f"{member.name}, which {describe_exit(exit_code)} at {self._clock()}")
+
+    def conclude(self) -> int:
+        """Return the exit code of a run that has come to its end; say so where it has lost workers."""
+        if not self._lost:
+            return 0
+        self._console.announce(f"the run has ended without {'; '.join(self._lost)} (exit code {EXIT_LOST})")
+        return EXIT_LOST
+
+    def _tell(self, member: Member, exit_code: int, then: str) -> str:
+        launch, pid = member.launch, member.pid
+        number = "" if pid is None else f" (pid {pid})"
+        happened = describe_exit(exit_code)
+        line = f"{member.name}{number} {happened}; {then}"
+        self._console.announce(line)
+        with suppress(OSError), Trace(self._trace) as trace:  # a full disk ends no run
+            life = member.name, launch.role, launch.rank, launch.incarnation, pid
+            trace.record(Exit(time.monotonic(), *life, exit_code, self._now(), happened, then))
+        return line
+
+    def _show(self, member: Member, state: str) -> None:
+        if self._board is not None and member.launch.role == "worker":
+            self._board.note(member.launch.rank, state)
+
+    def _clock(self) -> str:
+        return time.strftime(CLOCK, time.localtime(self._now()))
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why the run ends before its workers are done, and the exit code that says so."""
@@ -135,6 +206,7 @@ class Ending:
     tell_workers: int = signal.SIGTERM
     lets_finish: bool = False  # the step that each worker is in
     lets_save: bool = False  # what workers hold: their own calls tell them that a server is lost, and no signal
+    told: str = ""  # the line that has said it already, where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +232,9 @@ class Supervisor:
         signals: Signals,
         display: ProgressDisplay | None,
         exits: Exits,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Plan it; `now` returns monotonic seconds."""
         self._config = config
         self._backend = backend
         self._rendezvous = rendezvous
@@ -169,6 +243,8 @@ class Supervisor:
         self._display = display
         self._running: list[Member] = []
         self._met = False
+        self._now = now
+        self._since_start: Stopwatch | None = None  # from when processes were started
         self._servers_stopped = False
         self._ending: Ending | None = None
         self._num_finished = 0
@@ -178,7 +254,6 @@ class Supervisor:
 
     def run(self, launches: Sequence[Launch]) -> int:
         """Run the job to its end; blocks, and returns the exit code of the whole."""
-        self._start_deadline_s = math.inf  # no process has been started yet
         self._next_refresh_s = 0.0
         try:
             self._prepare()
@@ -190,7 +265,7 @@ class Supervisor:
             self._stop_servers()
         finally:
             self._kill(self._running)
-            self._wait_until_gone(self._running, time.monotonic() + KILL_TIMEOUT_S)
+            self._wait_until_gone(self._running, KILL_TIMEOUT_S)
             self._backend.close()
             if self._display is not None:
                 self._display.close()
@@ -206,16 +281,16 @@ class Supervisor:
             exit_code = child.reap()
             if exit_code is not None:
                 self._on_exit(child, exit_code)
-        now = time.monotonic()
+        now = self._now()
         self._start_due(now)
-        self._meet(now)
+        self._meet()
         if self._display is not None and now >= self._next_refresh_s:
             self._next_refresh_s = now + TURN_S
             self._display.refresh(now)
 
-    def _meet(self, now: float) -> None:
+    def _meet(self) -> None:
         self._met = self._met or self._rendezvous.poll()
-        if self._met or self._ending is not None or now < self._start_deadline_s:
+        if self._met or self._ending is not None or self._start_left_s() > 0:
             return
         missing = self._rendezvous.missing()
         slowest = next(child for child in self._running if child.name in missing)
@@ -263,8 +338,8 @@ class Supervisor:
         if self._ending is None and not (self._servers_stopped and exit_code == 0):
             when = "when it was told to stop" if self._servers_stopped else "before the run was over"
             reason = f"{child.name} {describe_exit(exit_code)} {when}"
-            self._ending = Ending(1, reason, culprit=child, lets_save=self._met)
-            self._exits.note_death(child, exit_code, "the run ends")
+            told = self._exits.note_death(child, exit_code, "the run ends")
+            self._ending = Ending(1, reason, culprit=child, lets_save=self._met, told=told)
             record_server_ended(self._config.run_dir, child.launch.rank, describe_exit(exit_code))
 
     def _on_data_server_exit(self, child: Member, exit_code: int) -> None:
@@ -282,8 +357,8 @@ class Supervisor:
         elif self._alive("data") or self._is_due("data"):
             self._exits.note_death(child, exit_code, "the other data servers go on without it")
         else:
-            self._exits.note_death(child, exit_code, "no data server is left, and the run stops")
-            self._ending = Ending(1, f"{happened}; no data server was left", culprit=child)
+            told = self._exits.note_death(child, exit_code, "no data server is left, and the run stops")
+            self._ending = Ending(1, f"{happened}; no data server was left", culprit=child, told=told)
 
     def _tell_servers_of_end(self, launch: Launch) -> None:
         """Let the servers wait for this worker no longer; one that has left by itself is not waited for anyway."""
@@ -294,10 +369,9 @@ class Supervisor:
         was_told = exit_code == EXIT_PREEMPTED
         match self._config.policy.decide(exit_code, child.launch.incarnation):
             case CrashDecision.CONTINUE if not (self._num_finished or self._has_workers()):
-                self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
-                happened = f"{child.name} {describe_exit(exit_code)}"
-                culprit = None if was_told else child
-                self._ending = Ending(shell_code(exit_code), f"{happened}; no worker was left", culprit)
+                told = self._exits.note_death(child, exit_code, "no worker is left, and the run ends")
+                reason = f"{child.name} {describe_exit(exit_code)}; no worker was left"
+                self._ending = Ending(shell_code(exit_code), reason, None if was_told else child, told=told)
             case CrashDecision.CONTINUE if was_told:
                 self._exits.note_left(child, exit_code, "the others go on without it")
             case CrashDecision.CONTINUE:
@@ -311,12 +385,13 @@ class Supervisor:
         """End the run, because a process has ended."""
         policy, num = self._config.policy, child.launch.incarnation
         after = f" after restart {num} of {policy.max_restarts}" if num and policy.is_used_up(exit_code, num) else ""
-        self._exits.note_death(child, exit_code, f"the run stops{after}")
-        self._ending = Ending(code, f"{child.name} {describe_exit(exit_code)}; the run was stopped{after}", child)
+        told = self._exits.note_death(child, exit_code, f"the run stops{after}")
+        reason = f"{child.name} {describe_exit(exit_code)}; the run was stopped{after}"
+        self._ending = Ending(code, reason, child, told=told)
 
     def _restart(self, child: Member, exit_code: int) -> None:
         """Start a process again after a pause."""
-        again, now = child.launch.again(), time.monotonic()
+        again, now = child.launch.again(), self._now()
         pause_s = self._pauses.after_crash(child.name, now)
         self._due.append((now + pause_s, again))
         most = self._config.policy.max_restarts
@@ -330,9 +405,13 @@ class Supervisor:
             self._turn()
 
     def _start_all(self, launches: Sequence[Launch]) -> None:
-        self._start_deadline_s = time.monotonic() + self._config.start_timeout_s
+        self._since_start = Stopwatch(now=self._now)
         for launch in launches:
             self._start(launch)
+
+    def _start_left_s(self) -> float:
+        """Return for how long servers may still be starting; time in which the job was stopped does not count."""
+        return math.inf if self._since_start is None else self._config.start_timeout_s - self._since_start.elapsed_s()
 
     def _start_due(self, now: float) -> None:
         """Start what has waited long enough to be started again, unless the run ends."""
@@ -344,7 +423,7 @@ class Supervisor:
     def _start(self, launch: Launch) -> None:
         member = self._backend.start(launch)
         self._running.append(member)
-        self._pauses.note_start(member.name, time.monotonic())
+        self._pauses.note_start(member.name, self._now())
         self._exits.note_start(member)
 
     def _stop_workers(self) -> None:
@@ -353,14 +432,14 @@ class Supervisor:
         workers, grace_s = self._alive("worker"), self._config.grace_s
         if self._ending.lets_save:
             grace_s = max(grace_s, SAVING_S)
-            self._end_within(workers, grace_s, time.monotonic() + grace_s, "a server was lost")
+            self._end_within(workers, grace_s, "a server was lost")
             return
         if not self._ending.lets_finish:
             with suppress(OSError):  # a full disk, for example: then they take their time
                 (self._config.run_dir / ABORT_MARKER_NAME).touch()
         for worker in workers:
             worker.signal(self._ending.tell_workers)
-        self._end_within(workers, grace_s, time.monotonic() + grace_s)
+        self._end_within(workers, grace_s)
 
     def _stop_servers(self) -> None:
         self._servers_stopped = True
@@ -368,25 +447,24 @@ class Supervisor:
         for server in servers:
             server.send_line("stop")
         grace_s = self._config.grace_s
-        grace_end_s = time.monotonic() + grace_s
         # A server that is still starting hears of its end only when it has started.
-        was_cut_short = self._met or self._ending is not None
-        self._end_within(servers, grace_s, grace_end_s if was_cut_short else max(grace_end_s, self._start_deadline_s))
+        if not self._met and self._ending is None:
+            self._wait_until_gone(servers, max(0.0, self._start_left_s() - grace_s))
+        self._end_within(servers, grace_s)
 
-    def _end_within(
-        self, children: Sequence[Member], grace_s: float, deadline_s: float, since: str = "it was told to"
-    ) -> None:
-        """Wait for the children to end; kill those that have not at the deadline."""
-        self._wait_until_gone(children, deadline_s)
+    def _end_within(self, children: Sequence[Member], grace_s: float, since: str = "it was told to") -> None:
+        """Wait for the children to end; kill those that have not in time."""
+        self._wait_until_gone(children, grace_s)
         late = [child for child in children if child in self._running]
         for child in late:
             self._console.announce(f"{child.name} had not ended {grace_s:g} s after {since}, and was killed")
         self._kill(late)
-        self._wait_until_gone(late, time.monotonic() + KILL_TIMEOUT_S)
+        self._wait_until_gone(late, KILL_TIMEOUT_S)
 
-    def _wait_until_gone(self, children: Sequence[Member], deadline_s: float) -> None:
-        awaited = tuple(children)
-        while time.monotonic() < deadline_s and any(child in self._running for child in awaited):
+    def _wait_until_gone(self, children: Sequence[Member], timeout_s: float) -> None:
+        """Block until the children have ended; time in which this process was stopped does not count."""
+        awaited, watch = tuple(children), Stopwatch(now=self._now)
+        while watch.elapsed_s() < timeout_s and any(child in self._running for child in awaited):
             self._turn()
 
     def _kill(self, children: Sequence[Member]) -> None:
@@ -410,7 +488,8 @@ class Supervisor:
             self._quote(ending.culprit)
         if ending is None:
             return self._exits.conclude()
-        self._console.announce(ending.reason)
+        if not (ending.told and self._console.shows(ending.told)):
+            self._console.announce(ending.reason)
         return ending.code
 
     def _quote(self, culprit: Member) -> None:

@@ -12,10 +12,9 @@ import threading
 from typing import Final
 
 from paceline.job.environment import claim_place
-from paceline.launch.error_report import report_error
-from paceline.launch.module import OPTION, source_of
-from paceline.launch.parent_death import die_with_launcher
-from paceline.launch.script_exit import ended_well, script_ended
+from paceline.launch.entry import die_with_launcher
+from paceline.launch.script import OPTION, source_of
+from paceline.launch.script_exit import ended_well, report_error, script_ended
 
 EXIT_INTERRUPTED: Final = 130
 

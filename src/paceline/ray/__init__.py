@@ -70,15 +70,15 @@ def run(
         run_dir: new or empty folder that keeps the run's traces, on this machine.
         trace: how much is recorded.
         quiet: show only what the script prints, and errors.
-        place_servers: over how many nodes servers go, and data servers.
-        place_workers: over how many nodes workers go.
-        worker_cpus: what each worker takes of a node's CPUs.
+        place_servers: how servers and data servers are placed.
+        place_workers: how workers are placed.
+        worker_cpus: CPUs of each worker.
         worker_gpus: GPUs of each worker.
-        worker_resources: what each worker takes of other resources of the cluster.
-        server_cpus: what each server, or data server, takes of a node's CPUs.
-        working_dir: folder with the script that every node gets a copy of.
-        env: more variables for the environment of all of them.
-        pip: packages that Ray installs for them.
+        worker_resources: amounts of named resources of the cluster for each worker.
+        server_cpus: CPUs of each server and data server.
+        working_dir: folder that is copied to every node, with the script in it.
+        env: environment variables of workers and servers.
+        pip: packages that Ray installs for workers and servers.
         start_timeout_s: how long to wait for room on the cluster, and then for servers to listen.
 
     Raises:
@@ -90,7 +90,7 @@ def run(
 
     asked = plan.LocalRun(
         script=Path(script),
-        args=tuple(args),
+        args=options.as_words("args", args),
         num_workers=workers,
         num_servers=servers,
         num_data_servers=data_servers,
@@ -109,11 +109,11 @@ def run(
         place_workers=place_workers,
         worker_cpus=worker_cpus,
         worker_gpus=worker_gpus,
-        worker_resources=tuple(f"{name}={amount}" for name, amount in (worker_resources or {}).items()),
+        worker_resources=options.as_pairs("worker_resources", worker_resources, "an amount"),
         server_cpus=server_cpus,
         working_dir=None if working_dir is None else Path(working_dir),
-        env=tuple(f"{name}={value}" for name, value in (env or {}).items()),
-        pip=tuple(pip),
+        env=options.as_pairs("env", env, "a text"),
+        pip=options.as_words("pip", pip),
         start_timeout=start_timeout_s,
     )
     return driver.run_on_ray(asked, placed)

@@ -1,39 +1,149 @@
 """The actor: runs one process of the job, on the node that Ray has chosen.
 
-It starts the process as its own child, relays what that writes, and ends with it. The process ends with the actor,
-however that ends: the kernel and the guard see to it, as they do for a launcher on one machine.
+It starts the process as its own child, relays what that writes into files and streams, and ends with it. The process
+ends with the actor, however that ends: the kernel and the guard see to it, as they do for a launcher on one machine.
 """
+
+from __future__ import annotations
 
 import os
 import signal
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Condition
 from typing import Final, final
 
 import msgspec
 
-from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
-from paceline.job.credentials.holders import KEYS_NAME, Holder, Role
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, address_path
+from paceline.job.credentials.holders import KEYS_NAME, Holder
 from paceline.job.environment import Place, child_environment, with_import_path
 from paceline.job.spec import ClusterSpec, write_private
 from paceline.launch.child import Child, Launch, start_process
 from paceline.launch.guard import Guard, clear
-from paceline.launch.pipes import Pump
+from paceline.launch.output import Pump
 from paceline.launch.plan import DEFAULT_PROGRAMS
-from paceline.launch.rendezvous.process_info import VERSION
+from paceline.launch.rendezvous.liveness_lock import VERSION
+from paceline.observe.trace import trace_path
 from paceline.ray.engine import load_ray
-from paceline.ray.file_follower import FileFollower
-from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady
-from paceline.ray.outbox import NewsBuffer
+from paceline.ray.messages import EXIT_NOT_STARTED, ActorCommand, ActorReady, News, Role
 
+NUM_LINES_MAX: Final = 2000
+CHUNK_BYTES: Final = 256 * 1024
 TURN_S: Final = 0.1
 NEWS_TIMEOUT_S: Final = 1.0
 GUARD_TIMEOUT_S: Final = 5.0
+
+
+@final
+class NewsBuffer:
+    """Collects news in one thread, and returns them in another.
+
+    Lines that are not fetched block the process, as a full pipe does.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        # Invariant: no exit code before everything else has been put.
+        self._lines: deque[tuple[bool, str]] = deque()
+        self._address = ""
+        self._trace = b""
+        self._exit_code: int | None = None
+
+    def relay(self, name: str, colour: int, line: str, *, to_stderr: bool) -> None:
+        """Put one line that the process has written; blocks while there are too many."""
+        with self._changed:
+            # No deadline: who fetches is gone only when this process is about to be.
+            self._changed.wait_for(lambda: len(self._lines) < NUM_LINES_MAX)
+            self._lines.append((to_stderr, line))
+            self._changed.notify_all()
+
+    def add(self, *, address: str = "", trace: bytes = b"", exit_code: int | None = None) -> None:
+        """Put anything else."""
+        with self._changed:
+            self._address = address or self._address
+            self._trace += trace
+            self._exit_code = exit_code
+            self._changed.notify_all()
+
+    def wait_news(self, timeout_s: float) -> News:
+        """Return all that is there; blocks until there is something, or `timeout_s` have passed."""
+        with self._changed:
+            self._changed.wait_for(self._has_news, timeout_s)
+            news = News(list(self._lines), self._address, self._trace, self._exit_code)
+            self._lines.clear()
+            self._address, self._trace = "", b""
+            self._changed.notify_all()
+            return news
+
+    def _has_news(self) -> bool:
+        return bool(self._lines or self._address or self._trace) or self._exit_code is not None
+
+
+@final
+class FileFollower:
+    """The files of one process, in a folder that its launcher does not see."""
+
+    def __init__(self, folder: Path, role: Role, rank: int) -> None:
+        self._address = None if role == "worker" else address_path(folder, role, rank)
+        self._trace = trace_path(folder, role, rank)
+        self._file: BufferedReader | None = None  # open from its first line on: the folder may go before we do
+
+    def report(self, outbox: NewsBuffer) -> bool:
+        """Put what is new into the outbox, a part at most; tell whether there was anything."""
+        address, trace = self._take_address(), self._take_trace()
+        if address or trace:
+            outbox.add(address=address, trace=trace)
+        return bool(address or trace)
+
+    def finish(self, outbox: NewsBuffer) -> None:
+        """Put all that is left into the outbox."""
+        while self.report(outbox):
+            pass
+        if self._file is not None:
+            self._file.close()
+
+    def _take_address(self) -> str:
+        if self._address is None or not self._address.exists():
+            return ""
+        address, self._address = self._address.read_text().strip(), None
+        return address
+
+    def _take_trace(self) -> bytes:
+        if self._file is None:
+            if not self._trace.exists():
+                return b""
+            self._file = self._trace.open("rb")
+        chunk = self._file.read(CHUNK_BYTES) or self._begin_next()
+        # Whole lines, so that what a killed process has begun is left out; but a line may be longer than a chunk.
+        whole = chunk[: chunk.rfind(b"\n") + 1] or (chunk if len(chunk) == CHUNK_BYTES else b"")
+        self._file.seek(len(whole) - len(chunk), os.SEEK_CUR)
+        return whole
+
+    def _begin_next(self) -> bytes:
+        """Go on with the next file of a bounded trace, if there is one; see `TraceFile`."""
+        assert self._file is not None
+        try:
+            next_file = self._trace.open("rb")
+        except FileNotFoundError:
+            return b""
+        if os.path.sameopenfile(next_file.fileno(), self._file.fileno()):
+            next_file.close()
+            return b""
+        last = self._file.read(CHUNK_BYTES)  # written after we had come to its end
+        if last:
+            next_file.close()
+            return last
+        self._file.close()
+        self._file = next_file
+        return self._file.read(CHUNK_BYTES)
 
 
 @final

@@ -1,21 +1,173 @@
-"""Starts a job on a Ray cluster and watches over it: what `paceline run --engine ray` does."""
+"""Starts a job in actors on a Ray cluster and watches over it: what `paceline run --engine ray` does."""
 
 from __future__ import annotations
 
+import os
+import select
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, final
 
+from paceline.errors import PacelineError
+from paceline.job.addresses import CLUSTER_NAME
 from paceline.job.spec import write_token
-from paceline.launch.console import Console
-from paceline.launch.exits import Exits
 from paceline.launch.local import TRACE_NAME, guarded_folder, open_board, open_copy, require_startable
-from paceline.launch.output import unblocked_output
+from paceline.launch.output import CHUNK_BYTES, Console, unblocked_output
 from paceline.launch.plan import DEFAULT_PROGRAMS, LocalRun, plan_launches
 from paceline.launch.signals import Signals
-from paceline.launch.supervise import SupervisionConfig, Supervisor
-from paceline.ray.backend import RayBackend
-from paceline.ray.engine import joined, prepare
+from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
+from paceline.ray.actor import ProcessActor
+from paceline.ray.engine import Cluster, joined, load_ray, prepare
 from paceline.ray.options import RayOptions
+from paceline.ray.placement_groups import PlacementGroups
+from paceline.ray.registry import RayRegistry
+from paceline.ray.remote import RemoteProcess
+
+if TYPE_CHECKING:
+    from paceline.launch.child import Launch
+    from paceline.launch.output import Outlets
+    from paceline.launch.supervise import Member
+
+
+@final
+class RayBackend:
+    """Starts processes in actors; also the rendezvous of these, because the launcher alone hears all of them.
+
+    Every life of a worker has an actor of its own: Ray is not asked to restart any, because an actor that Ray has
+    started again cannot know whether its process was counted as ended.
+    """
+
+    def __init__(
+        self,
+        run: LocalRun,
+        options: RayOptions,
+        run_dir: Path,
+        cluster: Cluster,
+        console: Console,
+        wakeup_fd: int,
+        outlets: Outlets,
+    ) -> None:
+        """Plan it; a signal makes `wakeup_fd` readable, and what `outlets` keep is written at every turn."""
+        self._run = run
+        self._options = options
+        self._run_dir = run_dir
+        self._cluster = cluster
+        self._console = console
+        self._wakeup_fd = wakeup_fd
+        self._outlets = outlets
+        self._places = PlacementGroups(run, options, cluster, console)
+        self._ray: Any = load_ray()
+        # Orders are followed one by one, as they come; news are waited for beside them.
+        self._actors: Any = self._ray.remote(concurrency_groups={"news": 1})(ProcessActor)
+        self._registry: RayRegistry | None = None  # from when all have a place
+        self._members: list[RemoteProcess] = []
+
+    # Process backend
+
+    def prepare(self) -> Sequence[Member]:
+        """Ask for room."""
+        self._places.request()
+        return ()
+
+    def settled(self) -> bool:
+        """Return whether there is room for all."""
+        if self._registry is None and self._places.is_ready():
+            nodes = self._places.nodes()
+            self._registry = RayRegistry(self._run, self._options, self._run_dir, nodes, self._cluster.node_id)
+            if not self._run.quiet:
+                self._console.announce(_placed(self._registry))
+        return self._registry is not None
+
+    def start(self, launch: Launch) -> RemoteProcess:
+        """Have an actor started in its place."""
+        assert self._registry is not None
+        actor = self._actors.options(**self._places.settings(launch), max_restarts=0).remote()
+        deadline_s = time.monotonic() + self._options.start_timeout
+        member = RemoteProcess(launch, actor, self._registry, self._console, self._ray.kill, deadline_s)
+        self._members.append(member)
+        return member
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an actor answers or `timeout_s` have passed; a signal is seen then, too."""
+        awaited = {member.question: member for member in self._members if self._can_go_on(member)}
+        if not awaited:
+            select.select([self._wakeup_fd], [], [], timeout_s)
+        else:
+            self._ray.wait(list(awaited), timeout=timeout_s)
+            answered, _ = self._ray.wait(list(awaited), num_returns=len(awaited), timeout=0)
+            for question in answered:
+                self._handle_answer(awaited[question])
+        for member in self._members:
+            if member.is_late(time.monotonic()):
+                member.mark_lost(f"Ray has not started it within {self._options.start_timeout:g} s")
+        if select.select([self._wakeup_fd], [], [], 0)[0]:
+            os.read(self._wakeup_fd, CHUNK_BYTES)
+        self._outlets.push()
+
+    def release(self, member: Member) -> None:
+        """Let its actor go; it has told everything."""
+        ended = next(other for other in self._members if other is member)
+        self._members.remove(ended)
+        ended.kill()
+
+    def close(self) -> None:
+        """Give the room back."""
+        if self._registry is not None:
+            self._registry.close()
+        self._places.give_back()
+
+    # Rendezvous
+
+    def poll(self) -> bool:
+        """Return whether all servers listen; then the addresses are sent to every process."""
+        if self._registry is None or not self._registry.book.poll():
+            return False
+        for name, content in self._registry.read_file(CLUSTER_NAME).items():
+            for member in self._members:
+                member.write_file(name, content)
+        return True
+
+    def missing(self) -> list[str]:
+        """Return the names of the servers that do not listen yet."""
+        assert self._registry is not None
+        return self._registry.book.missing()
+
+    def _tell_addresses(self) -> None:
+        """Tell workers where a data server listens that was started again."""
+        assert self._registry is not None
+        for name, content in self._registry.data_addresses().items():
+            for member in self._members:
+                if member.launch.role == "worker":
+                    member.write_file(name, content)
+
+    def _can_go_on(self, member: RemoteProcess) -> bool:
+        """Return whether its answer can be used now: the first command may have to be server 0's."""
+        assert self._registry is not None
+        is_first = (member.launch.role, member.launch.rank) == ("server", 0)
+        return member.reap() is None and (is_first or not self._registry.awaits_folder)
+
+    def _handle_answer(self, member: RemoteProcess) -> None:
+        try:
+            if member.handle_answer(self._ray.get(member.question)) and member.launch.incarnation:
+                self._tell_addresses()
+        except self._ray.exceptions.RayError as error:
+            member.mark_lost(f"Ray: {_cause(error)}")
+        except PacelineError as error:
+            member.mark_lost(str(error))
+
+
+def _cause(error: Exception) -> str:
+    """Return in one line why an actor is gone; Ray's message has many."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:1] + [line for line in lines[1:] if "Error" in line][-1:])
+
+
+def _placed(registry: RayRegistry) -> str:
+    if registry.encrypted:
+        return f"Ray has placed the processes on {registry.num_nodes} nodes; they talk over TCP, encrypted"
+    return "Ray has placed all processes on one node"
 
 
 def run_on_ray(run: LocalRun, options: RayOptions) -> int:

@@ -13,15 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from paceline.errors import PeerError, UsageError
-from paceline.job.cores import cores_here
 from paceline.job.environment import ray_authenticates, set_missing
-from paceline.job.machines import is_loopback
+from paceline.job.machines import cores_here, is_loopback
 from paceline.serve.url import parse_host_port
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from paceline.launch.console import Console
+    from paceline.launch.output import Console
     from paceline.launch.plan import LocalRun
     from paceline.ray.options import RayOptions
 
@@ -141,8 +140,8 @@ def _look_at_dashboard(ray: ModuleType, console: Console) -> None:
     host = url.rpartition(":")[0]
     if host and not ray_authenticates() and not is_loopback(host.strip("[]")):
         console.announce(
-            f"warning: the dashboard of this Ray cluster listens at {url} and asks nobody who they are: who reaches it "
-            "can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
+            f"warning: the dashboard of this Ray cluster listens at {url} without authentication: every client that "
+            "reaches it can run code on all nodes; start Ray with RAY_AUTH_MODE=token"
         )
 
 

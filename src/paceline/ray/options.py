@@ -1,6 +1,7 @@
 """What is asked of Ray."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,30 +23,30 @@ class RayOptions:
     Parameters
     ----------
     address
-        The cluster: auto, or HOST:PORT; without it one is started on this machine for this run.
+        The cluster: auto, or HOST:PORT. Default: a new one on this machine, for this run.
     place_servers
-        Over how many nodes servers go, and data servers: spread over many or packed onto few, if that can be (strict:
-        else not at all).
+        How servers and data servers are placed: spread over many nodes or packed onto few, as far as possible; strict
+        placement waits until it is possible.
     place_workers
-        The same of workers.
+        How workers are placed.
     worker_cpus
-        What each worker takes of a node's CPUs.
+        CPUs of each worker.
     worker_gpus
         GPUs of each worker; it sees no others.
     worker_resources
-        What each worker takes of a resource that the cluster has a name for: NAME=AMOUNT.
+        Amount of a named resource of the cluster for each worker: NAME=AMOUNT.
     server_cpus
-        What each server, or data server, takes of a node's CPUs.
+        CPUs of each server and data server.
     working_dir
-        Folder with the script that every node gets a copy of; by default that of the script, when there is a cluster.
+        Folder that is copied to every node, with the script in it. Default: that of the script, with --address.
     env
-        A variable for the environment of all of them: NAME=VALUE.
+        Environment variable of workers and servers: NAME=VALUE.
     pip
-        A package that Ray installs for them.
+        Package that Ray installs for workers and servers.
     dashboard_host
-        Where the dashboard of a cluster that is started here listens; by default there is none.
+        Address at which the dashboard of a new cluster listens. Default: no dashboard.
     start_timeout
-        Seconds to wait for room on the cluster, and then again for servers to listen.
+        Seconds to wait for room on the cluster, and as many again for servers to listen.
     """
 
     address: str | None = None
@@ -63,6 +64,8 @@ class RayOptions:
 
     def validate(self, run: "LocalRun") -> None:
         """Raise UsageError for what cannot be."""
+        for name in ("worker_cpus", "worker_gpus", "server_cpus", "start_timeout"):
+            _check_number(name, getattr(self, name))
         if run.transport == "memory":
             raise UsageError("--transport memory is one process, and Ray starts many; choose shm or tcp")
         if run.module is not None:
@@ -122,6 +125,37 @@ class RayOptions:
         if not script.resolve().is_relative_to(folder):
             raise UsageError(f"--working-dir {folder} must be a folder with the script {script} in it")
         return script.resolve().relative_to(folder)
+
+
+def as_words(name: str, given: object) -> tuple[str, ...]:
+    """Return the words of an argument; raises UsageError for what is not several texts.
+
+    >>> as_words("args", ["--lr", "0.1"])
+    ('--lr', '0.1')
+    """
+    words = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else (None,)
+    texts = tuple(word for word in words if isinstance(word, str))
+    if len(texts) < len(words):
+        raise UsageError(f"paceline.ray.run: {name} is {given!r}, expected a list of texts")
+    return texts
+
+
+def as_pairs(name: str, given: object, expected: str) -> tuple[str, ...]:
+    """Return NAME=VALUE for each of a mapping, none for None; raises UsageError for anything else.
+
+    >>> as_pairs("worker_resources", {"TPU": 1}, "an amount")
+    ('TPU=1',)
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping):
+        raise UsageError(f"paceline.ray.run: {name} is {given!r}, expected a dict with {expected} for each name")
+    return tuple(f"{key}={value}" for key, value in given.items())
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"paceline.ray.run: {name} is {value!r}, expected a number")
 
 
 def _read_amount(text: str) -> tuple[str, float]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from paceline.launch.child import Launch
-    from paceline.launch.console import Console
+    from paceline.launch.output import Console
     from paceline.launch.plan import LocalRun
     from paceline.ray.options import RayOptions
 

@@ -15,7 +15,7 @@ from paceline.job.machines import LOOPBACK
 from paceline.job.spec import TOKEN_NAME, write_private
 from paceline.launch.local import make_spec
 from paceline.launch.preemption import ABORT_MARKER_NAME
-from paceline.launch.rendezvous.process_info import VERSION
+from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.observe.trace import TraceFile, trace_path
 from paceline.ray.messages import ActorCommand, ActorReady, News, Role
 

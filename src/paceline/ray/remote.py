@@ -14,7 +14,7 @@ from paceline.launch.preemption import ABORT_MARKER_NAME
 from paceline.ray.messages import EXIT_NOT_STARTED, ActorReady, News
 
 if TYPE_CHECKING:
-    from paceline.launch.console import Console
+    from paceline.launch.output import Console
     from paceline.ray.registry import RayRegistry
 
 LOST: Final = -signal.SIGKILL  # how a process ends whose actor is gone

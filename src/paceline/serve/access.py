@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from paceline.errors import UsageError
 from paceline.job.carriers import tell_user
-from paceline.job.credentials.holders import Holder, tls_settings
-from paceline.job.credentials.tokens import TokenFiles
+from paceline.job.credentials.holders import Holder, TokenFiles, tls_settings
 from paceline.job.folders import check_private
 from paceline.job.machines import is_loopback
 from paceline.job.spec import TOKEN_NAME, write_token

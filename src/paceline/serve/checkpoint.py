@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.events import Declared
 from paceline.errors import CheckpointError, PacelineError
-from paceline.serve.files import digest_of, sync
-from paceline.serve.manifest import Manifest, ManifestEntry
+from paceline.serve.state import Manifest, ManifestEntry, digest_of, sync
 from paceline.update.rows.export import load_rows, save_rows
 from paceline.update.rows.rules import row_rule
 from paceline.update.rows.spec import RowTableSpec

@@ -20,9 +20,8 @@ from paceline.job.credentials.revocation import watching_revoked
 from paceline.job.machines import look_up
 from paceline.job.spec import TOKEN_NAME
 from paceline.serve.access import server_access
-from paceline.serve.gateway import Gateway
+from paceline.serve.gateway import Gateway, Namespaces
 from paceline.serve.namespace import NamespaceConfig
-from paceline.serve.namespaces import Namespaces
 from paceline.serve.state import StateFolder
 from paceline.serve.url import SCHEME, format_host_port, parse_host_port
 
@@ -46,17 +45,17 @@ def serve(
     Parameters
     ----------
     state
-        Folder that keeps what namespaces hold, and without --keys the token that lets clients in. Made if missing.
+        Folder of the saved namespaces, and without --keys of the token that clients show. Made if missing.
     listen
-        HOST:PORT; port 0 takes a free one. Where other machines can reach it, --keys is needed.
+        HOST:PORT; port 0 takes a free one. An address that other machines can reach needs --keys.
     keys
         Folder with certificates and a token, as `paceline keys make` writes it.
     save_every
-        Seconds after which what has changed is saved; a crash loses no more.
+        Seconds between two saves of what has changed; a crash loses no more.
     allow
         Update rules and functions of your own that clients may name, as package.module:Name; others are not run.
     or_previous
-        Where the newest save of a namespace is damaged, go on from the one before it.
+        Restore the previous save of a namespace whose newest one is damaged.
     """
     if not save_every > 0:
         raise UsageError(f"--save-every is {save_every:g}, expected more than 0 seconds")

@@ -1,4 +1,7 @@
-"""The gateway of a standalone server: accepts all clients, assigns ranks, and hands connections to namespaces."""
+"""The gateway of a standalone server: accepts all clients, and gives each a rank in the namespace that it asks for.
+
+A namespace is opened by its first client, and ends with its last.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,145 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, final
 
-from paceline.errors import DeadlineExceeded, PacelineError, PeerError
-from paceline.serve.handoff import NamespaceConnection
+from paceline.errors import DeadlineExceeded, PacelineError, PeerError, Refused
+from paceline.serve.admission import ClaimedRank
 from paceline.serve.messages import EnterAccepted, EnterRefused, EnterRequest, decode_enter_frame, encode
-from paceline.serve.namespaces import MAX_NAMESPACES
+from paceline.serve.namespace import ANSWER_TIMEOUT_S, Namespace, NamespaceConfig, NamespaceConnection, NamespaceEnded
+from paceline.serve.url import check_name
 from paceline.wire.malformed import story
 
 if TYPE_CHECKING:
-    from paceline.serve.namespaces import Namespaces
-    from paceline.transport.base import Connection, Listener, PeerIdentity
+    from collections.abc import Collection
 
+    from paceline.serve.state import StateFolder
+    from paceline.transport.base import Connection, Listener, PeerIdentity, Transport
+
+MAX_NAMESPACES: Final = 64
+# That a client was killed may be known a moment after it has come again.
+_TAKEN_PATIENCE_S: Final = 1.0
+_TAKEN_PAUSE_S: Final = 0.05
+_END_TIMEOUT_S: Final = 5.0  # for a thread that has nothing left to do
 TICK_S: Final = 0.25
-_ANSWER_TIMEOUT_S: Final = 5.0  # an answer is small, and a client takes it at once
+_SEND_TIMEOUT_S: Final = 5.0  # an answer is small, and a client takes it at once
 # Answered at once, others wait in line: an answer waits for its own namespace, which may be read from disk first.
 _MAX_ANSWERS: Final = MAX_NAMESPACES
+
+
+@final
+class Namespaces:
+    """The namespaces that are served, and the folder of those that were."""
+
+    def __init__(self, state: StateFolder, transport: Transport, config: NamespaceConfig) -> None:
+        self._state = state
+        self._transport = transport
+        self._config = config
+        self._lock = threading.Lock()
+        self._open: dict[str, Namespace] = {}
+        self._expelled: frozenset[str] = frozenset()
+        self._lost: list[str] = []  # what namespaces that have ended could not save
+        self._ending = threading.Event()
+
+    def admit(self, name: str, ask: EnterRequest, peer_identity: PeerIdentity) -> EnterAccepted:
+        """Let a client take part in a namespace, which begins with its first one; blocks until it is there.
+
+        `peer_identity` is what its certificate says: one for a worker is for that rank alone.
+
+        Raises:
+            UsageError: it cannot have that name.
+            Refused: the client cannot take part, or there are too many namespaces.
+            CheckpointError: what was saved of it cannot be used.
+        """
+        check_name(name)
+        if self._is_expelled(peer_identity):
+            raise Refused(f"its certificate ({peer_identity.holder}, {peer_identity.serial}) was revoked")
+        holder_rank = _holder_rank(peer_identity)
+        give_up, patient_until = time.monotonic() + ANSWER_TIMEOUT_S, time.monotonic() + _TAKEN_PATIENCE_S
+        while time.monotonic() < give_up:
+            namespace = self._namespace(name, ask.workers)
+            try:
+                return namespace.admit(ask, holder_rank)
+            except ClaimedRank:
+                if time.monotonic() >= patient_until:
+                    raise
+                self._ending.wait(_TAKEN_PAUSE_S)
+            except NamespaceEnded:  # its last client has just left
+                namespace.wait_end(max(0.0, give_up - time.monotonic()))
+        raise DeadlineExceeded(f"namespace '{name}' ended whenever it was asked for")
+
+    def hand_over(self, name: str, guest: NamespaceConnection) -> None:
+        """Have a client served that was admitted; one that comes too late is told so."""
+        with self._lock:
+            namespace = self._open.get(name)
+        if self._is_expelled(guest.peer_identity):
+            guest.close()
+        elif namespace is None or namespace.is_over:
+            guest.turn_away(f"namespace '{name}' has ended since it joined: connect again")
+        else:
+            namespace.hand_over(guest)
+
+    def expel(self, names: Collection[str]) -> None:
+        """End the clients whose certificate has such a holder or serial number, and let no more of them in."""
+        with self._lock:
+            self._expelled = frozenset(names)
+            for namespace in self._open.values():
+                namespace.expel(names)
+
+    def run_due_work(self) -> None:
+        """Have what is due done in each. Does not block."""
+        with self._lock:
+            for namespace in list(self._open.values()):
+                if namespace.is_over:
+                    self._forget(namespace)
+                else:
+                    namespace.run_due_work()
+
+    def close(self) -> list[str]:
+        """Save and end all; return what could not be saved."""
+        with self._lock:
+            self._ending.set()
+            namespaces = list(self._open.values())
+        for namespace in namespaces:
+            namespace.close()
+            self._forget(namespace)
+        return self._lost
+
+    def _forget(self, namespace: Namespace) -> None:
+        """Drop a namespace that has ended, but not what it could not save."""
+        del self._open[namespace.name]
+        if namespace.unsaved:
+            self._lost.append(namespace.unsaved)
+
+    def _is_expelled(self, peer_identity: PeerIdentity) -> bool:
+        """Return whether a certificate was revoked, perhaps since the handshake in which it was shown."""
+        with self._lock:
+            return peer_identity.are_among(self._expelled)
+
+    def _namespace(self, name: str, workers: int | None) -> Namespace:
+        with self._lock:
+            known = self._open.get(name)
+            if known is not None and not known.is_over:
+                return known
+            names = {*self._state.names(), *self._open}
+            if self._ending.is_set():
+                raise Refused("the server is ending")
+            if name not in names and len(names) >= MAX_NAMESPACES:
+                raise Refused(
+                    f"there are {len(names)} namespaces already, and no more than {MAX_NAMESPACES} may be: name one of "
+                    "these, or have the folder of one that is not needed removed"
+                )
+            if known is not None:
+                known.wait_end(_END_TIMEOUT_S)
+                self._forget(known)
+            begun = Namespace(name, self._state.folder(name), self._transport, self._config, workers)
+            begun.expel(self._expelled)
+            self._open[name] = begun
+            return begun
+
+
+def _holder_rank(peer_identity: PeerIdentity) -> int | None:
+    """Return which worker a certificate is for, if it is for one."""
+    role, _, rank = peer_identity.holder.partition("-")
+    return int(rank) if role == "worker" and rank.isascii() and rank.isdigit() else None
 
 
 @final
@@ -37,7 +165,7 @@ class Gateway:
     def run(self) -> list[str]:
         """Accept clients until `stop`; then save and end all namespaces, and return what could not be saved."""
         look_at = 0.0
-        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-reception") as answers:
+        with ThreadPoolExecutor(_MAX_ANSWERS, thread_name_prefix="paceline-gateway") as answers:
             try:
                 while not self._stopping.is_set():
                     with suppress(DeadlineExceeded):
@@ -73,7 +201,7 @@ class Gateway:
         """Answer a client that asks for a rank; the rank expires if the answer is not received."""
         try:
             answer = self._place(namespace, ask, connection.peer_identity)
-            connection.send(encode(answer), timeout_s=_ANSWER_TIMEOUT_S)
+            connection.send(encode(answer), timeout_s=_SEND_TIMEOUT_S)
         except PeerError:
             return
         finally:

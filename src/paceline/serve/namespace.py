@@ -1,32 +1,41 @@
-"""A namespace: one job on a standalone server, with a server node in a thread, its admission, and its saves."""
+"""A namespace: one job on a standalone server, with a server node in a thread, its admission, and its saves.
+
+The gateway accepts the connections of all namespaces, and hands each to the server node of its own.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
+from paceline.core.messages import Sender, WorkerRefused
 from paceline.core.settings import ServerSettings
-from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError
-from paceline.job.cores import cores_here, server_threads
+from paceline.errors import CheckpointError, ConnectionLost, DeadlineExceeded, PacelineError, PeerError
 from paceline.job.environment import checks_memory
+from paceline.job.machines import cores_here, server_threads
 from paceline.observe.trace import Trace
 from paceline.serve.admission import Admission
 from paceline.serve.checkpoint import TableVersions, restore_tables, save_tables
-from paceline.serve.handoff import HandoffQueue, NamespaceConnection
 from paceline.server.node import ServerNode
+from paceline.transport.base import EMPTY, Connection, Frame, PeerIdentity, Place
+from paceline.transport.deadline import seconds
+from paceline.wire.messages import Hello, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from paceline.core.consistency import Consistency
-    from paceline.serve.messages import EnterAccepted, EnterRequest
+    from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest
     from paceline.serve.state import NamespaceFolder
     from paceline.server.commands import Holdings
     from paceline.transport.base import Transport
 
+_REFUSAL_TIMEOUT_S: Final = 1.0
 T = TypeVar("T")
 
 # Longer than a client tries to reconnect, so that it finds its place as it was.
@@ -36,6 +45,97 @@ ANSWER_TIMEOUT_S: Final = 50.0  # less than clients wait for
 SAVE_TIMEOUT_S: Final = 600.0  # for as much as a machine may hold
 _END_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 10.0  # what the disk did not take is tried again so soon, or when it is due anyway
+
+
+@final
+class NamespaceConnection:
+    """A connection whose identity is the client's `Hello` to the server of its namespace."""
+
+    def __init__(self, connection: Connection, frame: EnterFrame) -> None:
+        self.identity: Final = frame.hello
+        self._connection = connection
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self._connection.peer
+
+    @property
+    def peer_identity(self) -> PeerIdentity:
+        """What the client's certificate says."""
+        return self._connection.peer_identity
+
+    def send(self, header: bytes, body: memoryview = EMPTY, *, timeout_s: float) -> None:
+        """Send one frame; see `Connection.send`."""
+        self._connection.send(header, body, timeout_s=timeout_s)
+
+    def try_send(self, frames: Sequence[tuple[bytes, memoryview]], *, timeout_s: float) -> bool:
+        """Send frames together; see `Connection.try_send`."""
+        return self._connection.try_send(frames, timeout_s=timeout_s)
+
+    def has_room(self, body: memoryview) -> bool:
+        """Return whether `send` would take a body without waiting; see `Connection.has_room`."""
+        return self._connection.has_room(body)
+
+    def has_frame(self) -> bool:
+        """Return whether the next frame is here; see `Connection.has_frame`."""
+        return self._connection.has_frame()
+
+    def receive(self, *, timeout_s: float, place: Place | None = None) -> Frame:
+        """Wait for the next frame; see `Connection.receive`."""
+        return self._connection.receive(timeout_s=timeout_s, place=place)
+
+    def close(self) -> None:
+        """End the connection; see `Connection.close`."""
+        self._connection.close()
+
+    def turn_away(self, reason: str) -> None:
+        """Refuse a worker whose namespace has ended, so that it does not reconnect, and end the connection."""
+        with suppress(PeerError):
+            hello = decode(self.identity)
+            if isinstance(hello, Hello):
+                refusal = WorkerRefused(Sender(hello.generation, hello.rank, hello.incarnation), reason)
+                self.send(encode(refusal), timeout_s=_REFUSAL_TIMEOUT_S)
+        self.close()
+
+
+@final
+class HandoffQueue:
+    """A `Listener` whose connections come from the gateway."""
+
+    def __init__(self, address: str) -> None:
+        self.address: Final = address
+        self._changed = threading.Condition()
+        self._waiting: deque[Connection] = deque()
+        self._closed = False
+
+    def hand_over(self, connection: Connection) -> None:
+        """Queue a connection to be accepted; after `close` it is ended."""
+        with self._changed:
+            if not self._closed:
+                self._waiting.append(connection)
+                self._changed.notify_all()
+                return
+        connection.close()
+
+    def accept(self, *, timeout_s: float) -> Connection:
+        """Wait for the next connection; see `Listener.accept`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or bool(self._waiting), timeout_s):
+                raise DeadlineExceeded(f"waited {seconds(timeout_s)} for a client of {self.address}; none came")
+            if self._closed:
+                raise ConnectionLost(f"{self.address} is closed")
+            return self._waiting.popleft()
+
+    def close(self) -> None:
+        """Accept no more, and end the connections in the queue. Idempotent."""
+        with self._changed:
+            self._closed = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for connection in left:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,20 +15,27 @@ the operator, and not guessed. Names from the wire are mapped to names of ours.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Annotated, Final, Literal, final
 from urllib.parse import unquote
+
+import msgspec
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.job.folders import make_private
-from paceline.serve.files import digest_of, sync, write_durably
-from paceline.serve.manifest import Manifest
+from paceline.job.spec import naming
+from paceline.version import __version__
 
+FORMAT: Final = "paceline state 1"
+
+Kind = Literal["shape", "rows"]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 NAMESPACES_NAME: Final = "namespaces"
 LOCK_NAME: Final = "lock"
 GENERATION_NAME: Final = "generation"
@@ -42,6 +49,69 @@ _UNFINISHED: Final = "unfinished"
 _DAMAGED: Final = ".damaged"
 _LOST_GENERATION: Final = 1 << 40
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, readable by this user alone, in place of an older one; after a loss of power it is one of both."""
+    unfinished = path.with_name(f".{path.name}")
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table: its settings, and what pushes said last of hyperparameters, in MessagePack as they travel."""
+
+    name: str
+    kind: Kind
+    file: Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}\.safetensors$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    version: _Count
+    spec: bytes
+    hyper: bytes
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A save. `clock`: below it every clock is finished, and all that follows goes on from there."""
+
+    namespace: str
+    clock: _Count
+    entries: tuple[ManifestEntry, ...]
+    format: str = FORMAT
+    written_by: str = __version__
+
+    def encode(self) -> bytes:
+        """Return it as a file that people can read."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+    @staticmethod
+    def decode(content: bytes, path: Path) -> Manifest:
+        """Read the content of a file; raises CheckpointError when it is no manifest of this format."""
+        try:
+            found = msgspec.json.decode(content, type=Manifest)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no manifest: {error}") from error
+        if found.format != FORMAT:
+            raise CheckpointError(f"{path} has the format {found.format!r}, expected {FORMAT!r}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +297,13 @@ class StateFolder:
             raise UsageError(
                 f"another server keeps its state in {path} (process {holder}): stop it, or name another folder"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        try:
+            with naming(path / LOCK_NAME):
+                os.ftruncate(self._lock, 0)
+                os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        except OSError:
+            os.close(self._lock)
+            raise
 
     def close(self) -> None:
         """Let others work with the folder."""

@@ -161,11 +161,12 @@ def start(engine: Engine, ray: RayOptions, asked: "LocalRun") -> int:
         from paceline.ray.driver import run_on_ray
 
         return run_on_ray(asked, ray)
+    from paceline.api.programs import PROGRAMS
     from paceline.launch.local import run_local
 
     if ray != RayOptions():
         raise UsageError(f"{ray.chosen()} is for --engine ray, and the engine is {engine}")
-    return run_local(asked)
+    return run_local(asked, PROGRAMS)
 
 
 def take_config(_app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
@@ -195,7 +196,7 @@ def config_args(config: Path | None) -> tuple[str, ...]:
 
 def read_program(script: Path, args: tuple[str, ...]) -> tuple[Path, str | None, tuple[str, ...]]:
     """Return the file to run, the module that it is where `-m` names one, and the arguments."""
-    from paceline.launch.module import OPTION, search_path, source_of
+    from paceline.launch.script import OPTION, search_path, source_of
 
     if str(script) != OPTION:
         return script, None, args

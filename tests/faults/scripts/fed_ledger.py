@@ -18,7 +18,7 @@ import psutil
 import torch
 
 import paceline
-from paceline.job.polling import wait_for
+from paceline.job.folders import wait_for
 
 CONSISTENCY, NUM_EPOCHS, NUMBERS = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 NUM_SAMPLES = len(numpy.load(NUMBERS))

@@ -13,7 +13,7 @@ import pytest
 from paceline import cli
 from paceline.errors import AuthenticationFailed, PeerError, UsageError
 from paceline.job.credentials.certificates import Authority
-from paceline.job.credentials.holders import Holder, tls_settings
+from paceline.job.credentials.holders import Holder, TokenFiles, tls_settings
 from paceline.job.credentials.key_store import (
     certificates,
     expire_previous_token,
@@ -23,7 +23,6 @@ from paceline.job.credentials.key_store import (
     rotate_token,
 )
 from paceline.job.credentials.revocation import watching_revoked
-from paceline.job.credentials.tokens import TokenFiles
 from paceline.transport import Listener, TcpTransport
 
 

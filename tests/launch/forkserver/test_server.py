@@ -1,4 +1,4 @@
-"""Processes that were forked find what one started afresh finds, and do without the nursery when they have to."""
+"""Processes that were forked find what one started afresh finds, and do without the fork server when they have to."""
 
 import json
 import os
@@ -22,7 +22,6 @@ from paceline.launch.forkserver import server as nurseries
 from paceline.launch.forkserver.child import import_path
 from paceline.launch.forkserver.server import Forked, ForkServer
 from paceline.launch.guard import clear
-from paceline.launch.plan import DEFAULT_PROGRAMS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a launcher adopt what others fork")
 
@@ -31,9 +30,9 @@ ENVIRONMENT = child_environment(2, 2)
 
 
 def open_fork_server(folder: Path) -> tuple[ForkServer, Process]:
-    """A nursery for the script in this folder, which imports all that one may need where there is none; its process."""
+    """A fork server for the script in this folder, which need not exist, and its process."""
     fork_server = ForkServer(
-        fork_server_environment(ENVIRONMENT, folder), folder, DEFAULT_PROGRAMS.preloaded, folder / "script.py"
+        fork_server_environment(ENVIRONMENT, folder), folder, "paceline.api.script", folder / "script.py"
     )
     return fork_server, fork_server.start_server(fork_server.launch)
 

@@ -18,11 +18,16 @@ from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.folders import names_in
 from paceline.job.machines import Machine, own_addresses, this_machine
 from paceline.job.spec import write_private
-from paceline.launch.rendezvous.bootstrap import BootstrapResult, bootstrap_process
 from paceline.launch.rendezvous.detect import Detected, detect
-from paceline.launch.rendezvous.liveness_lock import Heartbeat, LivenessLock, SilenceTimer, wait_end_elsewhere
-from paceline.launch.rendezvous.process_info import VERSION, ProcessInfo
-from paceline.launch.rendezvous.setup import FOUNDER_NAME, listening_host
+from paceline.launch.rendezvous.join import FOUNDER_NAME, BootstrapResult, bootstrap_process, listening_host
+from paceline.launch.rendezvous.liveness_lock import (
+    VERSION,
+    Heartbeat,
+    LivenessLock,
+    ProcessInfo,
+    SilenceTimer,
+    wait_end_elsewhere,
+)
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
 
 OTHER = Machine("node-1", "b1")
@@ -79,7 +84,7 @@ def test_processes_that_turn_out_to_be_on_one_machine_share_its_memory(jobs: Pat
     [other] = arrived
     assert (first.spec.transport, first.spec.encrypted, first.spec.num_servers) == ("shm", False, 2)
     assert other.spec == first.spec
-    assert [list(one.assignment.beside) for one in (first, other)] == [[0, 1], []]
+    assert [list(one.assignment.sidecars) for one in (first, other)] == [[0, 1], []]
     assert [one.local_rank for one in (first, other)] == [0, 1]
     assert listening_host(first.spec, first.founder) == "127.0.0.1"
 
@@ -97,7 +102,7 @@ def test_processes_on_two_machines_have_certificates_and_servers_on_both(
 
     spec, run_dir = first.spec, Path(first.spec.run_dir)
     assert (spec.transport, spec.encrypted, spec.num_servers) == ("tcp", True, 2)
-    assert list(first.assignment.beside) == [0]
+    assert list(first.assignment.sidecars) == [0]
     assert listening_host(spec, first.founder) == address
     assert (run_dir / FOUNDER_NAME).read_text() == address
     for holder in (Holder("server", 1), Holder("worker", 1)):

@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.job.machines import Machine, this_machine
 from paceline.launch.rendezvous.detect import detect
 from paceline.launch.rendezvous.join import join_started_job
-from paceline.launch.rendezvous.process_info import VERSION
+from paceline.launch.rendezvous.liveness_lock import VERSION
 from paceline.launch.rendezvous.store import FolderRendezvous, Invitation
 
 SECOND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -19,18 +19,18 @@ def seats(asked: str | None) -> list[RoleAssignment]:
 
 
 def test_one_server_beside_rank_0_by_default() -> None:
-    assert [list(assignment.beside) for assignment in seats(None)] == [[0], [], [], []]
-    assert [assignment.founds for assignment in seats(None)] == [True, False, False, False]
+    assert [list(assignment.sidecars) for assignment in seats(None)] == [[0], [], [], []]
+    assert [assignment.is_founder for assignment in seats(None)] == [True, False, False, False]
     assert seats(None)[0].summary == "torchrun, 4 workers on 2 nodes, 1 server beside rank 0"
 
 
 def test_several_beside_rank_0() -> None:
-    assert [list(assignment.beside) for assignment in seats("first:2")] == [[0, 1], [], [], []]
+    assert [list(assignment.sidecars) for assignment in seats("first:2")] == [[0, 1], [], [], []]
     assert {assignment.num_servers for assignment in seats("first:2")} == {2}
 
 
 def test_some_on_each_node() -> None:
-    assert [list(assignment.beside) for assignment in seats("node:2")] == [[0, 1], [], [2, 3], []]
+    assert [list(assignment.sidecars) for assignment in seats("node:2")] == [[0, 1], [], [2, 3], []]
     assert {assignment.num_servers for assignment in seats("node:2")} == {4}
     assert seats("node:2")[0].summary == "torchrun, 4 workers on 2 nodes, 2 servers on each node"
 
@@ -38,13 +38,13 @@ def test_some_on_each_node() -> None:
 def test_where_the_launcher_counts_no_nodes_each_machine_is_one() -> None:
     machines = [Machine("a"), Machine("b"), Machine("b"), Machine("a", "of another start")]
     places = [replace(JOB, rank=rank, local_rank=None, node_rank=None, counts_nodes=False) for rank in range(4)]
-    assert not assign_role(places[1], "node:2").beside, "nobody knows yet on which node it is"
+    assert not assign_role(places[1], "node:2").sidecars, "nobody knows yet on which node it is"
     assert assign_role(places[0], None).summary == "torchrun, 4 workers, 1 server beside rank 0"
 
     located = [assign_nodes(place, machines, rank) for rank, place in enumerate(places)]
 
     assert [place.local_rank for place in located] == [0, 0, 1, 0]
-    assert [list(assign_role(place, "node:2").beside) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
+    assert [list(assign_role(place, "node:2").sidecars) for place in located] == [[0, 1], [2, 3], [], [4, 5]]
     assert {assign_role(place, "node:2").num_servers for place in located} == {6}
     assert assign_nodes(JOB, machines, 1) == JOB, "what the launcher says is left as it is"
 
@@ -58,7 +58,7 @@ def test_the_last_ranks_instead_of_workers() -> None:
         ("server", 0),
         ("server", 1),
     ]
-    assert {(assignment.num_workers, assignment.num_servers, len(assignment.beside)) for assignment in told} == {
+    assert {(assignment.num_workers, assignment.num_servers, len(assignment.sidecars)) for assignment in told} == {
         (2, 2, 0)
     }
     assert told[0].summary == "torchrun, 2 workers on 2 nodes, 2 servers as ranks 2 to 3"
@@ -77,7 +77,7 @@ def test_some_beside_workers_and_some_alone() -> None:
         *(("worker", rank) for rank in range(3)),
         *(("server", rank) for rank in range(2)),
     ]
-    assert [list(assignment.beside) for assignment in told] == [[2], [3], [], [], []], "those alone are counted first"
+    assert [list(assignment.sidecars) for assignment in told] == [[2], [3], [], [], []], "those alone are counted first"
     assert {(assignment.num_workers, assignment.num_serving) for assignment in told} == {(3, 2)}
     assert {assignment.num_servers for assignment in told[:3]} == {4}, (
         "the third node has no workers, as is known by now"
@@ -101,8 +101,8 @@ def test_shares_where_some_servers_have_hosts_to_themselves() -> None:
 def test_without_local_ranks_all_are_on_one_node() -> None:
     place = Detected(launcher="torch.distributed", job="a", rank=1, size=2)
 
-    assert not assign_role(place, "node:1").beside
-    assert list(assign_role(replace(place, rank=0), "node:1").beside) == [0]
+    assert not assign_role(place, "node:1").sidecars
+    assert list(assign_role(replace(place, rank=0), "node:1").sidecars) == [0]
 
 
 def test_roles_that_the_launcher_has_given() -> None:
@@ -110,12 +110,12 @@ def test_roles_that_the_launcher_has_given() -> None:
 
     assignment = assign_role(given, None)
 
-    assert (assignment.role, assignment.founds, assignment.summary) == (
+    assert (assignment.role, assignment.is_founder, assignment.summary) == (
         "scheduler",
         True,
         "DMLC, 2 workers on 1 node, 1 server of its own",
     )
-    assert not assign_role(replace(given, role="worker", rank=0), None).founds
+    assert not assign_role(replace(given, role="worker", rank=0), None).is_founder
     with pytest.raises(UsageError, match=r"'first:1', but DMLC has named 1 already"):
         assign_role(given, "first:1")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import answer
-from paceline.launch.plan import LocalRun
+from paceline.launch.plan import LocalRun, Programs
 from paceline.tools.compare import command, runs
 
 SCRIPT = Path(__file__).with_name("scripts") / "lines.py"
@@ -64,7 +64,7 @@ def test_it_says_which_extra_is_missing(
 def test_whoever_stops_a_run_stops_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str | None] = []
 
-    def stop(run: LocalRun) -> int:
+    def stop(run: LocalRun, _: Programs) -> int:
         started.append(run.strategy)
         assert run.copy_to is not None
         run.copy_to.write_text("[worker 0] KeyboardInterrupt\npaceline: stopped by SIGINT\n")

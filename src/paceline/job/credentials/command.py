@@ -20,7 +20,7 @@ def make(folder: Path, /, *, days: int = 30) -> int:
     folder
         A new folder; only you can enter it. What is there is never overwritten.
     days
-        For how long the certificates hold.
+        Days for which the certificates are valid.
     """
     from paceline.job.credentials.key_store import certificates, make_keys
 
@@ -56,14 +56,14 @@ def issue(folder: Path, holder: str, /, *, out: Path) -> int:
 
 @app.command
 def rotate(folder: Path, /, *, finish: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Make a new token; the previous one holds until you finish.
+    """Make a new token; the previous one stays valid until --finish.
 
     Parameters
     ----------
     folder
         The folder of keys, or of a running job.
     finish
-        Have the previous token hold no longer.
+        End the validity of the previous token.
     """
     from paceline.job.credentials.key_store import expire_previous_token, rotate_token
 

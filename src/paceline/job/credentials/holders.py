@@ -1,11 +1,16 @@
-"""Holders of certificates, and the files in which a process finds its own certificate."""
+"""Holders of certificates, and the files in which a process finds its own certificate and the token of its job."""
+
+from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Final, Literal, cast, final
 
 from paceline.errors import UsageError
+from paceline.job.spec import TOKEN_NAME, read_token
+from paceline.transport.file_watch import FileWatch
 from paceline.transport.tls import TlsSettings
 
 KEYS_NAME: Final = "keys"  # of the folder in that of the job, where its processes find certificates
@@ -15,6 +20,7 @@ REVOKED_NAME: Final = "revoked"  # whose certificates hold no longer: a holder o
 Role = Literal["server", "worker", "data", "any"]
 
 _NAME: Final = re.compile(r"(?:(server|worker|data)-(0|[1-9]\d{0,8})|any)", re.ASCII)
+PREVIOUS_NAME: Final = "token.previous"  # holds until it is removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ class Holder:
     rank: int = -1
 
     @staticmethod
-    def parse(text: str) -> "Holder":
+    def parse(text: str) -> Holder:
         """Read a name as `str` gives it; raises UsageError when it is none."""
         match = _NAME.fullmatch(text)
         if match is None:
@@ -48,3 +54,28 @@ def tls_settings(folder: Path, holder: Holder) -> TlsSettings:
     name = str(holder) if (folder / f"{holder}.pem").exists() else str(Holder("any"))
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     return TlsSettings(certificate, key, folder / f"{AUTHORITY_NAME}.pem", folder / REVOKED_NAME)
+
+
+@final
+class TokenFiles:
+    """The secret of a job (see `transport.base.Secret`), read again when it has changed: rotating it ends nothing.
+
+    While there is a file `token.previous`, that one holds for others as well.
+
+    Raises UsageError when there is no token.
+    """
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self.job: Final = job
+        self._tokens = FileWatch((folder / TOKEN_NAME, folder / PREVIOUS_NAME), lambda: _read(folder))
+        self._tokens.get()
+
+    def tokens(self) -> Sequence[bytes]:
+        """Return the token, and the previous one if it still holds."""
+        return self._tokens.get()
+
+
+def _read(folder: Path) -> Sequence[bytes]:
+    """Read both; the previous one first, because rotating writes it first."""
+    previous = (read_token(folder, PREVIOUS_NAME),) if (folder / PREVIOUS_NAME).exists() else ()
+    return (read_token(folder), *previous)

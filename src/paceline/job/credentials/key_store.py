@@ -25,8 +25,7 @@ from paceline.job.credentials.certificates import (
     request,
     said_in,
 )
-from paceline.job.credentials.holders import AUTHORITY_NAME, REVOKED_NAME, Holder, tls_settings
-from paceline.job.credentials.tokens import PREVIOUS_NAME
+from paceline.job.credentials.holders import AUTHORITY_NAME, PREVIOUS_NAME, REVOKED_NAME, Holder, tls_settings
 from paceline.job.folders import check_private
 from paceline.job.spec import TOKEN_BYTES, TOKEN_NAME, read_token, write_private, write_token
 from paceline.transport.base import ANY

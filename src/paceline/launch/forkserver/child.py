@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from paceline.job.environment import find_launcher, import_folders, replace_all
+from paceline.launch.entry import EXIT_CODE, die_with_launcher
 from paceline.launch.forkserver.subreaper import wait_adopted
-from paceline.launch.parent_death import EXIT_CODE, die_with_launcher
 
 KNOWN_MODULES: Final = {"numpy", "paceline", "torch", *sys.stdlib_module_names}
 OPTIMIZERS: Final = re.compile(r"optim|update\.(?!Add\b)")  # every rule but Add is made by way of torch.optim

@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import IO, Final, Self, final
 from paceline.launch.child import Launch, Process, pin, start_process
 from paceline.launch.forkserver.child import FORK_TIMEOUT_S, GO, READY
 from paceline.launch.forkserver.subreaper import adopting
+from paceline.stopwatch import Stopwatch
 
 READY_TIMEOUT_S: Final = 30.0
 
@@ -62,7 +62,7 @@ class ForkServer:
 
     def start_server(self, launch: Launch) -> Process:
         """Start its process, as `self.launch` says; does not wait until it is ready."""
-        self._deadline_s = time.monotonic() + READY_TIMEOUT_S
+        self._since_start = Stopwatch()
         with self._theirs:
             return start_process(launch, stdin=self._theirs.fileno())
 
@@ -71,7 +71,7 @@ class ForkServer:
         try:
             self._ready = self._requests.recv(len(READY)) == READY
         except BlockingIOError:
-            return time.monotonic() >= self._deadline_s
+            return self._since_start.elapsed_s() >= READY_TIMEOUT_S
         except ConnectionError:
             return True
         return True

@@ -1,7 +1,7 @@
 """Makes the launcher the parent of processes whose own parent has ended.
 
-A process whose parent ends falls to the nearest of its ancestors that takes in orphans. The nursery forks twice and the
-process between ends at once; the launcher takes in orphans, and so is told of the end of its child like of any other's.
+A process whose parent ends falls to the nearest of its ancestors that is a subreaper. The fork server forks twice and
+the process between ends at once; the launcher is a subreaper, and so is told of the end of its child like of any other.
 What members of the job leave behind falls to the launcher, too, and ends with the job. Linux only.
 """
 

@@ -112,10 +112,14 @@ def _kuberay(job: ManifestJob, partition: str | None, image: str | None) -> str:
 
 
 def _write_new(path: Path, text: str) -> None:
+    created = False
     try:
         with path.open("x", encoding="utf-8") as file:
+            created = True
             file.write(text)
     except FileExistsError:
         raise UsageError(f"--out names {path}, which is there already: remove it, or name another file") from None
     except OSError as error:
+        if created:
+            path.unlink()
         raise UsageError(f"--out names {path}, which cannot be written: {error.strerror}") from error

@@ -41,7 +41,7 @@ class Detected:
     counts_nodes: bool = True  # False: the launcher has not told, and `num_nodes` is the least
     restart: int = 0
     master: tuple[str, int] | None = None
-    serves_store: bool = False  # the launcher has a store of torch at `master`
+    has_store: bool = False  # the launcher has a store of torch at `master`
     role: Role | None = None
     num_servers: int = 0
 
@@ -103,7 +103,7 @@ def _torchrun(variables: Variables) -> Detected:
         num_nodes=whole_number(variables, "GROUP_WORLD_SIZE", default=1),
         restart=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", default=0),
         master=(variables["MASTER_ADDR"], whole_number(variables, "MASTER_PORT")),
-        serves_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

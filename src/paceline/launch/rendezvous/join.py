@@ -1,28 +1,260 @@
 """Joins a job under a launcher that does not know Paceline: torchrun, srun or mpirun.
 
-One process, the founder, makes a folder, as `paceline run` does, and tells the others where. From then on the job is
-like one of `paceline run`, but without a supervisor: each worker holds a lock while it takes part, servers end when the
-last lock is released, and a process whose servers or folder others need stays until then.
+One process, the founder, makes a folder, as `paceline run` does, tells the others where, and settles how all reach each
+other: on one machine by its memory, between machines by TCP and TLS. Where the launcher counts several nodes, or none,
+all processes first tell on which machine they are. From then on the job is like one of `paceline run`, but without a
+supervisor: each worker holds a lock while it takes part, servers end when the last lock is released, and a process
+whose servers or folder others need stays until then.
 """
 
+import secrets
 import sys
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
-from paceline.job.addresses import CLUSTER_NAME
-from paceline.job.environment import Place, asked_servers, inherited
-from paceline.job.spec import ClusterSpec
-from paceline.launch.rendezvous.bootstrap import BootstrapResult, bootstrap_process
-from paceline.launch.rendezvous.detect import detect
-from paceline.launch.rendezvous.exit_wait import announcing_wait, wait_all_ended
-from paceline.launch.rendezvous.liveness_lock import LivenessLock
-from paceline.launch.rendezvous.roles import Servers
-from paceline.launch.rendezvous.roster import declare_complete, wait_complete
-from paceline.launch.rendezvous.setup import listening_host
+from paceline.errors import UsageError
+from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME
+from paceline.job.carriers import tell_user
+from paceline.job.credentials.holders import KEYS_NAME, Holder
+from paceline.job.environment import (
+    Place,
+    asked_folder,
+    asked_host,
+    asked_servers,
+    cache_folder,
+    inherited,
+    start_timeout_s,
+    wait_timeout_s,
+)
+from paceline.job.folders import ANOTHER_FOLDER, check_folder, make_private, names_in
+from paceline.job.machines import (
+    LOOPBACK,
+    Machine,
+    address_for_others,
+    address_towards,
+    check_family,
+    own_address,
+    own_addresses,
+    this_machine,
+)
+from paceline.job.spec import ClusterSpec, write_private, write_token
+from paceline.launch.guard import PREFIX, Guard
+from paceline.launch.local import GUARD_TIMEOUT_S, TRACE_NAME, make_temporary
+from paceline.launch.rendezvous.detect import Detected, detect
+from paceline.launch.rendezvous.liveness_lock import VERSION, LivenessLock, ProcessInfo, announcing_wait, wait_all_ended
+from paceline.launch.rendezvous.roles import RoleAssignment, Servers, assign_nodes, assign_role, requested_servers
+from paceline.launch.rendezvous.roster import (
+    START_TIMEOUT_S,
+    Roster,
+    declare_complete,
+    wait_all,
+    wait_complete,
+    wait_settled,
+)
 from paceline.launch.rendezvous.sidecar import SidecarServers
+from paceline.launch.rendezvous.store import Invitation, RendezvousStore, open_store
 from paceline.launch.script_exit import leave_after_crash
+from paceline.observe.trace import UNNAMED_TRACE_BYTES
+
+FOUNDER_NAME: Final = "founder.address"  # in the folder of the job: where this process is, for others to find a way to
+
+
+def make_folder(*, shared: bool) -> tuple[Invitation, Guard]:
+    """Make the folder of the job, with a secret in it, and a guard that clears it in the end.
+
+    Args:
+        shared: make it where other machines may see it too.
+    """
+    asked = asked_folder()
+    place = asked or (cache_folder() if shared else None)
+    if place is not None:
+        make_private(place, ANOTHER_FOLDER)
+    run_dir = make_temporary() if place is None else Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+    guard = Guard(run_dir, temporary=asked is None)
+    write_token(run_dir)
+    (run_dir / TRACE_NAME).mkdir()
+    return Invitation(str(run_dir), this_machine(), VERSION), guard
+
+
+def settle(
+    run_dir: Path,
+    assignment: RoleAssignment,
+    machines: list[Machine],
+    master: tuple[str, int] | None,
+    shares: tuple[float, ...] = (),
+) -> None:
+    """Say how the processes of the job reach each other: on one machine by its memory, between machines by TCP and TLS.
+
+    Raises UsageError where others cannot reach this machine.
+
+    `machines` are those on which workers and servers are; at `master`, all have been told, is the first process.
+    `shares` are those of the servers, none for equal parts.
+    """
+    job, spans = secrets.token_hex(8), len(machines) > 1
+    if spans:
+        host = asked_host()
+        address = own_address(host) if host else address_for_others(master[0] if master else None)
+        write_private(run_dir / FOUNDER_NAME, address.encode())
+        _issue(run_dir, job, assignment)
+        names = ", ".join(map(str, machines[:8])) + (", ..." if len(machines) > 8 else "")
+        tell_user(f"{len(machines)} machines ({names}): tcp, encrypted; this one is {address}")
+    if shares:
+        tell_user(
+            f"servers hold {', '.join(f'{share:.2f}' for share in shares)} of every table, as their hosts have workers"
+        )
+    spec = ClusterSpec(
+        job=job,
+        num_workers=assignment.num_workers,
+        num_servers=assignment.num_servers,
+        transport="tcp" if spans else "shm",
+        run_dir=str(run_dir),
+        encrypted=spans,
+        shares=shares,
+        wait_timeout_s=wait_timeout_s(),
+        trace_bytes=UNNAMED_TRACE_BYTES if asked_folder() is None else 0,
+        join_timeout_s=2 * start_timeout_s(START_TIMEOUT_S),  # from the start of a server on: first all have to come
+    )
+    spec.write(run_dir / SPEC_NAME)
+
+
+def listening_host(spec: ClusterSpec, founder: Machine) -> str:
+    """Return the address of this machine at which a server of the job listens.
+
+    Raises UsageError when there is none that the others could reach.
+    """
+    if not spec.encrypted:
+        return LOOPBACK
+    there, host = (Path(spec.run_dir) / FOUNDER_NAME).read_text(), asked_host()
+    if host is not None:
+        own = own_address(host)
+        check_family(own, there, founder)
+        return own
+    return there if there in own_addresses() else address_towards(there, founder)
+
+
+def _issue(run_dir: Path, job: str, assignment: RoleAssignment) -> None:
+    """Give every process of the job a certificate; who signed is forgotten, so that there will be no more."""
+    from paceline.job.credentials.certificates import Authority  # deferred: not needed on one machine
+
+    keys, authority = run_dir / KEYS_NAME, Authority.make(job)
+    keys.mkdir(mode=0o700)
+    for rank in range(assignment.num_servers):
+        authority.issue(keys, Holder("server", rank))
+    for rank in range(assignment.num_workers):
+        authority.issue(keys, Holder("worker", rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapResult:
+    """This process among the others of its job.
+
+    Attributes:
+        founder: the machine of the process that has set the job up.
+        liveness_lock: shows others that this process takes part; None for a scheduler.
+        guard: of the folder of the job, if this process has made it.
+    """
+
+    assignment: RoleAssignment
+    spec: ClusterSpec
+    roster: Roster
+    founder: Machine
+    liveness_lock: LivenessLock | None
+    local_rank: int | None
+    guard: Guard | None
+    timeout_s: float
+
+
+def bootstrap_process(detected: Detected, asked: str | None, undo: ExitStack) -> BootstrapResult:
+    """Meet the others of the job; `undo` takes back what this process has done for that.
+
+    Blocks until it is settled how all reach each other. Between machines that takes all of them.
+
+    Raises:
+        UsageError: launcher and `asked` make no sense together, or this process cannot be in this job.
+        DeadlineExceeded: not all have come in time; the message names who is missing.
+    """
+    timeout_s, assignment = start_timeout_s(START_TIMEOUT_S), assign_role(detected, asked)
+    servers = requested_servers(detected, asked)
+    store = open_store(detected, asked_folder() or cache_folder())
+    undo.callback(store.close)
+    invitation, guard = (
+        _set_up(assignment, detected, store, undo)
+        if assignment.is_founder
+        else (_find_founder(detected, store, timeout_s), None)
+    )
+    run_dir = Path(invitation.run_dir)
+    liveness_lock = _take_part(run_dir, assignment, undo)
+    refusal = ProcessInfo(invitation.machine, invitation.version).refusal("the first process of the job")
+    if refusal is not None:  # said after others can see why
+        raise UsageError(refusal)
+    roster = Roster(run_dir, assignment.num_workers, assignment.num_serving)
+    if detected.may_span:
+        wait_all(roster, timeout_s)
+        if liveness_lock is not None and assignment.role == "worker":
+            detected = assign_nodes(detected, roster.workers, liveness_lock.index, anew=servers.has_both)
+            assignment = assign_role(detected, asked)
+        if assignment.is_founder:
+            settle(
+                run_dir, assignment, roster.machines, detected.master, servers.shares(roster.workers, roster.servers)
+            )
+    spec = wait_settled(run_dir, timeout_s)
+    if liveness_lock is not None and spec.encrypted:
+        liveness_lock.start_heartbeat()
+    return BootstrapResult(
+        assignment=assignment,
+        spec=spec,
+        roster=roster,
+        founder=invitation.machine,
+        liveness_lock=liveness_lock,
+        local_rank=detected.local_rank,
+        guard=guard,
+        timeout_s=timeout_s,
+    )
+
+
+def _set_up(
+    assignment: RoleAssignment, detected: Detected, store: RendezvousStore, undo: ExitStack
+) -> tuple[Invitation, Guard]:
+    """Set the job up, and tell the others where."""
+    tell_user(assignment.summary)
+    invitation, guard = make_folder(shared=detected.may_span)
+    undo.callback(guard.dismiss, GUARD_TIMEOUT_S)
+    if not detected.may_span:
+        settle(Path(invitation.run_dir), assignment, [invitation.machine], detected.master)
+    store.invite(invitation)
+    return invitation, guard
+
+
+def _find_founder(detected: Detected, store: RendezvousStore, timeout_s: float) -> Invitation:
+    """Hear where the process that sets the job up has made its folder."""
+    invitation = store.wait_invitation(timeout_s)
+    here, run_dir = this_machine(), Path(invitation.run_dir)
+    if here != invitation.machine:
+        if not detected.may_span:
+            raise UsageError(
+                f"this process runs on {here}, and the first of its job on {invitation.machine}, but "
+                f"{detected.launcher} says that the job is on one machine. Let it count its nodes; where MASTER_ADDR "
+                "or DMLC_PS_ROOT_URI names the first machine, let it be an address that all reach, and not localhost"
+            )
+        if run_dir.name not in names_in(run_dir.parent):
+            raise UsageError(
+                f"{invitation.machine} has made the folder of the job, {run_dir}, which {here} does not see: let "
+                "PACELINE_RUN_DIR name a folder on a file system that all machines of the job share"
+            )
+    check_folder(run_dir)
+    return invitation
+
+
+def _take_part(run_dir: Path, assignment: RoleAssignment, undo: ExitStack) -> LivenessLock | None:
+    if assignment.role == "scheduler":
+        return None
+    count = assignment.num_workers if assignment.role == "worker" else assignment.num_servers
+    liveness_lock = LivenessLock.acquire(run_dir, assignment.role, assignment.index, count)
+    undo.callback(liveness_lock.release)
+    return liveness_lock
 
 
 @final
@@ -33,18 +265,18 @@ class JoinedJob:
     place: Place
     spec: ClusterSpec
     liveness_lock: LivenessLock
-    beside: SidecarServers
-    hosts: bool  # others need what this process has: its servers, or the folder that it made
+    sidecars: SidecarServers
+    is_needed: bool  # others need what this process has: its servers, or the folder that it made
     undo: ExitStack
 
     def close(self, *, politely: bool) -> None:
         """Take part no longer. Politely: block for as long as others need what this process has."""
         with self.undo:
             self.liveness_lock.release()
-            if politely and self.hosts:
+            if politely and self.is_needed:
                 with announcing_wait(self.spec, self.place.rank):
                     wait_all_ended(self.spec)
-                self.beside.wait(self.spec.grace_s)
+                self.sidecars.wait(self.spec.grace_s)
 
 
 def join_started_job(servers: str | None) -> JoinedJob | None:
@@ -81,24 +313,26 @@ def join_started_job(servers: str | None) -> JoinedJob | None:
 
 def _work(started: BootstrapResult, liveness_lock: LivenessLock, undo: ExitStack) -> JoinedJob:
     assignment, spec, run_dir = started.assignment, started.spec, Path(started.spec.run_dir)
-    beside = SidecarServers(
-        run_dir, assignment.beside, listening_host(spec, started.founder) if assignment.beside else ""
+    sidecars = SidecarServers(
+        run_dir, assignment.sidecars, listening_host(spec, started.founder) if assignment.sidecars else ""
     )
-    undo.callback(beside.kill)
+    undo.callback(sidecars.kill)
     if started.guard is not None:
-        for pid in beside.pids:
+        for pid in sidecars.pids:
             started.guard.watch(pid)
 
     def meanwhile() -> None:
-        beside.check()
-        if assignment.founds:
+        sidecars.check()
+        if assignment.is_founder:
             declare_complete(spec, started.roster)
 
     wait_complete(spec, meanwhile, started.timeout_s)
     leave_after_crash()
     local_rank = liveness_lock.index if started.local_rank is None else started.local_rank
     place = Place(run_dir / CLUSTER_NAME, liveness_lock.index, local_rank)
-    return JoinedJob(place, spec, liveness_lock, beside, assignment.founds or bool(assignment.beside), undo.pop_all())
+    return JoinedJob(
+        place, spec, liveness_lock, sidecars, assignment.is_founder or bool(assignment.sidecars), undo.pop_all()
+    )
 
 
 def _serve(started: BootstrapResult, liveness_lock: LivenessLock) -> None:

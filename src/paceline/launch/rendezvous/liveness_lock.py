@@ -1,8 +1,8 @@
 """Liveness locks: in a job without a supervisor each worker holds a file locked for as long as it takes part.
 
-The kernel releases a lock when its process ends, however it ends, and wakes the processes that wait for it. In a
-folder that several machines see, locks are those of its file server: one of a machine that is gone stays until the file
-server gives it up.
+The file says where its process is, and which paceline it runs. The kernel releases a lock when its process ends,
+however it ends, and wakes the processes that wait for it. In a folder that several machines see, locks are those of its
+file server: one of a machine that is gone stays until the file server gives it up.
 """
 
 import errno
@@ -11,21 +11,63 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 
+from paceline.core.standstill import names
 from paceline.errors import UsageError
+from paceline.job.carriers import tell_user
 from paceline.job.folders import names_in
+from paceline.job.machines import Machine, this_machine
+from paceline.job.spec import ClusterSpec
 from paceline.launch.rendezvous.detect import Role
-from paceline.launch.rendezvous.process_info import ProcessInfo
 from paceline.stopwatch import Stopwatch
+from paceline.transport.frames import WIRE_VERSION
+from paceline.version import __version__
 
+VERSION: Final = f"{__version__} (wire version {WIRE_VERSION})"
 BEAT_S: Final = 2.0
 SILENCE_S: Final = 60.0  # much longer than a process that lives may be kept from touching its file
+_TELL_AFTER_S: Final = 10.0
+
+
+class ProcessInfo(msgspec.Struct, frozen=True):
+    """What a process tells of itself."""
+
+    machine: Machine
+    version: str = ""
+
+    @staticmethod
+    def own() -> "ProcessInfo":
+        """Return that of this process."""
+        return ProcessInfo(this_machine(), VERSION)
+
+    def refusal(self, who: str) -> str | None:
+        """Return why the process that says this cannot be in one job with this one; None where it can."""
+        if self.version == VERSION:
+            return None
+        return (
+            f"{who} on {self.machine} runs paceline {self.version or 'of an unknown version'}, and this process on "
+            f"{this_machine()} runs {VERSION}: install the same on all machines"
+        )
+
+
+def describe_machines(infos: Mapping[str, ProcessInfo]) -> str:
+    """Say on which machine each is.
+
+    >>> a, b = ProcessInfo(Machine("a")), ProcessInfo(Machine("b"))
+    >>> describe_machines({"worker 0": a, "server 0": b, "worker 1": a})
+    'worker 0 and worker 1 on a; server 0 on b'
+    """
+    found: defaultdict[Machine, list[str]] = defaultdict(list)
+    for name, info in infos.items():
+        found[info.machine].append(name)
+    return "; ".join(f"{' and '.join(names)} on {machine}" for machine, names in found.items())
 
 
 @final
@@ -211,3 +253,38 @@ def _link(existing: Path, path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def wait_worker_ended(spec: ClusterSpec, worker: int) -> bool:
+    """Block until a worker takes part no longer; False when nothing was heard of it for so long that it must be so."""
+    if spec.encrypted:
+        return wait_end_elsewhere(Path(spec.run_dir), "worker", worker)
+    wait_end(Path(spec.run_dir), "worker", worker)
+    return True
+
+
+def wait_all_ended(spec: ClusterSpec) -> None:
+    """Block until no worker takes part any longer."""
+    for worker in range(spec.num_workers):
+        wait_worker_ended(spec, worker)
+
+
+@contextmanager
+def announcing_wait(spec: ClusterSpec, worker: int, after_s: float = _TELL_AFTER_S) -> Generator[None]:
+    """Say once, if the others go on for a while, why this worker's process stays though its script has ended."""
+
+    def tell() -> None:
+        others = [rank for rank in range(spec.num_workers) if takes_part(Path(spec.run_dir), "worker", rank)]
+        tell_user(
+            f"worker {worker} has ended its script; its process stays until {names(others)} will have left the job, as "
+            "others need its servers or its folder"
+        )
+
+    timer = threading.Timer(after_s, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()

@@ -15,21 +15,21 @@ DEFAULT: Final = "first:1"
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where servers are: so many beside rank 0 or beside the first rank of every node, and instead of the last ranks.
+    """Where servers are: sidecars of rank 0 or of the first rank of every node, and ranks that serve: the last ones.
 
-    Those instead of ranks are counted first.
+    Ranks that serve are counted first.
     """
 
     home: Home
-    beside: int
-    alone: int
+    num_sidecars: int  # of one worker
+    num_ranks: int
 
     @staticmethod
     def parse(text: str) -> "Servers":
         """Read "first:2", "node:1", "ranks:2", or two of these as "node:1+ranks:2"; raises UsageError for other text.
 
         >>> Servers.parse("node:1+ranks:2")
-        Servers(home='node', beside=1, alone=2)
+        Servers(home='node', num_sidecars=1, num_ranks=2)
         """
         counts: dict[str, int] = {}
         for part in text.split("+"):
@@ -48,15 +48,15 @@ class Servers:
     @property
     def has_both(self) -> bool:
         """Whether there are some of either kind."""
-        return bool(self.beside and self.alone)
+        return bool(self.num_sidecars and self.num_ranks)
 
-    def shares(self, workers: Sequence[Machine], alone: Sequence[Machine]) -> tuple[float, ...]:
+    def shares(self, workers: Sequence[Machine], serving: Sequence[Machine]) -> tuple[float, ...]:
         """Return how much each server holds if only some are on machines of `workers`; none, for equal parts, if not.
 
-        `alone` are the machines of those servers that are not started beside a worker.
+        `serving` are the machines of the ranks that serve.
         """
         hosts = dict.fromkeys(workers) if self.home == "node" else workers[:1]
-        at = [*alone, *(host for host in hosts for _ in range(self.beside))]
+        at = [*serving, *(host for host in hosts for _ in range(self.num_sidecars))]
         return shares_over_hosts(workers, at) if len({host in workers for host in at}) == 2 else ()
 
 
@@ -66,9 +66,9 @@ class RoleAssignment:
 
     Attributes:
         index: its number among those of its role; None for the order of arrival.
-        num_serving: how many of the servers are processes of the launcher, and not started beside a worker.
-        beside: the numbers of the servers that it starts; none before it is known on which node it is.
-        founds: whether it is the one that sets the job up, and tells the others where they meet.
+        num_serving: how many of the servers are ranks of the launcher, and not sidecars of a worker.
+        sidecars: the numbers of the servers that it starts; none before it is known on which node it is.
+        is_founder: whether it is the one that sets the job up, and tells the others where they meet.
         summary: the job in half a line.
     """
 
@@ -77,8 +77,8 @@ class RoleAssignment:
     num_workers: int
     num_servers: int
     num_serving: int
-    beside: range
-    founds: bool
+    sidecars: range
+    is_founder: bool
     summary: str
 
 
@@ -99,7 +99,7 @@ def assign_nodes(detected: Detected, machines: Sequence[Machine], index: int, *,
     """Add what the launcher has not told: each machine is a node, in the order of the workers on them.
 
     `machines` says where each worker is, and this process is the worker `index`. `anew`: whatever the launcher has
-    told, as it counts the nodes of servers alone, too.
+    told, as it counts nodes without workers, too.
     """
     if detected.node_rank is not None and not anew:
         return detected
@@ -115,27 +115,27 @@ def assign_role(detected: Detected, asked: str | None) -> RoleAssignment:
     servers = requested_servers(detected, asked)
     if detected.num_servers:
         return _given_role(detected)
-    num_workers = _count_workers(detected, servers.alone)
+    num_workers = _count_workers(detected, servers.num_ranks)
     everywhere = servers.home == "node"
-    serves = servers.alone > 0 and (detected.rank or 0) >= num_workers
+    serves = servers.num_ranks > 0 and (detected.rank or 0) >= num_workers
     number = detected.local_rank if everywhere and detected.local_rank is not None else detected.rank
     node = detected.node_rank if everywhere else 0
     starts = number == 0 and node is not None and not serves
-    start = servers.alone + (node or 0) * servers.beside
+    start = servers.num_ranks + (node or 0) * servers.num_sidecars
     return RoleAssignment(
         role="server" if serves else "worker",
         index=(detected.rank or 0) - num_workers if serves else detected.rank,
         num_workers=num_workers,
-        num_servers=servers.alone + servers.beside * (detected.num_nodes if everywhere else 1),
-        num_serving=servers.alone,
-        beside=range(start, start + servers.beside) if starts else range(0),
-        founds=detected.rank == 0,
+        num_servers=servers.num_ranks + servers.num_sidecars * (detected.num_nodes if everywhere else 1),
+        num_serving=servers.num_ranks,
+        sidecars=range(start, start + servers.num_sidecars) if starts else range(0),
+        is_founder=detected.rank == 0,
         summary=_summary(detected, num_workers, _where(servers, num_workers)),
     )
 
 
 def _given_role(detected: Detected) -> RoleAssignment:
-    """Return the seat that the launcher itself has given: the scheduler sets the job up where there is one."""
+    """Return the role that the launcher itself has given: the scheduler sets the job up where there is one."""
     role = detected.role or "worker"
     return RoleAssignment(
         role=role,
@@ -143,36 +143,36 @@ def _given_role(detected: Detected) -> RoleAssignment:
         num_workers=detected.size,
         num_servers=detected.num_servers,
         num_serving=detected.num_servers,
-        beside=range(0),
-        founds=role == "scheduler" or (detected.launcher != "DMLC" and role == "worker" and detected.rank == 0),
+        sidecars=range(0),
+        is_founder=role == "scheduler" or (detected.launcher != "DMLC" and role == "worker" and detected.rank == 0),
         summary=_summary(detected, detected.size, f"{_counted(detected.num_servers, 'server')} of its own"),
     )
 
 
-def _count_workers(detected: Detected, num_alone: int) -> int:
+def _count_workers(detected: Detected, num_ranks: int) -> int:
     """Return how many ranks are left for workers."""
-    if num_alone and detected.rank is None:
+    if num_ranks and detected.rank is None:
         raise UsageError(
-            f"servers as ranks:{num_alone} need ranks, and {detected.launcher} gives none; take first:{num_alone}"
+            f"servers as ranks:{num_ranks} need ranks, and {detected.launcher} gives none; take first:{num_ranks}"
         )
-    if detected.size <= num_alone:
+    if detected.size <= num_ranks:
         raise UsageError(
-            f"servers as ranks:{num_alone} leave no worker of {_counted(detected.size, 'rank')}: start more, or take "
+            f"servers as ranks:{num_ranks} leave no worker of {_counted(detected.size, 'rank')}: start more, or take "
             "fewer"
         )
-    return detected.size - num_alone
+    return detected.size - num_ranks
 
 
 def _where(servers: Servers, num_workers: int) -> str:
     told: list[str] = []
-    if servers.beside:
-        everywhere = "on each node with workers" if servers.alone else "on each node"
+    if servers.num_sidecars:
+        everywhere = "on each node with workers" if servers.num_ranks else "on each node"
         home = everywhere if servers.home == "node" else "beside rank 0"
-        told.append(f"{_counted(servers.beside, 'server')} {home}")
-    if servers.alone:
-        last = num_workers + servers.alone - 1
-        ranks = f"rank {last}" if servers.alone == 1 else f"ranks {num_workers} to {last}"
-        told.append(f"{_counted(servers.alone, 'server')} as {ranks}")
+        told.append(f"{_counted(servers.num_sidecars, 'server')} {home}")
+    if servers.num_ranks:
+        last = num_workers + servers.num_ranks - 1
+        ranks = f"rank {last}" if servers.num_ranks == 1 else f"ranks {num_workers} to {last}"
+        told.append(f"{_counted(servers.num_ranks, 'server')} as {ranks}")
     return ", ".join(told)
 
 

@@ -7,13 +7,11 @@ from typing import Final, final
 
 from paceline.errors import PeerError, UsageError
 from paceline.job.addresses import CLUSTER_NAME, SPEC_NAME, AddressBook
-from paceline.job.folders import names_in
+from paceline.job.folders import INTERVAL_S, INTERVAL_SHARED_S, names_in, wait_for
 from paceline.job.machines import Machine
-from paceline.job.polling import INTERVAL_S, INTERVAL_SHARED_S, wait_for
 from paceline.job.spec import TOKEN_NAME, ClusterSpec
 from paceline.launch.rendezvous.detect import Role
-from paceline.launch.rendezvous.liveness_lock import missing_ranks, process_info
-from paceline.launch.rendezvous.process_info import ProcessInfo, describe_machines
+from paceline.launch.rendezvous.liveness_lock import ProcessInfo, describe_machines, missing_ranks, process_info
 
 START_TIMEOUT_S: Final = 60.0
 

@@ -17,11 +17,11 @@ from paceline.job.addresses import SPEC_NAME
 from paceline.job.carriers import tell_user
 from paceline.job.environment import inherited, with_import_path
 from paceline.job.spec import ClusterSpec
+from paceline.launch.entry import run_program
 from paceline.launch.policy import describe_exit
 from paceline.launch.preemption import ignore_preemption_signals
-from paceline.launch.rendezvous.exit_wait import wait_worker_ended
+from paceline.launch.rendezvous.liveness_lock import wait_worker_ended
 from paceline.launch.rendezvous.roster import wait_complete
-from paceline.launch.serving import run_program
 from paceline.server.node import ServerNode
 
 ENTRY: Final = "paceline.launch.rendezvous.sidecar"
@@ -114,14 +114,14 @@ def _watch(spec: ClusterSpec, node: ServerNode, worker: int) -> None:
 def _end_with_parent() -> None:
     """Block until standard input ends, and then end this process at once."""
     # Unbuffered: a process whose other threads have failed could not end while this one holds a buffer's lock.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lifeline:
-        lifeline.read(1)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as parent:
+        parent.read(1)
     os._exit(EXIT_FAILURE)
 
 
 def main() -> None:
     """Serve as the command line says."""
-    threading.Thread(target=_end_with_parent, name="paceline-lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="paceline-parent", daemon=True).start()
     run_program(
         lambda: serve_until_workers_end(ClusterSpec.read(Path(sys.argv[1]) / SPEC_NAME), int(sys.argv[2]), sys.argv[3])
     )

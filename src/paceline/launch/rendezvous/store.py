@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import msgspec
 
 from paceline.errors import DeadlineExceeded, PeerError, UsageError
-from paceline.job.folders import ANOTHER_FOLDER, make_private, names_in
+from paceline.job.folders import ANOTHER_FOLDER, INTERVAL_SHARED_S, make_private, names_in, wait_for
 from paceline.job.machines import Machine
-from paceline.job.polling import INTERVAL_SHARED_S, wait_for
 from paceline.launch.rendezvous.detect import Detected
 from paceline.launch.rendezvous.liveness_lock import is_held
 
@@ -67,7 +66,7 @@ class RendezvousStore(Protocol):
 
 def open_store(detected: Detected, folder: Path) -> RendezvousStore:
     """Return the store that the launcher has, or else files in a folder that all processes see."""
-    if detected.serves_store and detected.master is not None:
+    if detected.has_store and detected.master is not None:
         return TorchRendezvous(*detected.master, detected.restart)
     return FolderRendezvous(folder, detected.key)
 
@@ -132,7 +131,7 @@ class FolderRendezvous:
     def invite(self, invitation: Invitation) -> None:
         """Tell it in place of what an earlier run may have told here; see `RendezvousStore.invite`."""
         make_private(self._path.parent, ANOTHER_FOLDER)
-        with _alone(self._path.parent):
+        with _locked(self._path.parent):
             if _read(self._path) is not None:
                 raise UsageError(
                     f"another run has the same name, and goes on: it holds {self._path} locked. Wait until it has "
@@ -170,11 +169,11 @@ class FolderRendezvous:
 
 
 @contextmanager
-def _alone(folder: Path) -> Generator[None]:
+def _locked(folder: Path) -> Generator[None]:
     """Hold the lock on the files of this folder while entered; other holders release it in a moment."""
     descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
-    def take() -> bool | None:
+    def try_lock() -> bool | None:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -182,7 +181,7 @@ def _alone(folder: Path) -> Generator[None]:
 
     try:
         wait_for(
-            take,
+            try_lock,
             LOCK_TIMEOUT_S,
             lambda: (
                 f"another process holds {folder / LOCK_NAME} locked for {LOCK_TIMEOUT_S:g} s already, which it should "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
 from paceline.job.choices import ProcessTransport
 from paceline.job.strategy import Distribution
@@ -159,7 +160,7 @@ def run_entry(plan: RunPlan, entry: ComparedEntry) -> RunEnded:
     Raises:
         UsageError: the script does not exist, or the folder of the run is not empty.
     """
-    code = run_local(plan.launch(entry))
+    code = run_local(plan.launch(entry), PROGRAMS)
     return RunEnded(entry, code, failure_reason(plan.output(entry).read_text(encoding="utf-8")) if code else "")
 
 

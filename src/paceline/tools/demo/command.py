@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from paceline.api.programs import PROGRAMS
 from paceline.errors import UsageError
 from paceline.launch.local import run_local
 from paceline.observe.report import LabelledRun, write_report
@@ -103,7 +104,7 @@ def _run_all(runs: Sequence[DemoRun]) -> int:
     """Run one after another; return the exit code of the first that fails, else 0."""
     for number, run in enumerate(runs, start=1):
         print(f"[{number}/{len(runs)}] {run.label}: {run.note}", file=sys.stderr, flush=True)
-        code = run_local(run.launch)
+        code = run_local(run.launch, PROGRAMS)
         if code:
             print(f"paceline: the run '{run.label}' ended with exit code {code}; no report", file=sys.stderr)
             return code

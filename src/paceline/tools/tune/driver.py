@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 from paceline.errors import UsageError
-from paceline.job.cores import cores_here, share_of
+from paceline.job.machines import cores_here, share_of
 from paceline.launch.child import pin
 from paceline.launch.config import RunConfig, as_text, flags, option_name
 from paceline.launch.guard import Guard, kill_group

@@ -1,5 +1,11 @@
-"""What every server process does: follow the launcher's orders, end with it, and leave signals to it."""
+"""What the entries of processes share: they end with the launcher, follow its orders, and leave signals to it.
 
+When the launcher dies, the kernel kills a worker. This is the second line behind the guard, for a run whose guard was
+killed as well. It holds on Linux; elsewhere the guard stands alone. The launcher starts processes from its main thread
+only: the kernel watches the thread that started a process, not the process of that thread.
+"""
+
+import ctypes
 import os
 import signal
 import sys
@@ -8,11 +14,24 @@ from typing import Final
 
 from paceline.errors import PacelineError
 from paceline.job.carriers import tell_user
-from paceline.job.environment import mark_as_server, wants_traceback
+from paceline.job.environment import find_launcher, mark_as_server, wants_traceback
 from paceline.launch.limits import explain, is_shortage
 from paceline.launch.preemption import ignore_preemption_signals
 
+PR_SET_PDEATHSIG: Final = 1
+EXIT_CODE: Final = 128 + signal.SIGKILL
 _EXIT_FAILURE: Final = 1
+
+
+def die_with_launcher() -> None:
+    """Ask to be killed when the launcher dies; ends this process at once if it is dead already."""
+    launcher = find_launcher()
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(EXIT_CODE)
 
 
 def read_orders() -> Generator[list[str]]:

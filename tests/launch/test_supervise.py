@@ -1,0 +1,104 @@
+"""How long a run waits for its servers to start, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.child import Launch
+from paceline.launch.output import Console
+from paceline.launch.policy import Policy
+from paceline.launch.signals import Signals
+from paceline.launch.supervise import Exits, SupervisionConfig, Supervisor
+
+START_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Member:
+    """A process: a worker ends once servers listen, a server when it is told to."""
+
+    launch: Launch
+    machine: Machine
+    pid: int | None = None
+    last_lines: Sequence[str] = ()
+    is_killed: bool = False
+    is_told: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.launch.name
+
+    def reap(self) -> int | None:
+        has_ended = self.is_told or (self.machine.listens and self.launch.role == "worker")
+        return -9 if self.is_killed else 0 if has_ended else None
+
+    def signal(self, number: int) -> None: ...
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def send_line(self, line: str) -> None:
+        self.is_told |= line == "stop"
+
+
+@dataclass
+class Machine:
+    """A process backend and rendezvous: each wait takes as long as the test says, and then servers listen."""
+
+    waits_s: deque[float]
+    now_s: float = 1000.0
+    members: list[Member] = field(default_factory=list[Member])
+
+    @property
+    def listens(self) -> bool:
+        return not self.waits_s
+
+    def prepare(self) -> Sequence[Member]:
+        return ()
+
+    def settled(self) -> bool:
+        return True
+
+    def start(self, launch: Launch) -> Member:
+        self.members.append(Member(launch, self))
+        return self.members[-1]
+
+    def wait(self, timeout_s: float) -> None:
+        self.now_s += self.waits_s.popleft() if self.waits_s else timeout_s
+
+    def release(self, member: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def poll(self) -> bool:
+        return self.listens
+
+    def missing(self) -> list[str]:
+        return ["server 0"]
+
+
+def run(machine: Machine, folder: Path) -> int:
+    config = SupervisionConfig(policy=Policy(), start_timeout_s=START_TIMEOUT_S, grace_s=1.0, run_dir=folder)
+    console = Console()
+    with Signals() as signals:
+        exits = Exits(console, None, folder)
+        supervisor = Supervisor(config, machine, machine, console, signals, None, exits, now=lambda: machine.now_s)
+        launches = [
+            Launch(role=role, name=f"{role} 0", rank=0, command=(), environment={}) for role in ("server", "worker")
+        ]
+        return supervisor.run(launches)
+
+
+def test_servers_have_a_time_to_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Machine(deque([0.25] * 121)), tmp_path) == 1
+
+    assert "server 0 did not say where it listens within 30 s (missing: server 0)" in capsys.readouterr().err
+
+
+def test_time_in_which_the_job_was_stopped_does_not_count(tmp_path: Path) -> None:
+    assert run(Machine(deque([0.25, 3600.0, 0.25])), tmp_path) == 0
