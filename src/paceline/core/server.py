@@ -204,7 +204,7 @@ class ServerCore:
             self._answer(push.id, push.table, PushRefused(push.id, reason), effects)
         else:
             table.commit.hold(push.id, push.clock)
-            effects.append(Hold(push.id))
+            effects.append(Hold(push.table, push.id))
             self._answer(push.id, push.table, Held(push.id), effects)
 
     def _answer(
@@ -278,7 +278,7 @@ class ServerCore:
         self._release(name, table, effects)
 
     def _refuse_held(self, push_id: PushId, table: str, reason: str, effects: list[ServerEffect]) -> None:
-        effects.append(Discard(push_id))
+        effects.append(Discard(table, push_id))
         self._answer(push_id, table, PushRefused(push_id, reason), effects)
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
@@ -432,10 +432,10 @@ class ServerCore:
 
         Only the lead drops pushes: a follower may not have applied a clock yet that the lead closed with this worker.
         """
-        for table in self.tables.values():
+        for name, table in self.tables.items():
             table.readers.forget(worker)
             if not self._follows:
-                effects += [Discard(push_id) for push_id in table.commit.drop(worker, life.incarnation)]
+                effects += [Discard(name, push_id) for push_id in table.commit.drop(worker, life.incarnation)]
         self.lives.end(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)
