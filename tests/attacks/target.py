@@ -17,7 +17,9 @@ from paceline.core.messages import Fetched, Pull, Sender
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
 from paceline.server.commands import Holdings
+from paceline.server.dense_table import ServedDenseTable
 from paceline.server.node import ServerNode
+from paceline.server.row_table import ServedRowTable
 from paceline.transport import Limits, TcpTransport, TlsSettings
 from paceline.wire.messages import PullFrame
 
@@ -51,14 +53,14 @@ class Target:
 
 
 def _picture(holdings: Holdings) -> dict[str, Any]:
-    core, dense_tables = holdings.core, holdings.dense_tables
+    core, tables = holdings.core, holdings.tables
     return {
-        "values": {name: bytes(memory) for name, memory in dense_tables.memories.items()},
-        "waiting": len(dense_tables._waiting),
+        "values": {table.spec.name: bytes(table.memory) for table in tables if isinstance(table, ServedDenseTable)},
+        "waiting": sum(table.num_waiting for table in tables),
         "members": core.members,
         "clocks": dict(core._clocks._of),
         "versions": {name: (table.version, table.commit.clock) for name, table in core.tables.items()},
-        "rows": {name: len(served.store) for name, served in holdings.row_tables.tables.items()},
+        "rows": {table.spec.name: len(table.store) for table in tables if isinstance(table, ServedRowTable)},
     }
 
 

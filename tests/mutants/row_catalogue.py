@@ -6,7 +6,7 @@ from tests.mutants.catalogue import READERS, SERVER, Mutant
 
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
-ROW_TABLES, SUBSCRIPTIONS, OPENED = "server/row_tables.py", "server/row_tables.py", "worker/rows/opened.py"
+ROW_TABLE, OPENED = "server/row_table.py", "worker/rows/opened.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
 ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"
 
@@ -153,9 +153,9 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "subscribed after the reply",
-        ROW_TABLES,
-        "            self._subscription(served, life).add(ids, message.request)\n",
-        "            self._subscription(served, life)\n            served.lists.setdefault(life, None)\n",
+        ROW_TABLE,
+        "            self._subscription(life).add(ids, message.request)\n",
+        "            self._subscription(life)\n",
     ),
     Mutant(
         "rows that go are unsubscribed from though they are on their way again",
@@ -164,7 +164,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
         "ids = ids[:]",
     ),
     Mutant(
-        "a late notice ends a newer subscription", SUBSCRIPTIONS, "if request <= self._last_request:", "if request < 0:"
+        "a late notice ends a newer subscription", ROW_TABLE, "if request <= self._last_request:", "if request < 0:"
     ),
     Mutant(
         "a list is known by its start",

@@ -56,7 +56,7 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.settings import ServerSettings
-from paceline.core.tables import ServedTable
+from paceline.core.tables import TableCore
 from paceline.errors import ProtocolBug
 
 ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
@@ -73,7 +73,7 @@ class ServerCore:
     started: float
     # Public for reading; only events change them.
     lives: WorkerLives = field(init=False)
-    tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
+    tables: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
     _clocks: Clocks = field(init=False)
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
     # From followers, about tables that are not declared here yet.
@@ -245,7 +245,7 @@ class ServerCore:
             elif self._clocks.slowest > before:
                 self._release(name, table, effects)
 
-    def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
+    def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         """On the lead: close at most MAX_AT_ONCE complete clocks, and send the decisions to the followers."""
         last = table.commit.clock + MAX_AT_ONCE
         while not self._follows and table.is_complete(self._clocks):
@@ -262,7 +262,7 @@ class ServerCore:
     def _closed(self, table: str, clock: int, decision: CommitDecision) -> Closed:
         return Closed(self.settings.generation, table, clock, decision.contributors, decision.withdrawn)
 
-    def _close(self, name: str, table: ServedTable, decision: CommitDecision, effects: list[ServerEffect]) -> None:
+    def _close(self, name: str, table: TableCore, decision: CommitDecision, effects: list[ServerEffect]) -> None:
         clock = table.commit.clock
         applied, withdrawn, late = table.commit.close(decision)
         if applied:
@@ -301,7 +301,7 @@ class ServerCore:
                 effects.append(Tell(event.server, self._closed(event.table, event.clock, decision)))
             self._close_complete(event.table, table, effects)
 
-    def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
+    def _ask_lead(self, name: str, table: TableCore, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
         follow = Follow(self.settings.generation, self.settings.server, name, table.commit.clock)
         effects.append(Tell(LEAD, follow))
@@ -325,7 +325,7 @@ class ServerCore:
             if table.readers.start_delivery(event.sender.worker, self.clock_of(event.table)):
                 self._deliver(event.table, table, event.sender.worker, effects)
 
-    def _release(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
+    def _release(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
         effects.append(Advanced(name, clock))
         for pull in table.readers.ready(clock):
@@ -334,11 +334,11 @@ class ServerCore:
         for worker in table.readers.deliverable(clock):
             self._deliver(name, table, worker, effects)
 
-    def _deliver(self, name: str, table: ServedTable, worker: int, effects: list[ServerEffect]) -> None:
+    def _deliver(self, name: str, table: TableCore, worker: int, effects: list[ServerEffect]) -> None:
         life = self._living(worker)
         effects.append(Serve(worker, life.incarnation, table.delivered(worker, self.clock_of(name), life.dedup)))
 
-    def _values(self, pull: Pull, table: ServedTable) -> Serve:
+    def _values(self, pull: Pull, table: TableCore) -> Serve:
         dedup = self._living(pull.sender.worker).dedup
         message = table.fetched(pull, self.clock_of(pull.table), dedup)
         return Serve(pull.sender.worker, pull.sender.incarnation, message)
@@ -354,7 +354,7 @@ class ServerCore:
                 )
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
-        table = ServedTable(
+        table = TableCore(
             event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
         )
         self.tables[event.table] = table

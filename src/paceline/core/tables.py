@@ -13,8 +13,8 @@ from paceline.core.read_queue import ReadQueue
 
 
 @dataclass(slots=True)
-class ServedTable:
-    """One table on one server."""
+class TableCore:
+    """The protocol of one table on one server."""
 
     name: str
     consistency: Consistency

@@ -231,7 +231,7 @@ class Namespace:
         )
 
         def restore(held: Holdings) -> None:
-            held.row_tables.may_spill = False
+            held.tables.host.may_spill = False
             if save is not None:
                 restore_tables(save, held)
             self._admission = Admission(self.name, generation, self._workers)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.transport.base import Connection, Transport
+from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactPieces
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
 from paceline.wire.messages import is_push
@@ -15,7 +16,7 @@ Purpose = Literal["read", "delivery"]
 
 @dataclass(slots=True)
 class _LentBuffer:
-    """Memory shared with one worker for one table and purpose; `buffer` is set while the worker may read it.
+    """Memory shared with one worker for one purpose; `buffer` is set while the worker may read it.
 
     It was sent with `mark`: the request of a read, or the clock of a delivery.
     """
@@ -27,45 +28,49 @@ class _LentBuffer:
 
 @dataclass(slots=True)
 class SendBuffers:
-    """Shared memory by connection, table and purpose: at most one buffer each, however slow the worker."""
+    """Shared memory for the values of one table, by connection and purpose: one buffer each, however slow the worker.
 
-    transport: Transport
+    Args:
+        allocate: returns memory that workers can map, given its size in bytes.
+        poisons: overwrite memory that is free.
+    """
+
+    allocate: Callable[[int], memoryview]
     poisons: bool = False
-    _send_buffers: dict[tuple[int, str, Purpose], _LentBuffer] = field(
-        default_factory=dict[tuple[int, str, Purpose], _LentBuffer]
-    )
+    _lent: dict[tuple[int, Purpose], _LentBuffer] = field(default_factory=dict[tuple[int, Purpose], _LentBuffer])
 
-    def lend(self, connection: Connection, table: str, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
+    def __len__(self) -> int:
+        """Count the buffers."""
+        return len(self._lent)
+
+    def lend(self, connection: Connection, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
         """Return memory for values that are sent with this mark.
 
         While the worker may still read the previous buffer, this is private memory, which the transport copies.
         """
-        key = id(connection), table, purpose
-        lent_buffer = self._send_buffers.get(key)
-        if lent_buffer is None:
-            pieces = ExactPieces(self.transport.allocate)
-            lent_buffer = self._send_buffers[key] = _LentBuffer(BufferPool(pieces, poisons=self.poisons))
-        if lent_buffer.buffer is not None:
+        key = id(connection), purpose
+        lent = self._lent.get(key)
+        if lent is None:
+            lent = self._lent[key] = _LentBuffer(BufferPool(ExactPieces(self.allocate), poisons=self.poisons))
+        if lent.buffer is not None:
             return fresh_buffer(size_bytes)
-        lent_buffer.buffer, lent_buffer.mark = lent_buffer.pool.lend(size_bytes), mark
-        return lent_buffer.buffer.memory
+        lent.buffer, lent.mark = lent.pool.lend(size_bytes), mark
+        return lent.buffer.memory
 
-    def take_back(self, connection: Connection, table: str, purpose: Purpose, mark: int) -> None:
+    def take_back(self, connection: Connection, purpose: Purpose, mark: int) -> None:
         """Return the buffer to its pool if the worker has read everything up to this mark."""
-        lent_buffer = self._send_buffers.get((id(connection), table, purpose))
-        if lent_buffer is not None and lent_buffer.buffer is not None and lent_buffer.mark <= mark:
-            buffer, lent_buffer.buffer = lent_buffer.buffer, None
+        lent = self._lent.get((id(connection), purpose))
+        if lent is not None and lent.buffer is not None and lent.mark <= mark:
+            buffer, lent.buffer = lent.buffer, None
             buffer.release()
 
     def forget(self, connection: Connection) -> None:
         """Release the memory shared over a connection that has ended."""
-        self._send_buffers = {
-            key: lent_buffer for key, lent_buffer in self._send_buffers.items() if key[0] != id(connection)
-        }
+        self._lent = {key: lent for key, lent in self._lent.items() if key[0] != id(connection)}
 
     def clear(self) -> None:
         """Release all memory, when the server closes."""
-        self._send_buffers = {}
+        self._lent = {}
 
 
 @dataclass(slots=True)

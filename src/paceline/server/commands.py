@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.server import ServerCore
-from paceline.server.dense_tables import DenseTables
-from paceline.server.row_tables import RowTables
+from paceline.server.tables import ServedTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +14,7 @@ class Holdings:
     """The core and the tables of a server, for calls that run on its thread."""
 
     core: ServerCore
-    dense_tables: DenseTables
-    row_tables: RowTables
+    tables: ServedTables
 
 
 @dataclass(frozen=True, slots=True)

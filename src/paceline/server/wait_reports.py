@@ -7,11 +7,10 @@ from typing import Final
 
 from paceline.core.server import ServerCore
 from paceline.core.standstill import Waiter, describe, stuck
+from paceline.core.work_queue import Life
 from paceline.observe.notices import printable
 from paceline.server.requests import RequestHandler
 from paceline.wire.requests import ReportWait
-
-Life = tuple[int, int]  # (rank, incarnation) of a worker
 
 _MAX_WHAT: Final = 300  # characters of a worker's description of its wait
 _LEAST_PAUSE_S: Final = 4.0  # between two sentences
