@@ -38,24 +38,25 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a read of a worker takes the place of another",
         READERS,
-        "pull.request if self.keyed else 0",
-        "0",
+        "return pull.sender.worker, pull.request",
+        "return pull.sender.worker, 0",
     ),
     Mutant(
         "an older read of rows is ignored",
         READERS,
-        "if not self.keyed and pull.request <",
-        "if pull.request <",
+        "_is_outdated(self, pull: Pull) -> bool:\n        return False",
+        "_is_outdated(self, pull: Pull) -> bool:\n"
+        "        return pull.request < self._last_request.get(pull.sender.worker, 0)",
     ),
-    Mutant("a lost delivery is not told of", READERS, "SOME_LOST if self.keyed else", ""),
+    Mutant("a lost delivery is not told of", READERS, "reader.sent = SOME_LOST", "pass"),
     Mutant(
         "deliveries do not say after which they come", TABLES, "self.readers.before(worker)", "self.readers.before(-1)"
     ),
     Mutant(
         "a delivery under way ends with the next answer",
         READERS,
-        "if self.subscribing and not (self.keyed and worker in self._subscribers):",
-        "if self.subscribing:",
+        "self._subscribers.setdefault(worker, _Subscriber(sent=NONE_YET, busy=False))",
+        "self._subscribers[worker] = _Subscriber(sent=NONE_YET, busy=False)",
     ),
     Mutant(
         "nobody is told of rows before their clock",

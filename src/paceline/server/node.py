@@ -102,6 +102,7 @@ class ServerNode:
     _load_meter: LoadMeter = field(init=False)
     _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
+    _deadline: float | None = None  # of the core, after the last item
 
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
@@ -122,6 +123,7 @@ class ServerNode:
     def run(self) -> None:
         """Serve until `stop`. Blocks; closes all connections, threads and shared memory before it returns."""
         self._acceptor.open()
+        self._deadline = self._core.next_deadline()
         try:
             while self._run_once():
                 pass
@@ -138,7 +140,7 @@ class ServerNode:
         Items that had arrived when a timer became due are handled before it: a worker that has just reconnected is not
         evicted. Later ones are not: else a busy queue would delay timers for ever.
         """
-        deadline, began = self._core.next_deadline(), time.monotonic()
+        deadline, began = self._deadline, time.monotonic()
         patience_s = None if deadline is None else max(0.0, deadline - began)
         item = self._load_meter.wait(partial(self._acceptor.get, patience_s))
         if deadline and time.monotonic() - (deadline if item is None else max(deadline, began)) > _OVERSLEPT_S:
@@ -150,11 +152,13 @@ class ServerNode:
                 return False
             if self._is_due():
                 self._handle(Timeout())
+                self._deadline = self._core.next_deadline()
         return True
 
     def _is_due(self) -> bool:
-        deadline = self._core.next_deadline()
-        return deadline is not None and deadline <= time.monotonic()
+        """Return whether a timer of the core is due now."""
+        self._deadline = self._core.next_deadline()
+        return self._deadline is not None and self._deadline <= time.monotonic()
 
     def _handle_item(self, item: object | None) -> bool:
         """Handle one item of the queue; return False once `stop` was called."""

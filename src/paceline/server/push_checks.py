@@ -22,7 +22,7 @@ def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame
     if frame.hyper and len(frame.hyper) != len(groups):
         return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
     for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
-        problem = hyper_problem(given, known)
+        problem = "" if given == known else hyper_problem(given, known)
         if problem:
             return f"hyperparameters of group {number}: {problem}"
     return ""
