@@ -55,12 +55,14 @@ class Target:
 def _picture(holdings: Holdings) -> dict[str, Any]:
     core, tables = holdings.core, holdings.tables
     return {
-        "values": {table.spec.name: bytes(table.memory) for table in tables if isinstance(table, ServedDenseTable)},
-        "waiting": sum(table.num_waiting for table in tables),
+        "values": {
+            table.spec.name: bytes(table.memory) for table in tables.values() if isinstance(table, ServedDenseTable)
+        },
+        "waiting": sum(table.num_waiting for table in tables.values()),
         "members": core.members,
         "clocks": dict(core._clocks._of),
         "versions": {name: (table.version, table.commit.clock) for name, table in core.tables.items()},
-        "rows": {table.spec.name: len(table.store) for table in tables if isinstance(table, ServedRowTable)},
+        "rows": {table.spec.name: len(table.store) for table in tables.values() if isinstance(table, ServedRowTable)},
     }
 
 

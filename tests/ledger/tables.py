@@ -203,7 +203,7 @@ class Ledger:
             for trace in counting:
                 assert trace.num_applied[name] == int(expected.sum()), name
         for server in servers.servers:
-            assert not any(table.num_waiting for table in server._tables)
+            assert not any(table.num_waiting for table in server._tables.values())
             assert server._receive_buffers.pool.num_lent == 0
 
 

@@ -94,7 +94,7 @@ class Cluster:
 
     def num_waiting(self) -> int:
         """How many pushes the servers keep the tensors of."""
-        return sum(table.num_waiting for server in self.servers for table in server._tables)
+        return sum(table.num_waiting for server in self.servers for table in server._tables.values())
 
 
 def run_threads(targets: list[Callable[[], None]]) -> None:

@@ -307,6 +307,6 @@ def test_a_state_that_does_not_fit_is_refused(world: World) -> None:
 
 def test_a_table_that_is_not_declared_is_named_with_those_that_are(world: World) -> None:
     assert world.tables.get("u") is None
-    assert ("u" in world.tables, "t" in world.tables, world.tables.names()) == (False, True, ["t"])
+    assert ("u" in world.tables, "t" in world.tables, list(world.tables)) == (False, True, ["t"])
     with pytest.raises(UsageError, match="there is no table 'u' on server 0; tables: t"):
         world.tables.require("u")

@@ -35,9 +35,9 @@ class TableVersions:
     def read(held: Holdings) -> TableVersions:
         """Read the versions of the tables that have values."""
         versions = [
-            (name, held.core.tables[name].version, held.tables[name].version)
-            for name in held.tables.names()
-            if held.tables[name].has_values
+            (name, held.core.tables[name].version, table.version)
+            for name, table in held.tables.items()
+            if table.has_values
         ]
         return TableVersions(clock_of(held), tuple(sorted(versions)))
 
@@ -49,7 +49,7 @@ def clock_of(held: Holdings) -> int:
 
 def save_tables(held: Holdings, namespace: str, folder: Path) -> Manifest:
     """Write every table that has values to a file of its own; raises OSError or PacelineError where it cannot."""
-    names = [name for name in held.tables.names() if held.tables[name].has_values]
+    names = [name for name, table in held.tables.items() if table.has_values]
     entries = [_save_table(held, name, folder / f"{number}.safetensors") for number, name in enumerate(names)]
     return Manifest(namespace, clock_of(held), tuple(entries))
 

@@ -206,7 +206,7 @@ class ServedDenseTable:
         if frame.checksums[server : server + 1] not in ((), (checksum,)):
             return f"its {expected} bytes on server {server} are not those that worker {frame.push.id.worker} sent"
         absent = frozenset(frame.absent)
-        problem = self._absent_problem(frame.absent) or push_problem(self.spec, frame)
+        problem = push_problem(self.spec, frame) or self._absent_problem(frame.absent)
         if problem:
             return problem
         gradient = as_tensor(body, self._dtype)
@@ -221,6 +221,7 @@ class ServedDenseTable:
         return ""
 
     def _absent_problem(self, absent: Sequence[int]) -> str:
+        """Return why the segments without a gradient are invalid, "" if they are valid."""
         num_segments = len(self.spec.segments)
         if len(absent) > num_segments:
             return f"it leaves out parameters {len(absent)} times, but '{self.spec.name}' has {num_segments}"

@@ -285,7 +285,7 @@ class ServerNode:
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)
         self._peers.forget(connection)
-        for table in self._tables:
+        for table in self._tables.values():
             table.forget_connection(connection)
         self._acceptor.drop(connection)
         if hello is not None and current:
@@ -313,32 +313,29 @@ class ServerNode:
         effects = self._core.handle(event, time.monotonic())
         if self.full_trace:
             self._record_handled(event, effects)
-        unapplied: set[PushId] = set()
+        unapplied: set[PushId] = set()  # pushes whose update failed
+        is_held = False
         for effect in effects:
-            self._perform(effect, unapplied)
-        return any(isinstance(effect, Hold) for effect in effects)
-
-    def _perform(self, effect: ServerEffect, unapplied: set[PushId]) -> None:
-        """Carry out one effect; `unapplied` collects the pushes whose update failed."""
-        match effect:
-            case Apply():
-                unapplied.update(self._apply(effect))
-            case Reply(message=Applied(id=push_id)) if push_id in unapplied:
-                pass  # its sender has already received a refusal
-            case Hold():
-                pass  # its tensor is stored already
-            case Discard():
-                self._tables[effect.table].discard(effect.id)
-            case Reply():
-                self._reply(effect)
-            case Serve():
-                self._serve(effect)
-            case Tell():
-                self._peers.send_server(effect.server, effect.message)
-            case Advanced():
-                self._advance(effect)
-            case MembershipChanged():
-                self._on_membership(effect)
+            match effect:
+                case Apply():
+                    unapplied.update(self._apply(effect))
+                case Reply(message=Applied(id=push_id)) if push_id in unapplied:
+                    pass  # its sender has already received a refusal
+                case Hold():
+                    is_held = True  # its tensor is stored already
+                case Discard():
+                    self._tables[effect.table].discard(effect.id)
+                case Reply():
+                    self._reply(effect)
+                case Serve():
+                    self._serve(effect)
+                case Tell():
+                    self._peers.send_server(effect.server, effect.message)
+                case Advanced():
+                    self._advance(effect)
+                case MembershipChanged():
+                    self._on_membership(effect)
+        return is_held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
@@ -400,7 +397,7 @@ class ServerNode:
         self._request_handler.release(self._core.members)
 
     def _forget_reader(self, life: Life) -> None:
-        for table in self._tables:
+        for table in self._tables.values():
             table.forget_worker(life)
 
     # -- the record --------------------------------------------------------------------------------------------------

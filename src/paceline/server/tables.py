@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import Final, final
 
 from paceline.core.events import Declared
 from paceline.errors import UsageError
@@ -15,38 +14,20 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.update.table import TableSpec
 
 
-@dataclass(slots=True)
-class ServedTables:
-    """The tables of one server. Used by the server's thread; other threads only call `get`."""
+@final
+class ServedTables(dict[str, ServedTable]):
+    """The tables of one server by name. Used by the server's thread; other threads only call `get`."""
 
-    host: TableHost
-    _tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
-
-    def __iter__(self) -> Iterator[ServedTable]:
-        """Iterate over the tables in the order of their declaration."""
-        return iter(self._tables.values())
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is a table of this name."""
-        return name in self._tables
-
-    def __getitem__(self, name: str) -> ServedTable:
-        """Return the table of this name, which exists."""
-        return self._tables[name]
-
-    def get(self, name: str) -> ServedTable | None:
-        """Return the table of this name, None if it is not declared."""
-        return self._tables.get(name)
-
-    def names(self) -> list[str]:
-        """Return the names of all tables in the order of their declaration."""
-        return list(self._tables)
+    def __init__(self, host: TableHost) -> None:
+        """Begin without tables; `host` is what they share."""
+        super().__init__()
+        self.host: Final = host
 
     def require(self, name: str) -> ServedTable:
         """Return the table of this name; raises UsageError if it is not declared."""
-        table = self._tables.get(name)
+        table = self.get(name)
         if table is None:
-            names = ", ".join(sorted(self._tables)) or "none"
+            names = ", ".join(sorted(self)) or "none"
             raise UsageError(f"there is no table '{name}' on {self.host.name}; tables: {names}")
         return table
 
@@ -56,11 +37,11 @@ class ServedTables:
         Raises:
             UsageError: the table exists with other settings, its rule is not available, or memory is short.
         """
-        table = self._tables.get(spec.name)
+        table = self.get(spec.name)
         if table is None:
             spec.validate()
-            require_few_tables(spec.name, len(self._tables), self.host.name)
-            table = self._tables[spec.name] = self._create(spec)
+            require_few_tables(spec.name, len(self), self.host.name)
+            table = self[spec.name] = self._create(spec)
         else:
             table.require_equal(spec)
         return Declared(spec.name, table.consistency, table.keyed)
@@ -68,10 +49,10 @@ class ServedTables:
     def _create(self, spec: TableSpec | RowTableSpec) -> ServedTable:
         if isinstance(spec, RowTableSpec):
             return ServedRowTable(spec, self.host)
-        return ServedDenseTable(spec, self.host, held_bytes=sum(table.value_bytes for table in self))
+        return ServedDenseTable(spec, self.host, held_bytes=sum(table.value_bytes for table in self.values()))
 
     def close(self) -> None:
         """Release all tables, when the server closes."""
-        for table in self:
+        for table in self.values():
             table.close()
-        self._tables.clear()
+        self.clear()
