@@ -28,7 +28,7 @@ from paceline.core.messages import (
     Ticked,
 )
 from paceline.errors import PeerError
-from paceline.server.commands import Holdings
+from paceline.server.node import ServerState
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode
 from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone, RequestFailed, SaveState
@@ -137,7 +137,7 @@ def test_an_update_that_fails_as_values_are_looked_at_ends_no_server(served: tup
     servers, one, two = served
     declare(one, RuleSpec(DENSE.name, ({},), Quorum(1, 3600.0, 2)), "asynchronous")
 
-    def let_pass(held: Holdings) -> None:
+    def let_pass(held: ServerState) -> None:
         merger = held.tables["w"].shard._merger
         assert merger is not None
         now = merger.now() + 7200.0

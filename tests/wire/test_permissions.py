@@ -21,8 +21,7 @@ from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.observe.trace import Trace
-from paceline.server.body_limits import BodyLimits
-from paceline.server.buffers import ReceiveBuffers
+from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.node import ServerNode
 from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix

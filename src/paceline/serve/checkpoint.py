@@ -18,7 +18,7 @@ from paceline.update.table import decode_table
 
 if TYPE_CHECKING:
     from paceline.serve.state import Save
-    from paceline.server.commands import Holdings
+    from paceline.server.node import ServerState
 
 _HYPER = msgspec.msgpack.Decoder(tuple[Hyper, ...])
 _SPEC_DECODERS = {"shape": decode_table, "rows": msgspec.msgpack.Decoder(RowTableSpec).decode}
@@ -32,7 +32,7 @@ class TableVersions:
     versions: tuple[tuple[str, int, int], ...]
 
     @staticmethod
-    def read(held: Holdings) -> TableVersions:
+    def read(held: ServerState) -> TableVersions:
         """Read the versions of the tables that have values."""
         versions = [
             (name, held.core.tables[name].version, table.version)
@@ -42,19 +42,19 @@ class TableVersions:
         return TableVersions(clock_of(held), tuple(sorted(versions)))
 
 
-def clock_of(held: Holdings) -> int:
+def clock_of(held: ServerState) -> int:
     """Return the clock at which the tables stand: the one that is furthest, where they differ."""
     return max((held.core.clock_of(name) for name in held.core.tables), default=held.core.settings.clock)
 
 
-def save_tables(held: Holdings, namespace: str, folder: Path) -> Manifest:
+def save_tables(held: ServerState, namespace: str, folder: Path) -> Manifest:
     """Write every table that has values to a file of its own; raises OSError or PacelineError where it cannot."""
     names = [name for name, table in held.tables.items() if table.has_values]
     entries = [_save_table(held, name, folder / f"{number}.safetensors") for number, name in enumerate(names)]
     return Manifest(namespace, clock_of(held), tuple(entries))
 
 
-def restore_tables(save: Save, held: Holdings) -> None:
+def restore_tables(save: Save, held: ServerState) -> None:
     """Let a server that has no table yet have those of a save.
 
     Raises:
@@ -71,7 +71,7 @@ def restore_tables(save: Save, held: Holdings) -> None:
             raise CheckpointError(f"table '{entry.name}' cannot be taken from {path}: {error}") from error
 
 
-def _save_table(held: Holdings, name: str, path: Path) -> ManifestEntry:
+def _save_table(held: ServerState, name: str, path: Path) -> ManifestEntry:
     table = held.tables[name]
     try:
         table.save(path, clock_of(held))

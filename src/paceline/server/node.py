@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,10 +35,8 @@ from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
-from paceline.server.acceptor import Acceptor, Incoming
-from paceline.server.body_limits import BodyLimits
-from paceline.server.buffers import ReceiveBuffers
-from paceline.server.commands import Expel, Holdings, ServerCall, Stop
+from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
+from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Connections
 from paceline.server.load_meter import LoadMeter
 from paceline.server.preload import RulePreload
@@ -47,6 +46,7 @@ from paceline.server.table_rpc import TableRpc
 from paceline.server.tables import ServedTables
 from paceline.server.wait_reports import WaitReports
 from paceline.transport.base import Connection, Frame, Listener, Transport
+from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import (
     Hello,
     PullFrame,
@@ -64,6 +64,21 @@ from paceline.wire.requests import Declare, ReportWait, Request, RequestDone, Wh
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """The core and the tables of a server, for calls that run on its thread."""
+
+    core: ServerCore
+    tables: ServedTables
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A call to run on the server's thread, between two messages."""
+
+    call: Callable[[ServerState], None]
 
 
 @dataclass(slots=True)
@@ -169,14 +184,14 @@ class ServerNode:
         elif isinstance(item, Expel):
             self._expel(item)
         elif isinstance(item, ServerCall):
-            item.call(Holdings(self._core, self._tables))
+            item.call(ServerState(self._core, self._tables))
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._acceptor.put(Stop())
 
-    def do(self, call: Callable[[Holdings], None]) -> None:
+    def do(self, call: Callable[[ServerState], None]) -> None:
         """Have the serving thread call `call` with the core and the tables; from any thread, without waiting."""
         self._acceptor.put(ServerCall(call))
 
@@ -409,3 +424,28 @@ class ServerNode:
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
     return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}
+
+
+@dataclass(slots=True)
+class EmbeddedServer:
+    """A server in a thread of this process, for a script that runs without a launcher."""
+
+    node: ServerNode
+    thread: threading.Thread
+    addresses: tuple[str, ...]
+
+    @staticmethod
+    def start(transport: MemoryTransport, *, checks_memory: bool = False) -> EmbeddedServer:
+        """Start a server for one worker; see `ServerNode`."""
+        listener = transport.listen("memory://server-0")
+        addresses = (listener.address,)
+        settings = ServerSettings(0, 1, workers=(0,))
+        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
+        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
+        thread.start()
+        return EmbeddedServer(node, thread, addresses)
+
+    def close(self, *, politely: bool) -> None:
+        """Stop the server and join its thread; `politely` makes no difference, as this process is its only worker."""
+        self.node.stop()
+        self.thread.join(timeout=10.0)

@@ -49,11 +49,11 @@ class RequestHandler:
     # Table -> the workers that wait for its initial values, with their request numbers. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Table -> the workers that wait for its declaration, with their request numbers. Invariant: no entry is empty.
-    _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    _describing: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Barrier -> the workers that have reached it, with their requests. Invariant: no entry is empty.
-    _meetings: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
+    _at_barriers: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
     # How the last barrier of each life ended: a repeated request gets this answer, and does not enter another barrier.
-    _met: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
+    _passed: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
 
     def __post_init__(self) -> None:
         """Create the work queues, which answer over the same connections."""
@@ -69,34 +69,34 @@ class RequestHandler:
 
     def release(self, members: Sequence[int]) -> None:
         """Answer the pending requests that can be answered now; `members` are the ranks that take part."""
-        for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
-            present = self._meetings.pop(place)
+        for place in [place for place, present in self._at_barriers.items() if _is_complete(present, members)]:
+            present = self._at_barriers.pop(place)
             reason = _failure(present)
             for life, request in present.items():
-                self._met[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
-                self._answer(life, self._met[life])
+                self._passed[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
+                self._answer(life, self._passed[life])
         for table in [table for table in self._awaiting if self.tables[table].has_values]:
             for life, number in self._awaiting.pop(table).items():
                 self._answer(life, RequestDone(number))
-        for table in [table for table in self._asking if table in self.tables]:
+        for table in [table for table in self._describing if table in self.tables]:
             settings = memoryview(self.tables[table].encoded_spec())
-            for life, number in self._asking.pop(table).items():
+            for life, number in self._describing.pop(table).items():
                 self.send(*life, RequestDone(number), settings)
         if members:
             self._ask_for_values(min(members))
         self.work_host.release()
 
-    def meetings(self) -> dict[str, list[int]]:
+    def at_barriers(self) -> dict[str, list[int]]:
         """Return the ranks that wait at each barrier."""
-        return {place: sorted(rank for rank, _ in present) for place, present in self._meetings.items()}
+        return {place: sorted(rank for rank, _ in present) for place, present in self._at_barriers.items()}
 
     def forget(self, life: Life) -> None:
         """Drop the pending requests of a worker that has left."""
         self.work_host.remove_worker(life)
-        self._met.pop(life, None)
+        self._passed.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
-        self._asking = _without(self._asking, life)
-        self._meetings = _without(self._meetings, life)
+        self._describing = _without(self._describing, life)
+        self._at_barriers = _without(self._at_barriers, life)
 
     def _ask_for_values(self, first: int) -> None:
         """Refuse to let the lowest rank wait for initial values: it has to send them itself."""
@@ -119,13 +119,13 @@ class RequestHandler:
                 self._answer(life, RequestDone(request.number))
                 return declared
             case Barrier():
-                met = self._met.get(life, RequestDone(0))
-                if request.number <= met.number:
-                    self._answer(life, met if request.number == met.number else RequestDone(request.number))
+                passed = self._passed.get(life, RequestDone(0))
+                if request.number <= passed.number:
+                    self._answer(life, passed if request.number == passed.number else RequestDone(request.number))
                 else:
                     require_short("a meeting point", request.place)
                     told = replace(request, problem=request.problem[:_MAX_REASON])
-                    self._wait(self._meetings, request.place, life, told)
+                    self._wait(self._at_barriers, request.place, life, told)
             case ClaimWork():
                 self.work_host.claim(life, request)
             case AwaitValues():
@@ -133,7 +133,7 @@ class RequestHandler:
                 self._wait(self._awaiting, request.table, life, request.number)
             case Describe():
                 require_short("a table", request.table)
-                self._wait(self._asking, request.table, life, request.number)
+                self._wait(self._describing, request.table, life, request.number)
             case Initialise():
                 self.tables.require(request.table).initialise(body)
                 self._answer(life, RequestDone(request.number))

@@ -67,7 +67,7 @@ class WaitReports:
         """Return what each worker waits for, as reported and as seen by this server."""
         members = self.core.members
         found: dict[int, Waiter] = {}
-        for place, present in self.request_handler.meetings().items():
+        for place, present in self.request_handler.at_barriers().items():
             says = "is in barrier(), waiting for {}" if place == "barrier" else f"waits for {{}} to come to '{place}'"
             absent = tuple(worker for worker in members if worker not in present)
             found.update((worker, Waiter(says, absent)) for worker in present)
