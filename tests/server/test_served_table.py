@@ -192,6 +192,14 @@ def test_what_cannot_be_applied_is_refused_and_its_memory_is_free(world: World) 
     assert world.table.num_waiting == world.pool.num_lent == 0
 
 
+def test_a_push_that_breaks_the_protocol_leaves_nothing() -> None:
+    world = World(Rows())
+    with pytest.raises(PeerError, match="keeps no lists of ids"):
+        world.accept(0, keys=Keys(len(IDS), b"digest", sent=True))
+    assert world.table.num_waiting == world.pool.num_lent == 0
+    world.tables.close()
+
+
 def test_frames_of_the_other_kind_break_the_protocol_or_change_nothing(world: World) -> None:
     other = next(kind for kind in KINDS if kind is not world.kind)
     frame, body = other.pull(1)

@@ -19,12 +19,11 @@ HOUSE = re.compile(r"desks?|shelf|shelves|doorman|errands?|toil|nursery|newborn|
 PEOPLE = re.compile(r"\b(?:whoever|nobody|somebody|anybody|whom)\b", re.IGNORECASE)
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
-NAMES_LEFT = {"data": 15, "server": 6, "worker": 11, "tests": 42}
+NAMES_LEFT = {"data": 15, "worker": 11, "tests": 42}
 PEOPLE_LEFT = {
     "api": 10,
     "benchmarks": 6,
     "collective": 7,
-    "core": 18,
     "data": 24,
     "docs": 79,
     "examples": 10,
@@ -35,13 +34,12 @@ PEOPLE_LEFT = {
     "ray": 10,
     "root": 11,
     "serve": 21,
-    "server": 18,
     "simulate": 7,
     "tests": 134,
     "tools": 11,
     "training": 14,
     "transport": 29,
-    "update": 17,
+    "update": 5,
     "wire": 3,
     "worker": 22,
 }

@@ -186,12 +186,12 @@ class ServedDenseTable:
 
     def accept(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
         """Store the gradient of a push; see `ServedTable.accept`."""
-        problem = self._keep(frame, body, buffer)
-        if not problem:
-            return ACCEPTED
-        if buffer is not None:
-            buffer.release()
-        return Acceptance(problem)
+        try:
+            problem = self._keep(frame, body, buffer)
+        finally:
+            if buffer is not None and frame.push.id not in self._waiting:
+                buffer.release()
+        return Acceptance(problem) if problem else ACCEPTED
 
     def _keep(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> str:
         """Store the gradient of a push; return why it is refused, "" if it is accepted."""

@@ -226,10 +226,11 @@ class ServedRowTable:
 
     def accept(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
         """Store the rows of a push; see `ServedTable.accept`."""
-        accepted = self._keep(frame, body, buffer)
-        if buffer is not None and accepted is not ACCEPTED:
-            buffer.release()
-        return accepted
+        try:
+            return self._keep(frame, body, buffer)
+        finally:
+            if buffer is not None and frame.push.id not in self._waiting:
+                buffer.release()
 
     def _keep(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
         if not isinstance(frame, RowPushFrame):

@@ -140,7 +140,11 @@ class ServedTable(Protocol):
     # -- pushes ------------------------------------------------------------------------------------------------------
 
     def accept(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
-        """Store the gradients of a push until it is applied or discarded; takes over the buffer that they lie in."""
+        """Store the gradients of a push that does not wait here yet; takes over the buffer that they lie in.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
         ...
 
     def has(self, push_id: PushId) -> bool:
