@@ -95,7 +95,7 @@ def test_flush_and_leaving_send_the_rest(tmp_path: Path) -> None:
 
     with job(tmp_path, workers=1) as ready:
         ready.run(work)
-        store = ready.servers[0]._row_tables.tables["t"].store
+        store = ready.servers[0]._tables["t"].store
         assert store.read(torch.tensor([1, 2]), 0).tolist() == [[2.0] * 3, [1.0] * 3]
 
 

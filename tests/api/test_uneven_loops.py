@@ -28,7 +28,7 @@ def test_a_worker_that_has_left_is_waited_for_no_longer(tmp_path: Path, consiste
 
 
 def _at_the_barrier(started: Job) -> bool:
-    return bool(started.servers[0]._request_handler.meetings())
+    return bool(started.servers[0]._request_handler.at_barriers())
 
 
 def test_a_barrier_that_the_others_cannot_reach_names_who_is_where(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from tests.transport.carriers import CREDENTIALS
 from paceline.core.messages import Fetched, Pull, Sender
 from paceline.core.settings import ServerSettings
 from paceline.observe.trace import Trace
-from paceline.server.commands import Holdings
-from paceline.server.node import ServerNode
+from paceline.server.dense_table import ServedDenseTable
+from paceline.server.node import ServerNode, ServerState
+from paceline.server.row_table import ServedRowTable
 from paceline.transport import Limits, TcpTransport, TlsSettings
 from paceline.wire.messages import PullFrame
 
@@ -40,7 +41,7 @@ class Target:
     def picture(self) -> dict[str, Any]:
         """All that an attack must not change, as the server's own thread sees it."""
         seen: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self.servers.servers[0].do(lambda holdings: seen.put(_picture(holdings)))
+        self.servers.servers[0].do(lambda state: seen.put(_picture(state)))
         return seen.get(timeout=PATIENCE_S)
 
     def read(self) -> bytes:
@@ -50,15 +51,17 @@ class Target:
         return bytes(self.honest.hear(Fetched)[1])
 
 
-def _picture(holdings: Holdings) -> dict[str, Any]:
-    core, dense_tables = holdings.core, holdings.dense_tables
+def _picture(state: ServerState) -> dict[str, Any]:
+    core, tables = state.core, state.tables
     return {
-        "values": {name: bytes(memory) for name, memory in dense_tables.memories.items()},
-        "waiting": len(dense_tables._waiting),
+        "values": {
+            table.spec.name: bytes(table.memory) for table in tables.values() if isinstance(table, ServedDenseTable)
+        },
+        "waiting": sum(table.num_waiting for table in tables.values()),
         "members": core.members,
         "clocks": dict(core._clocks._of),
         "versions": {name: (table.version, table.commit.clock) for name, table in core.tables.items()},
-        "rows": {name: len(served.store) for name, served in holdings.row_tables.tables.items()},
+        "rows": {table.spec.name: len(table.store) for table in tables.values() if isinstance(table, ServedRowTable)},
     }
 
 

@@ -6,7 +6,7 @@ from paceline.core.commit import MAX_WITHDRAWN, ClockCommit, CommitDecision
 from paceline.core.dedup import WINDOW, DedupWindow
 from paceline.core.membership import WorkerLives
 from paceline.core.messages import Applied, Clock, Held, Join, Pull, PushRefused
-from paceline.core.read_queue import ReadQueue
+from paceline.core.read_queue import DenseReadQueue
 from paceline.core.retransmit import Retransmit
 
 # -- ledger ----------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_t9_the_ledger_lists_what_is_applied_to_one_table() -> None:
 
 
 def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> None:
-    readers = ReadQueue(subscribing=False)
+    readers = DenseReadQueue(subscribing=False)
     assert not readers.ask(pull(0, 1, 3, needs=3), 0)
     assert not readers.ask(pull(1, 1, 1, needs=1), 0)
     assert not readers.ask(pull(2, 1, 5, needs=5), 0)
@@ -76,7 +76,7 @@ def test_t4_every_waiter_at_or_below_the_clock_is_ready_also_after_a_jump() -> N
 
 
 def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> None:
-    readers = ReadQueue(subscribing=False)
+    readers = DenseReadQueue(subscribing=False)
     assert not readers.ask(pull(0, 2, 3, needs=3), 0)
     assert not readers.ask(pull(0, 1, 0, needs=0), 0)
     assert not readers.ask(pull(0, 2, 3, needs=3), 0)
@@ -86,7 +86,7 @@ def test_an_overtaken_pull_is_ignored_and_a_repeated_one_replaces_itself() -> No
 
 
 def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time() -> None:
-    readers = ReadQueue(subscribing=True)
+    readers = DenseReadQueue(subscribing=True)
     assert readers.deliverable(5) == []
     assert readers.ask(pull(0, 1, 0, needs=0), 1)
     assert readers.deliverable(1) == []  # it has just been sent this clock
@@ -99,7 +99,7 @@ def test_t10_a_reader_subscribes_with_the_reply_and_has_one_delivery_at_a_time()
 
 
 def test_readers_forget_a_worker() -> None:
-    readers = ReadQueue(subscribing=True)
+    readers = DenseReadQueue(subscribing=True)
     readers.ask(pull(0, 7, 0, needs=0), 0)
     readers.ask(pull(1, 7, 3, needs=3), 0)
     readers.forget(0)
@@ -279,4 +279,4 @@ def test_a_life_that_never_began_can_be_over_and_stays_so() -> None:
 
 
 def test_t2_readers_compare_with_the_need_of_the_reader_not_with_its_clock() -> None:
-    assert ReadQueue(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)
+    assert DenseReadQueue(subscribing=False).ask(Pull(sender(0), 1, "w", clock=9, needs=2), clock=2)

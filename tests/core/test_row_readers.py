@@ -6,7 +6,7 @@ from paceline.core.consistency import Consistency, essp, ssp
 from paceline.core.effects import Serve
 from paceline.core.events import Declared, Died
 from paceline.core.messages import Delivered, Fetched, Join, Taken
-from paceline.core.read_queue import ReadQueue
+from paceline.core.read_queue import DenseReadQueue
 from paceline.core.server import ServerCore
 
 
@@ -108,7 +108,7 @@ def test_nobody_is_delivered_to_before_its_first_answer() -> None:
 
 
 def test_deliveries_of_whole_tables_say_nothing_of_what_was_before() -> None:
-    readers = ReadQueue(subscribing=True)
+    readers = DenseReadQueue(subscribing=True)
     assert readers.ask(pull(0, 1, 0, 0), clock=0)
     assert readers.start_delivery(0, 1)
     assert readers.before(0) == -1

@@ -49,7 +49,7 @@ def test_bsp2_both_apply_what_the_lead_has_decided() -> None:
         follower.handle(tick(worker, 1), 0.0)
     effects = follower.handle(told.message, 0.0)
     assert of(effects, Apply) == [Apply("w", (push_id(0, 0), push_id(2, 0)))]
-    assert of(effects, Discard) == [Discard(push_id(1, 0))]
+    assert of(effects, Discard) == [Discard("w", push_id(1, 0))]
     assert [m.id for m in said(effects, PushRefused)] == [push_id(1, 0)]
     assert of(effects, Tell) == [Tell(0, Follow(1, 1, "w", 1))]
 

@@ -129,7 +129,7 @@ def test_m4_the_death_of_a_worker_drops_what_it_pushed_for_open_clocks() -> None
         core.handle(push(worker, 0, 0), 0.0)
     core.handle(tick(0, 1), 0.0)
     effects = core.handle(Died(1, 0, "killed by signal 9"), 0.0)
-    assert Discard(push_id(1, 0)) in effects
+    assert Discard("w", push_id(1, 0)) in effects
     assert of(effects, Apply) == [Apply("w", (push_id(0, 0),))]
     assert MembershipChanged(1, 0, "died", "killed by signal 9") in effects
 

@@ -33,7 +33,7 @@ def test_t29_a_late_copy_of_a_settled_push_is_ignored() -> None:
 
 def test_t29_copies_of_a_held_push_are_answered_held_until_the_clock_closes_then_applied() -> None:
     core = make_server(bsp())
-    assert core.handle(push(0, 0, 0), 0.0) == [Hold(push_id(0, 0)), Reply(0, 0, Held(push_id(0, 0)))]
+    assert core.handle(push(0, 0, 0), 0.0) == [Hold("w", push_id(0, 0)), Reply(0, 0, Held(push_id(0, 0)))]
     assert core.handle(push(0, 0, 0), 0.0) == [Reply(0, 0, Held(push_id(0, 0)))]
     core.handle(push(1, 0, 0), 0.0)
     core.handle(tick(0, 1), 0.0)
@@ -69,7 +69,7 @@ def test_t33_a_held_push_that_misses_the_quorum_is_discarded_and_refused() -> No
     core.handle(tick(0, 1), 0.0)
     effects = core.handle(tick(1, 1), 0.0)
     assert of(effects, Apply) == [Apply("w", (push_id(0, 0), push_id(1, 0)))]
-    assert Discard(push_id(2, 0)) in effects
+    assert Discard("w", push_id(2, 0)) in effects
     (refused,) = said(effects, PushRefused)
     assert "was completed without worker 2" in refused.reason
 
@@ -157,7 +157,7 @@ def test_a_withdrawal_however_far_ahead_is_kept_and_too_many_end_the_worker_not_
     core.handle(push(0, 1, 30_000), 0.0)
     effects = core.handle(tick(0, 30_001, *(("w", 25_000, seq) for seq in range(MAX_WITHDRAWN + 1))), 0.0)
     assert "are withdrawn from open clocks" in said(effects, WorkerRefused)[0].reason
-    assert of(effects, Discard) == [Discard(push_id(0, 1))]
+    assert of(effects, Discard) == [Discard("w", push_id(0, 1))]
     assert core.members == [1]
 
 

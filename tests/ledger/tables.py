@@ -203,8 +203,7 @@ class Ledger:
             for trace in counting:
                 assert trace.num_applied[name] == int(expected.sum()), name
         for server in servers.servers:
-            assert not server._dense_tables._waiting
-            assert not any(served.waiting for served in server._row_tables.tables.values())
+            assert not any(table.num_waiting for table in server._tables.values())
             assert server._receive_buffers.pool.num_lent == 0
 
 

@@ -112,7 +112,7 @@ def run(choice: Choice, directory: Path) -> None:
         for server, trace in zip(started.servers, counting, strict=True):
             server.trace = trace
         num_refused = sum(started.run(lambda ps: train(ps, choice)))
-        tables = sorted(started.servers[0]._dense_tables.specs)
+        tables = sorted(started.servers[0]._tables)
         for trace in counting:
             if "backup" in str(choice["policy"]):
                 assert trace.num_applied.total() + num_refused <= NUM_MARKS * len(tables)
@@ -120,7 +120,7 @@ def run(choice: Choice, directory: Path) -> None:
                 assert num_refused == 0
                 assert trace.num_applied == dict.fromkeys(tables, NUM_MARKS)
         for server in started.servers:
-            assert not server._dense_tables._waiting
+            assert not any(table.num_waiting for table in server._tables.values())
             assert server._receive_buffers.pool.num_lent == 0
 
 

@@ -298,9 +298,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "if reader is None or reader.sent >= clock:",
     ),
     Mutant("an older notice frees a busy subscriber", READERS, "if reader and reader.sent == clock:", "if reader:"),
-    Mutant(
-        "a reader does not subscribe", READERS, "if self.subscribing and not", "if self.subscribing is None and not"
-    ),
+    Mutant("a reader does not subscribe", READERS, "if self.subscribing:", "if self.subscribing is None:"),
     Mutant(
         "a delivery of too old values wakes the reader",
         WORKER,

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from tests.mutants.catalogue import Mutant
 
-SERVER, LINKS, DENSE_TABLES, PUSHES = (
+SERVER, LINKS, DENSE_TABLE, PUSHES = (
     "server/node.py",
     "wire/connection.py",
-    "server/dense_tables.py",
+    "server/dense_table.py",
     "worker/pushes.py",
 )
 CONNECTIONS, PERMISSIONS = "server/connections.py", "wire/permissions.py"
 CACHE, WORKER = "worker/cache.py", "worker/node.py"
-CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_tables.py", "transport/channel.py"
+CLIENT, ROWS, SILENCE = "worker/rows/client.py", "server/row_table.py", "transport/channel.py"
 SECURITY, READS = "transport/handshake.py", "worker/reads.py"
 
 
@@ -51,9 +51,9 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "values that a failed update has left are read",
-        SERVER,
-        "        if problem:\n            self._peers.send_worker(*life,",
-        "        if ():\n            self._peers.send_worker(*life,",
+        DENSE_TABLE,
+        "        if problem:\n            raise UsageError(problem)",
+        "        if ():\n            raise UsageError(problem)",
         "nodes/test_failing_rules",
         "copies",
     ),
@@ -82,7 +82,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a worker's word that it has looked for NaN is believed over tcp",
-        DENSE_TABLES,
+        DENSE_TABLE,
         "not (frame.screened and self.trusts_screening)",
         "not frame.screened",
         "nodes/test_rules",
@@ -98,9 +98,9 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a held push is taken in again without its tensor",
-        SERVER,
-        "        if self._dense_tables.has(push.id):",
-        "        if False:",
+        DENSE_TABLE,
+        "return push_id in self._waiting",
+        "return False",
         "nodes/test_rules",
         "bare",
     ),
@@ -130,14 +130,14 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a push that is too short is taken",
-        DENSE_TABLES,
-        "len(body) != expected",
-        "len(body) > expected",
+        DENSE_TABLE,
+        "if len(body) != expected:\n            return",
+        "if len(body) > expected:\n            return",
         "nodes/test_rules",
     ),
     _of(
         "values under way are overwritten",
-        SERVER,
+        DENSE_TABLE,
         '"read", message.request, size_bytes)',
         '"read", 0, size_bytes)',
         "nodes/test_rules",
@@ -179,7 +179,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "rows with NaN are taken",
         ROWS,
-        'num_bad = 0 if served.spec.nonfinite in ("zero", "ignore") else',
+        'num_bad = 0 if self.spec.nonfinite in ("zero", "ignore") else',
         "num_bad = 0 if True else",
         "worker/rows/test_lives",
         "no_sense",
@@ -212,7 +212,7 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     _of(
         "rows that a worker reads from its cache count as unused",
         ROWS,
-        "            served.store.use(ids, message.clock)\n",
+        "            self.store.use(ids, message.clock)\n",
         "            pass\n",
         "worker/rows/test_uses",
         "outlives",
@@ -227,9 +227,9 @@ NODE_MUTANTS: tuple[NodeMutant, ...] = (
     ),
     _of(
         "a held push of rows is taken in again without its rows",
-        SERVER,
-        "        if self._row_tables.has(push.id):",
-        "        if False:",
+        ROWS,
+        "return push_id in self._waiting",
+        "return False",
         "nodes/test_rules",
         "of_rows",
     ),

@@ -6,7 +6,7 @@ from tests.mutants.catalogue import READERS, SERVER, Mutant
 
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
 CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
-ROW_TABLES, SUBSCRIPTIONS, OPENED = "server/row_tables.py", "server/row_tables.py", "worker/rows/opened.py"
+ROW_TABLE, OPENED = "server/row_table.py", "worker/rows/opened.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
 ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"
 
@@ -38,24 +38,25 @@ CORE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a read of a worker takes the place of another",
         READERS,
-        "pull.request if self.keyed else 0",
-        "0",
+        "return pull.sender.worker, pull.request",
+        "return pull.sender.worker, 0",
     ),
     Mutant(
         "an older read of rows is ignored",
         READERS,
-        "if not self.keyed and pull.request <",
-        "if pull.request <",
+        "_is_outdated(self, pull: Pull) -> bool:\n        return False",
+        "_is_outdated(self, pull: Pull) -> bool:\n"
+        "        return pull.request < self._last_request.get(pull.sender.worker, 0)",
     ),
-    Mutant("a lost delivery is not told of", READERS, "SOME_LOST if self.keyed else", ""),
+    Mutant("a lost delivery is not told of", READERS, "reader.sent = SOME_LOST", "pass"),
     Mutant(
         "deliveries do not say after which they come", TABLES, "self.readers.before(worker)", "self.readers.before(-1)"
     ),
     Mutant(
         "a delivery under way ends with the next answer",
         READERS,
-        "if self.subscribing and not (self.keyed and worker in self._subscribers):",
-        "if self.subscribing:",
+        "self._subscribers.setdefault(worker, _Subscriber(sent=NONE_YET, busy=False))",
+        "self._subscribers[worker] = _Subscriber(sent=NONE_YET, busy=False)",
     ),
     Mutant(
         "nobody is told of rows before their clock",
@@ -153,9 +154,9 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "subscribed after the reply",
-        ROW_TABLES,
-        "            self._subscription(served, life).add(ids, message.request)\n",
-        "            self._subscription(served, life)\n            served.lists.setdefault(life, None)\n",
+        ROW_TABLE,
+        "            self._subscription(life).add(ids, message.request)\n",
+        "            self._subscription(life)\n",
     ),
     Mutant(
         "rows that go are unsubscribed from though they are on their way again",
@@ -164,7 +165,7 @@ NODE_MUTANTS: tuple[Mutant, ...] = (
         "ids = ids[:]",
     ),
     Mutant(
-        "a late notice ends a newer subscription", SUBSCRIPTIONS, "if request <= self._last_request:", "if request < 0:"
+        "a late notice ends a newer subscription", ROW_TABLE, "if request <= self._last_request:", "if request < 0:"
     ),
     Mutant(
         "a list is known by its start",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.observe.trace import Trace
 from paceline.server.node import ServerNode
+from paceline.server.served_table import TableHost
+from paceline.server.tables import ServedTables
 from paceline.transport import (
     Credentials,
     FaultCounts,
@@ -87,11 +90,11 @@ class Cluster:
 
     def values(self, table: str) -> Tensor:
         """The values of a table as they lie on the servers; only when nobody changes them."""
-        return torch.cat([server._dense_tables.shards[table].values for server in self.servers])
+        return torch.cat([server._tables[table].shard.values for server in self.servers])
 
     def num_waiting(self) -> int:
         """How many pushes the servers keep the tensors of."""
-        return sum(len(server._dense_tables._waiting) for server in self.servers)
+        return sum(table.num_waiting for server in self.servers for table in server._tables.values())
 
 
 def run_threads(targets: list[Callable[[], None]]) -> None:
@@ -177,6 +180,11 @@ def address_of(kind: str, directory: Path, rank: int) -> str:
 def counts_of(transport: Transport) -> FaultCounts:
     assert isinstance(transport, FaultyTransport)
     return transport.counts
+
+
+def hosted_tables(**options: Any) -> ServedTables:
+    """The tables of a server that is not there; `options`: of their host."""
+    return ServedTables(TableHost(ServerSettings(0, 1), options.pop("transport", MemoryTransport()), **options))
 
 
 def table(name: str, numel: int, consistency: str, *, rule: RuleSpec | None = None, scale: Scale = "sum") -> TableSpec:

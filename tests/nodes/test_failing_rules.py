@@ -28,7 +28,7 @@ from paceline.core.messages import (
     Ticked,
 )
 from paceline.errors import PeerError
-from paceline.server.commands import Holdings
+from paceline.server.node import ServerState
 from paceline.update.rules import Quorum, RuleSpec
 from paceline.wire.messages import Keys, PullFrame, RowPullFrame, RowPushFrame, decode
 from paceline.wire.requests import Declare, DeclareRows, Initialise, RequestDone, RequestFailed, SaveState
@@ -123,7 +123,7 @@ def test_rows_hear_the_same_and_others_go_on(served: tuple[Cluster, Client, Clie
         one.say(RowPullFrame(Pull(Sender(1, 0, 0), request, "r", 0, 0), KEYS), as_body(IDS))
         assert one.hear(PullRefused)[0] == PullRefused(request, "r", refused.reason)
     asked: SimpleQueue[int] = SimpleQueue()
-    servers.servers[0].do(lambda held: asked.put(len(held.row_tables.tables["r"].asked)))
+    servers.servers[0].do(lambda held: asked.put(len(held.tables["r"].asked)))
     assert asked.get(timeout=10) == 0
 
     two.say(push(0), ONES)
@@ -137,8 +137,8 @@ def test_an_update_that_fails_as_values_are_looked_at_ends_no_server(served: tup
     servers, one, two = served
     declare(one, RuleSpec(DENSE.name, ({},), Quorum(1, 3600.0, 2)), "asynchronous")
 
-    def let_pass(held: Holdings) -> None:
-        merger = held.dense_tables.shards["w"]._merger
+    def let_pass(held: ServerState) -> None:
+        merger = held.tables["w"].shard._merger
         assert merger is not None
         now = merger.now() + 7200.0
         merger.now = lambda: now

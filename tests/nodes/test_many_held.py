@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests.attacks.rogue import row_table
+from tests.nodes.cluster import hosted_tables
 from torch import Tensor
 
 from paceline.core.effects import Release
 from paceline.core.messages import Push, PushId
-from paceline.server.row_tables import RowTables
-from paceline.update.rows.ops import row_ops
+from paceline.server.served_table import ACCEPTED
 from paceline.update.rows.store import RowStore
 from paceline.wire.messages import Keys, PushFrame, RowPushFrame
 from paceline.worker.pushes import NO_PUSH, PushBuffer, Pushes, Slots
@@ -66,24 +66,26 @@ def test_room_for_rows_is_made_without_a_look_at_each_push(num_ids: int, monkeyp
         reserve(store, ids)
 
     monkeypatch.setattr(RowStore, "reserve", counted)
-    row_tables = RowTables(0, row_ops())
-    row_tables.declare(row_table("r", consistency="bsp"))
+    tables = hosted_tables()
+    tables.declare(row_table("r", consistency="bsp"))
+    served = tables["r"]
 
     def push(seq: int) -> PushId:
         made = Push(PushId(1, 0, 0, seq), "r", 0, 0)
         ids = torch.arange(seq, seq + num_ids)
         body = bytearray(ids.numpy().tobytes() + torch.ones(num_ids, 2).numpy().tobytes())
-        assert row_tables.accept(RowPushFrame(made, 1.0, (), Keys(num_ids, b"", sent=True)), memoryview(body)) == ""
+        frame = RowPushFrame(made, 1.0, (), Keys(num_ids, b"", sent=True))
+        assert served.accept(frame, memoryview(body), None) == ACCEPTED
         return made.id
 
     held = [push(seq) for seq in range(NUM)]
     assert max(sizes) < 100
-    row_tables.discard(held[0])
+    served.discard(held[0])
     held.append(push(NUM))
-    assert row_tables.apply("r", held[1:], 0) == ""
-    rows = row_tables.tables["r"].store.read(torch.arange(NUM + num_ids))
+    assert served.apply(held[1:], 0) == ""
+    rows = served.store.read(torch.arange(NUM + num_ids))
     expected = torch.zeros(NUM + num_ids)
     for seq in range(1, NUM + 1):
         expected[seq : seq + num_ids] += 1
     assert torch.equal(rows, expected[:, None].expand(-1, 2))
-    row_tables.clear()
+    tables.close()

@@ -123,9 +123,9 @@ def test_values_are_lent_where_memory_is_mapped_and_shown_where_asked(kind: str,
         assert out.tolist() == [1.0] * 200
         assert cache.live is (live and kind == "shm")
         num_send_buffers = 1 if kind == "shm" and not live else 0
-        assert [len(server._send_buffers._send_buffers) for server in servers.servers] == [num_send_buffers] * 2
+        assert [len(server._tables["w"].send_buffers) for server in servers.servers] == [num_send_buffers] * 2
         for server in servers.servers:
-            server._dense_tables.shards["w"].values.add_(1.0)
+            server._tables["w"].shard.values.add_(1.0)
         node.use_cache("w", lambda cache: cache.read_into(out))
         assert out.tolist() == [2.0 if cache.live else 1.0] * 200
         node.leave()

@@ -175,7 +175,7 @@ def test_a_copy_of_a_held_push_of_rows_counts_once(tmp_path: Path) -> None:
             worker.hear(Held)
         worker.say(Clock(SENDER, 1))
         worker.hear(Applied)
-        rows = servers.servers[0]._row_tables.tables["r"].store.read(torch.tensor([1, 2, 3]))
+        rows = servers.servers[0]._tables["r"].store.read(torch.tensor([1, 2, 3]))
 
     assert rows.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 

@@ -26,7 +26,7 @@ def train(shares: tuple[float, ...], folder: Path) -> tuple[Tensor, list[int]]:
 
     with cluster("tcp", folder, num_workers=2, num_servers=3, shares=shares) as servers:
         servers.run(2, work)
-        return servers.values("w"), [len(server._dense_tables.shards["w"].values) for server in servers.servers]
+        return servers.values("w"), [len(server._tables["w"].shard.values) for server in servers.servers]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from paceline.core.commit import MAX_AT_ONCE
 from paceline.core.messages import Clock, Join, Joined, Sender, Ticked
 from paceline.core.server import ServerCore
 from paceline.server.acceptor import Acceptor
-from paceline.server.commands import Holdings, ServerCall
-from paceline.server.node import ServerNode
+from paceline.server.node import ServerCall, ServerNode, ServerState
 from paceline.wire.messages import Hello
 
 FAR = 3 * MAX_AT_ONCE
@@ -30,8 +29,8 @@ def test_what_is_due_is_done_although_there_is_always_something_to_take_in(tmp_p
         [server] = servers.servers
         until_s, has_ended, clocks = time.monotonic() + PATIENCE_S, threading.Event(), [0]
 
-        def keep_busy(holdings: Holdings) -> None:
-            clocks[0] = holdings.core.clock_of("w")
+        def keep_busy(state: ServerState) -> None:
+            clocks[0] = state.core.clock_of("w")
             if clocks[0] < FAR and time.monotonic() < until_s:
                 server.do(keep_busy)
             else:
@@ -96,8 +95,8 @@ def _until(server: ServerNode, holds: Callable[[ServerCore], bool]) -> None:
     """Wait until the server's core is as it shall be."""
     done = threading.Event()
 
-    def look(holdings: Holdings) -> None:
-        done.set() if holds(holdings.core) else server.do(look)
+    def look(state: ServerState) -> None:
+        done.set() if holds(state.core) else server.do(look)
 
     server.do(look)
     assert done.wait(PATIENCE_S)

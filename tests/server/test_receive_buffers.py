@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tests.nodes.cluster import table
 
-from paceline.core.events import Declared
 from paceline.core.messages import Clock, Join, Push, PushId, Sender
 from paceline.core.settings import ServerSettings
 from paceline.errors import ProtocolBug
@@ -75,9 +74,9 @@ def serving(policy: str, trace: Trace) -> Iterator[ServerNode]:
         settings = ServerSettings(0, 1, workers=(0,))
         node = ServerNode(settings, listener, transport, lambda: (listener.address,), trace, checks_memory=True)
         node._handle(Join(Sender(1, 0, 0)))
-        node._handle(Declared("w", node._dense_tables.declare(table("w", NUMEL, policy))))
+        node._handle(node._tables.declare(table("w", NUMEL, policy)))
         yield node
-        node._dense_tables.clear()
+        node._tables.close()
 
 
 def arrive(node: ServerNode, message: PushFrame, value: float) -> None:
@@ -111,8 +110,8 @@ def test_each_push_gives_its_memory_back_whatever_becomes_of_it(policy: str) -> 
         arrive(node, push(5), 2.0)
 
         held = 2 if policy == "bsp" else 0
-        assert node._receive_buffers.pool.num_lent == len(node._dense_tables._waiting) == held
-        assert (node._dense_tables.shards["w"].values == (0.0 if held else 3.0)).all()
+        assert node._receive_buffers.pool.num_lent == node._tables["w"].num_waiting == held
+        assert (node._tables["w"].shard.values == (0.0 if held else 3.0)).all()
 
 
 def refusals(trace: Told) -> list[str]:
@@ -130,7 +129,7 @@ def test_bytes_that_are_not_those_that_were_sent_are_refused(policy: str) -> Non
             node._handle(Clock(Sender(1, 0, 0), 1))
 
         assert refusals(trace) == [f"its {SIZE_BYTES} bytes on server 0 are not those that worker 0 sent"]
-        assert (node._dense_tables.shards["w"].values == 1.0).all()
+        assert (node._tables["w"].shard.values == 1.0).all()
         assert node._receive_buffers.pool.num_lent == 0
 
 
@@ -138,14 +137,14 @@ def test_memory_that_changes_while_its_push_waits_is_found() -> None:
     trace = Told()
     with serving("bsp", trace) as node:
         arrive(node, push(0), 1.0)
-        [waiting] = node._dense_tables._waiting.values()
+        [waiting] = node._tables["w"]._waiting.values()
         waiting.contribution.gradient[7] = 3.0
 
         node._handle(Clock(Sender(1, 0, 0), 1))
 
         [problem] = refusals(trace)
         assert "the memory of a push of worker 0 changed while it waited" in problem
-        assert not node._dense_tables.shards["w"].values.any()
+        assert not node._tables["w"].shard.values.any()
 
 
 def test_memory_that_was_given_back_is_used_again_and_once() -> None:

@@ -22,20 +22,20 @@ HERE = cast("Connection", object())
 
 
 def test_values_lie_where_they_were_until_the_worker_has_taken_them_in() -> None:
-    send_buffers = SendBuffers(ShmTransport("loans"), poisons=True)
-    first = send_buffers.lend(HERE, "w", "read", 1, 64)
+    send_buffers = SendBuffers(ShmTransport("loans").allocate, poisons=True)
+    first = send_buffers.lend(HERE, "read", 1, 64)
     first[:] = bytes(64)
 
-    send_buffers.take_back(HERE, "w", "read", 0)
-    send_buffers.take_back(HERE, "w", "delivery", 9)
-    assert send_buffers.lend(HERE, "w", "read", 2, 64).obj is not first.obj, "the worker has not taken in the first"
+    send_buffers.take_back(HERE, "read", 0)
+    send_buffers.take_back(HERE, "delivery", 9)
+    assert send_buffers.lend(HERE, "read", 2, 64).obj is not first.obj, "the worker has not taken in the first"
     assert not any(first)
 
-    send_buffers.take_back(HERE, "w", "read", 1)
+    send_buffers.take_back(HERE, "read", 1)
     assert is_poisoned(first)
-    assert send_buffers.lend(HERE, "w", "read", 3, 64).obj is first.obj
-    send_buffers.take_back(HERE, "w", "read", 2)
-    assert send_buffers.lend(HERE, "w", "read", 4, 64).obj is not first.obj
+    assert send_buffers.lend(HERE, "read", 3, 64).obj is first.obj
+    send_buffers.take_back(HERE, "read", 2)
+    assert send_buffers.lend(HERE, "read", 4, 64).obj is not first.obj
     send_buffers.clear()
 
 

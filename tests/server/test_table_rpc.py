@@ -62,7 +62,7 @@ def test_every_call_runs_once_on_every_server_whatever_happens_to_frames(
         servers.run(NUM_WORKERS, work)
 
         assert servers.values("w").tolist() == [float(NUM_WORKERS * NUM_CALLS)] * 7
-        stores = [server._row_tables.tables["rows"].store for server in servers.servers]
+        stores = [server._tables["rows"].store for server in servers.servers]
         assert sum(len(store) for store in stores) == NUM_ROWS
         assert all((store.rows(0, NUM_ROWS).values == NUM_WORKERS * NUM_CALLS).all() for store in stores)
         counts = counts_of(servers.transport)
@@ -167,7 +167,7 @@ def test_a_request_about_rows_that_makes_no_sense_is_answered_with_the_reason(
 def test_only_what_is_allowed_is_imported(tmp_path: Path) -> None:
     with cluster("memory", tmp_path, num_servers=2) as servers:
         for server in servers.servers:
-            server._table_rpc.tables.allowed_paths = frozenset({LOOK})
+            server._tables.host.allowed_paths = frozenset({LOOK})
         with servers.joined(0) as node:
             open_table(node, table("w", 4, "asynchronous"))
             calls = WholeCalls(node, "w")

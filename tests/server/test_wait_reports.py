@@ -26,7 +26,7 @@ class Job:
 
     consistency: str = "bsp"
     joined: int = 3
-    meetings: dict[str, list[int]] = field(default_factory=dict)
+    at_barriers: dict[str, list[int]] = field(default_factory=dict)
     dealt: list[tuple[int, str, list[int]]] = field(default_factory=list)
     core: ServerCore = field(init=False)
     reports: WaitReports = field(init=False)
@@ -37,7 +37,7 @@ class Job:
         self.handle(*(Join(Sender(1, rank, 0)) for rank in range(self.joined)))
         self.handle(Declared("model", Consistency.parse(self.consistency)))
         request_handler: Any = SimpleNamespace(
-            meetings=lambda: self.meetings, work_host=SimpleNamespace(waiting=lambda: self.dealt)
+            at_barriers=lambda: self.at_barriers, work_host=SimpleNamespace(waiting=lambda: self.dealt)
         )
         self.reports = WaitReports(self.core, request_handler)
 
@@ -57,7 +57,7 @@ class Job:
 
 
 def test_a_barrier_against_a_loop_that_goes_on_is_named_as_what_it_is() -> None:
-    job = Job(meetings={"barrier": [1, 2]})
+    job = Job(at_barriers={"barrier": [1, 2]})
     for worker, clock in enumerate((5, 4, 9)):
         job.tick(worker, clock)
     job.pull(0, 5, 5)

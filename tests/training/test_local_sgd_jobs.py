@@ -51,7 +51,7 @@ def common(model: nn.Module, optimizer: LocalOptimizer) -> float:
 
 
 def version(started: Job, table: str = "model") -> int:
-    return started.servers[0]._dense_tables.shards[table].version
+    return started.servers[0]._tables[table].shard.version
 
 
 def test_a_worker_that_joins_late_starts_from_what_is_there(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_quorum_makes_one_step_of_several_arrivals(tmp_path: Path) -> None:
     now_s = [0.0]
     with job(tmp_path, workers=3) as started:
         workers = [Alone(started, rank, strategy, lr=1.0 + rank) for rank in range(3)]
-        started.servers[0]._dense_tables.shards["model"]._merger.now = lambda: now_s[0]
+        started.servers[0]._tables["model"].shard._merger.now = lambda: now_s[0]
         workers[0].go(2)
         workers[1].go(2)
         now_s[0] = 9.0

@@ -21,12 +21,12 @@ from paceline.job.credentials.certificates import Authority
 from paceline.job.credentials.holders import Holder, tls_settings
 from paceline.job.credentials.revocation import watching_revoked
 from paceline.observe.trace import Trace
-from paceline.server.body_limits import SMALL_BYTES, BodyLimits
-from paceline.server.buffers import ReceiveBuffers
+from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.node import ServerNode
 from paceline.transport import Credentials, TcpTransport
 from paceline.transport.frames import Kind, Prefix, encode_prefix
 from paceline.wire import messages as wire
+from paceline.wire.bounds import SMALL_BYTES
 from paceline.wire.messages import Hello, Keys, PullFrame, PushFrame, RowPullFrame, RowPushFrame, encode
 from paceline.wire.permissions import SPEAKERS, check_said
 from paceline.wire.requests import Barrier, Declare, Initialise, LoadState, RequestDone
@@ -188,7 +188,7 @@ def test_a_body_has_the_size_that_its_table_gives_it(tmp_path: Path) -> None:
         worker.say(Declare(1, table("w", MANY, "asynchronous")))
         worker.hear(RequestDone)
         node = servers.servers[0]
-        body_limits = BodyLimits(node._dense_tables, node._row_tables, ReceiveBuffers())
+        body_limits = BodyLimits(node._tables.get, ReceiveBuffers())
         size = MANY * 4
 
         assert body_limits.place(encode(frame_of("w")), size) is not None

@@ -139,7 +139,7 @@ def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(
     with cluster("memory", tmp_path, num_workers=1, num_servers=3) as servers, servers.joined(0) as node:
         for name, policy in (("a", "asynchronous"), ("b", "bsp")):
             open_table(node, table(name, 192, policy))
-            servers.servers[1]._dense_tables.broken[name] = "it is broken"
+            servers.servers[1]._tables[name].broken = "it is broken"
             pushed = node.push(name, torch.ones(192), count=1.0)
             node.tick()
             outcome = pushed.result(timeout=10)
@@ -150,7 +150,7 @@ def test_who_pushes_is_told_where_a_push_is_applied_that_another_server_refused(
             else:
                 told = "server 1 refused its part: it is broken; it is applied on server 0, 2, and stays there"
                 assert (outcome.reason, outcome.applied_on) == (told, (0, 2))
-                assert [server._dense_tables.shards[name].values.sum() for server in servers.servers] == [64, 0, 64]
+                assert [server._tables[name].shard.values.sum() for server in servers.servers] == [64, 0, 64]
 
 
 def test_an_own_push_that_was_refused_is_no_longer_shown(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_own_push_that_was_refused_is_no_longer_shown(tmp_path: Path) -> None
         open_table(node, table("w", 4, "asynchronous"))
         values = torch.empty(4)
         read_values(node, "w", values)
-        servers.servers[0]._dense_tables.broken["w"] = "it is broken"
+        servers.servers[0]._tables["w"].broken = "it is broken"
         assert not node.push("w", torch.ones(4), count=1.0).result(timeout=10).applied
         read_values(node, "w", values, refresh=False)
         assert not values.any()

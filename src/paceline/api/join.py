@@ -36,7 +36,7 @@ from paceline.launch.preemption import ABORT_MARKER_NAME, PreemptionNotice
 from paceline.launch.rendezvous.join import join_started_job
 from paceline.launch.rendezvous.roster import START_TIMEOUT_S
 from paceline.observe.trace import trace_path
-from paceline.server.embedded import Embedded
+from paceline.server.node import EmbeddedServer
 from paceline.transport.base import Transport
 from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import Hello
@@ -189,7 +189,7 @@ def _embed() -> Session:
     """Start one server in this process and join it as the only worker."""
     transport = MemoryTransport()
     with ExitStack() as undo:
-        server = Embedded.start(transport, checks_memory=checks_memory())
+        server = EmbeddedServer.start(transport, checks_memory=checks_memory())
         undo.callback(server.close, politely=False)
         session = assemble_session(
             SessionConfig(

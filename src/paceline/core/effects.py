@@ -13,6 +13,7 @@ from paceline.core.messages import BetweenServers, Delivered, Fetched, FromServe
 class Hold:
     """Keep the tensor of this push until an `Apply` or `Discard` names it."""
 
+    table: str
     id: PushId
 
 
@@ -31,6 +32,7 @@ class Apply:
 class Discard:
     """Forget the tensor of this push; it is never applied."""
 
+    table: str
     id: PushId
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import final
 
 from paceline.core.messages import Pull
 
@@ -17,15 +19,10 @@ class _Subscriber:
 
 
 @dataclass(slots=True)
-class ReadQueue:
-    """Pulls that wait for the clock, and subscribers that get new values when it advances.
-
-    In a dense table, a pull replaces an older one of the same worker. In a row table (`keyed`), every pull is a read of
-    its own, and its answer does not count as a delivery.
-    """
+class ReadQueue(ABC):
+    """Pulls that wait for the clock, and subscribers that get new values when it advances."""
 
     subscribing: bool
-    keyed: bool = False
     # By worker, and in row tables by request.
     _waiting: dict[tuple[int, int], Pull] = field(default_factory=dict[tuple[int, int], Pull])
     _last_request: dict[int, int] = field(default_factory=dict[int, int])
@@ -34,7 +31,7 @@ class ReadQueue:
     def ask(self, pull: Pull, clock: int) -> bool:
         """Add a pull; return whether it is answered now, else it waits. An outdated copy is ignored."""
         worker = pull.sender.worker
-        if not self.keyed and pull.request < self._last_request.get(worker, 0):
+        if self._is_outdated(pull):
             return False
         self._last_request[worker] = pull.request
         if pull.needs > clock:
@@ -45,10 +42,9 @@ class ReadQueue:
 
     def answered(self, pull: Pull, clock: int) -> None:
         """Note that values of this clock are on their way to the reader, which is a subscriber from then on."""
-        worker = pull.sender.worker
         self._waiting.pop(self._place(pull), None)
-        if self.subscribing and not (self.keyed and worker in self._subscribers):
-            self._subscribers[worker] = _Subscriber(sent=NONE_YET if self.keyed else clock, busy=False)
+        if self.subscribing:
+            self._subscribe(pull.sender.worker, clock)
 
     def ready(self, clock: int) -> list[Pull]:
         """Return the waiting pulls that this clock satisfies, lowest rank first; the clock may have jumped."""
@@ -70,10 +66,9 @@ class ReadQueue:
         self._subscribers[worker] = _Subscriber(sent=clock, busy=True, before=reader.sent)
         return True
 
+    @abstractmethod
     def before(self, worker: int) -> int:
-        """Return the clock of a row subscriber's delivery before the last; the last has the changes since then."""
-        reader = self._subscribers.get(worker)
-        return reader.before if reader and self.keyed else NONE_YET
+        """Return the clock since which the last delivery has the changes; NONE_YET if it has all values."""
 
     def taken(self, worker: int, clock: int) -> None:
         """Note that a subscriber has installed its delivery; an older confirmation changes nothing."""
@@ -86,7 +81,7 @@ class ReadQueue:
         reader = self._subscribers.get(worker)
         if reader:
             reader.busy = False
-            reader.sent = SOME_LOST if self.keyed else reader.sent
+            self._note_lost(reader)
 
     def forget(self, worker: int) -> None:
         """Drop all that a worker waits for or subscribes to."""
@@ -94,5 +89,63 @@ class ReadQueue:
         self._last_request.pop(worker, None)
         self._subscribers.pop(worker, None)
 
+    @abstractmethod
+    def _is_outdated(self, pull: Pull) -> bool:
+        """Return whether a newer pull takes the place of this one."""
+
+    @abstractmethod
     def _place(self, pull: Pull) -> tuple[int, int]:
-        return pull.sender.worker, pull.request if self.keyed else 0
+        """Return the key under which a pull waits."""
+
+    @abstractmethod
+    def _subscribe(self, worker: int, clock: int) -> None:
+        """Note that a reader has been sent values of this clock in answer to a pull."""
+
+    @abstractmethod
+    def _note_lost(self, reader: _Subscriber) -> None:
+        """Note that the last delivery may be lost."""
+
+
+@final
+@dataclass(slots=True)
+class DenseReadQueue(ReadQueue):
+    """The readers of a dense table: a pull replaces an older one of the same worker, and its answer is a delivery."""
+
+    def before(self, worker: int) -> int:
+        """Return NONE_YET: a delivery has all values."""
+        return NONE_YET
+
+    def _is_outdated(self, pull: Pull) -> bool:
+        return pull.request < self._last_request.get(pull.sender.worker, 0)
+
+    def _place(self, pull: Pull) -> tuple[int, int]:
+        return pull.sender.worker, 0
+
+    def _subscribe(self, worker: int, clock: int) -> None:
+        self._subscribers[worker] = _Subscriber(sent=clock, busy=False)
+
+    def _note_lost(self, reader: _Subscriber) -> None:
+        """Do nothing: the answer to the repeated pull has all values."""
+
+
+@final
+@dataclass(slots=True)
+class RowReadQueue(ReadQueue):
+    """The readers of a row table: every pull is a read of its own, and its answer does not count as a delivery."""
+
+    def before(self, worker: int) -> int:
+        """Return the clock of the delivery before the last."""
+        reader = self._subscribers.get(worker)
+        return reader.before if reader else NONE_YET
+
+    def _is_outdated(self, pull: Pull) -> bool:
+        return False
+
+    def _place(self, pull: Pull) -> tuple[int, int]:
+        return pull.sender.worker, pull.request
+
+    def _subscribe(self, worker: int, clock: int) -> None:
+        self._subscribers.setdefault(worker, _Subscriber(sent=NONE_YET, busy=False))
+
+    def _note_lost(self, reader: _Subscriber) -> None:
+        reader.sent = SOME_LOST

@@ -56,7 +56,7 @@ from paceline.core.messages import (
     WorkerRefused,
 )
 from paceline.core.settings import ServerSettings
-from paceline.core.tables import ServedTable
+from paceline.core.tables import TableCore
 from paceline.errors import ProtocolBug
 
 ServerEvent = ServerHappening | Join | Leave | Push | Clock | Pull | Taken | Follow | Closed
@@ -73,14 +73,16 @@ class ServerCore:
     started: float
     # Public for reading; only events change them.
     lives: WorkerLives = field(init=False)
-    tables: dict[str, ServedTable] = field(default_factory=dict[str, ServedTable])
+    tables: dict[str, TableCore] = field(default_factory=dict[str, TableCore])
     _clocks: Clocks = field(init=False)
+    _follows: bool = field(init=False)  # another server decides who contributes to a clock
     _has_more: bool = False  # some complete clocks are still open: one event closes at most MAX_AT_ONCE
     # From followers, about tables that are not declared here yet.
     _early: list[Follow] = field(default_factory=list[Follow])
 
     def __post_init__(self) -> None:
         """Count the expected workers from the start, so that an early one does not run ahead of the others."""
+        self._follows = self.settings.server != LEAD
         self.lives = WorkerLives(self.settings.generation)
         self._clocks = Clocks(slowest=self.settings.clock)
         for worker in self.settings.workers:
@@ -131,9 +133,13 @@ class ServerCore:
 
     def next_deadline(self) -> float | None:
         """Return when `handle(Timeout(), now)` is due next, or None."""
-        asks = [t.ask_lead_at for t in self.tables.values() if t.closes_clocks]
-        candidates = [*(asks if self._follows else ()), *filter(None, [self.lives.next_deadline()])]
-        return 0.0 if self._has_more else min(candidates, default=None)
+        if self._has_more:
+            return 0.0
+        deadline = self.lives.next_deadline()
+        if self._follows:
+            asks = [table.ask_lead_at for table in self.tables.values() if table.closes_clocks]
+            return min([*asks, *filter(None, [deadline])], default=None)
+        return deadline
 
     def clock_of(self, table: str) -> int:
         """Return m: every update of the clocks below m is in this table here."""
@@ -162,10 +168,6 @@ class ServerCore:
         if life.lease_until is not None:
             return "has lost its connection"
         return f"is at clock {self._clocks.of(worker)}, in no call that waits: it computes, or is stopped"
-
-    @property
-    def _follows(self) -> bool:
-        return self.settings.server != LEAD
 
     # -- pushes ------------------------------------------------------------------------------------------------------
 
@@ -204,7 +206,7 @@ class ServerCore:
             self._answer(push.id, push.table, PushRefused(push.id, reason), effects)
         else:
             table.commit.hold(push.id, push.clock)
-            effects.append(Hold(push.id))
+            effects.append(Hold(push.table, push.id))
             self._answer(push.id, push.table, Held(push.id), effects)
 
     def _answer(
@@ -245,7 +247,7 @@ class ServerCore:
             elif self._clocks.slowest > before:
                 self._release(name, table, effects)
 
-    def _close_complete(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
+    def _close_complete(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         """On the lead: close at most MAX_AT_ONCE complete clocks, and send the decisions to the followers."""
         last = table.commit.clock + MAX_AT_ONCE
         while not self._follows and table.is_complete(self._clocks):
@@ -262,7 +264,7 @@ class ServerCore:
     def _closed(self, table: str, clock: int, decision: CommitDecision) -> Closed:
         return Closed(self.settings.generation, table, clock, decision.contributors, decision.withdrawn)
 
-    def _close(self, name: str, table: ServedTable, decision: CommitDecision, effects: list[ServerEffect]) -> None:
+    def _close(self, name: str, table: TableCore, decision: CommitDecision, effects: list[ServerEffect]) -> None:
         clock = table.commit.clock
         applied, withdrawn, late = table.commit.close(decision)
         if applied:
@@ -278,7 +280,7 @@ class ServerCore:
         self._release(name, table, effects)
 
     def _refuse_held(self, push_id: PushId, table: str, reason: str, effects: list[ServerEffect]) -> None:
-        effects.append(Discard(push_id))
+        effects.append(Discard(table, push_id))
         self._answer(push_id, table, PushRefused(push_id, reason), effects)
 
     def _on_closed(self, event: Closed, now: float, effects: list[ServerEffect]) -> None:
@@ -301,7 +303,7 @@ class ServerCore:
                 effects.append(Tell(event.server, self._closed(event.table, event.clock, decision)))
             self._close_complete(event.table, table, effects)
 
-    def _ask_lead(self, name: str, table: ServedTable, now: float, effects: list[ServerEffect]) -> None:
+    def _ask_lead(self, name: str, table: TableCore, now: float, effects: list[ServerEffect]) -> None:
         table.ask_lead_at = now + self.settings.retry_s
         follow = Follow(self.settings.generation, self.settings.server, name, table.commit.clock)
         effects.append(Tell(LEAD, follow))
@@ -315,33 +317,35 @@ class ServerCore:
         if table is None:
             refusal = PullRefused(pull.request, pull.table, self._unknown(pull.table))
             effects.append(Reply(pull.sender.worker, pull.sender.incarnation, refusal))
-        elif table.readers.ask(pull, self.clock_of(pull.table)):
-            effects.append(self._values(pull, table))
+        else:
+            clock = self.clock_of(pull.table)
+            if table.readers.ask(pull, clock):
+                self._fetch(pull, table, clock, effects)
 
     def _on_taken(self, event: Taken, effects: list[ServerEffect]) -> None:
         table = self.tables.get(event.table)
         if table is not None and self._life_of(event.sender, effects) is not None:
             table.readers.taken(event.sender.worker, event.clock)
-            if table.readers.start_delivery(event.sender.worker, self.clock_of(event.table)):
-                self._deliver(event.table, table, event.sender.worker, effects)
+            clock = self.clock_of(event.table)
+            if table.readers.start_delivery(event.sender.worker, clock):
+                self._deliver(table, event.sender.worker, clock, effects)
 
-    def _release(self, name: str, table: ServedTable, effects: list[ServerEffect]) -> None:
+    def _release(self, name: str, table: TableCore, effects: list[ServerEffect]) -> None:
         clock = self.clock_of(name)
         effects.append(Advanced(name, clock))
         for pull in table.readers.ready(clock):
             table.readers.answered(pull, clock)
-            effects.append(self._values(pull, table))
+            self._fetch(pull, table, clock, effects)
         for worker in table.readers.deliverable(clock):
-            self._deliver(name, table, worker, effects)
+            self._deliver(table, worker, clock, effects)
 
-    def _deliver(self, name: str, table: ServedTable, worker: int, effects: list[ServerEffect]) -> None:
+    def _deliver(self, table: TableCore, worker: int, clock: int, effects: list[ServerEffect]) -> None:
         life = self._living(worker)
-        effects.append(Serve(worker, life.incarnation, table.delivered(worker, self.clock_of(name), life.dedup)))
+        effects.append(Serve(worker, life.incarnation, table.delivered(worker, clock, life.dedup)))
 
-    def _values(self, pull: Pull, table: ServedTable) -> Serve:
+    def _fetch(self, pull: Pull, table: TableCore, clock: int, effects: list[ServerEffect]) -> None:
         dedup = self._living(pull.sender.worker).dedup
-        message = table.fetched(pull, self.clock_of(pull.table), dedup)
-        return Serve(pull.sender.worker, pull.sender.incarnation, message)
+        effects.append(Serve(pull.sender.worker, pull.sender.incarnation, table.fetched(pull, clock, dedup)))
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +358,7 @@ class ServerCore:
                 )
             return
         followers = 0 if self._follows else self.settings.num_servers - 1
-        table = ServedTable(
+        table = TableCore(
             event.table, event.consistency, ClockCommit(followers, clock=self._clocks.slowest), event.keyed
         )
         self.tables[event.table] = table
@@ -432,10 +436,10 @@ class ServerCore:
 
         Only the lead drops pushes: a follower may not have applied a clock yet that the lead closed with this worker.
         """
-        for table in self.tables.values():
+        for name, table in self.tables.items():
             table.readers.forget(worker)
             if not self._follows:
-                effects += [Discard(push_id) for push_id in table.commit.drop(worker, life.incarnation)]
+                effects += [Discard(name, push_id) for push_id in table.commit.drop(worker, life.incarnation)]
         self.lives.end(worker, left=change == "left")
         before = self._clocks.slowest
         self._clocks.remove(worker)

@@ -9,30 +9,28 @@ from paceline.core.commit import ClockCommit
 from paceline.core.consistency import Consistency
 from paceline.core.dedup import DedupWindow
 from paceline.core.messages import Delivered, Fetched, Pull
-from paceline.core.read_queue import ReadQueue
+from paceline.core.read_queue import DenseReadQueue, ReadQueue, RowReadQueue
 
 
 @dataclass(slots=True)
-class ServedTable:
-    """One table on one server."""
+class TableCore:
+    """The protocol of one table on one server."""
 
     name: str
     consistency: Consistency
     commit: ClockCommit
     keyed: bool = False  # a table of rows
     readers: ReadQueue = field(init=False)
+    closes_clocks: bool = field(init=False)  # updates become visible clock by clock
     # Number of updates applied here; a reader orders values by it.
     version: int = 0
     ask_lead_at: float = 0.0
 
     def __post_init__(self) -> None:
         """Create the read queue, which has subscribers if the consistency delivers on clock."""
-        self.readers = ReadQueue(self.consistency.deliver == "on_clock", self.keyed)
-
-    @property
-    def closes_clocks(self) -> bool:
-        """Whether updates become visible clock by clock."""
-        return self.consistency.visible == "on_clock"
+        self.closes_clocks = self.consistency.visible == "on_clock"
+        subscribing = self.consistency.deliver == "on_clock"
+        self.readers = RowReadQueue(subscribing) if self.keyed else DenseReadQueue(subscribing)
 
     def is_complete(self, clocks: Clocks) -> bool:
         """Return whether enough workers have finished its current clock, and no follower is too far behind."""

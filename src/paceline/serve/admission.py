@@ -13,7 +13,7 @@ from paceline.version import __version__
 
 if TYPE_CHECKING:
     from paceline.core.membership import Incarnation
-    from paceline.server.commands import Holdings
+    from paceline.server.node import ServerState
 
 # Who was told its rank has so long to come with it.
 RESERVED_S: Final = 10.0
@@ -49,7 +49,7 @@ class Admission:
         self._incarnations: dict[int, int] = {}  # the newest that was given out, by rank
         self._reserved: dict[int, float] = {}  # until when, by rank; of those who have not joined yet
 
-    def admit(self, held: Holdings, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
+    def admit(self, held: ServerState, ask: EnterRequest, holder_rank: int | None) -> EnterAccepted:
         """Give a client its rank, which is its own for a while until it has joined.
 
         `holder_rank` is the worker that its certificate is for, if it is for one.
@@ -69,7 +69,7 @@ class Admission:
         size = self._workers or max([*held.core.members, *self._reserved]) + 1
         return EnterAccepted(rank, incarnation, self._generation, size)
 
-    def is_idle(self, held: Holdings) -> bool:
+    def is_idle(self, held: ServerState) -> bool:
         """Return whether no worker takes part, is expected, or has just been admitted."""
         self._forget_reserved(held)
         waited = bool(self._incarnations) or self._now() > self._opened_at + RESERVED_S
@@ -84,7 +84,7 @@ class Admission:
                 f"{_amount(self._workers)}: give every client the same workers=..., or name another namespace"
             )
 
-    def _checked(self, held: Holdings, rank: int) -> int:
+    def _checked(self, held: ServerState, rank: int) -> int:
         if self._workers is not None and rank >= self._workers:
             raise Refused(f"there is no worker {rank} in namespace '{self._namespace}', which has {self._workers}")
         if rank in self._reserved or _is_here(held, rank):
@@ -93,7 +93,7 @@ class Admission:
             )
         return rank
 
-    def _first_free(self, held: Holdings) -> int:
+    def _first_free(self, held: ServerState) -> int:
         """Return the lowest free rank; if all are taken, the lowest whose worker is disconnected."""
         ranks = range(self._workers or MAX_WORKERS)
         never_came = (rank for rank in ranks if rank not in self._reserved and _joined(held, rank) is None)
@@ -104,7 +104,7 @@ class Admission:
             raise ClaimedRank(f"all {len(ranks)} workers of namespace '{self._namespace}' are there already")
         return rank
 
-    def _forget_reserved(self, held: Holdings) -> None:
+    def _forget_reserved(self, held: ServerState) -> None:
         now = self._now()
         self._reserved = {
             rank: until
@@ -112,17 +112,17 @@ class Admission:
             if now < until and not self._has_come(held, Sender(self._generation, rank, self._incarnations[rank]))
         }
 
-    def _has_come(self, held: Holdings, sender: Sender) -> bool:
+    def _has_come(self, held: ServerState, sender: Sender) -> bool:
         life = _joined(held, sender.worker)
         return held.core.lives.has_ended(sender) or (life is not None and life.incarnation == sender.incarnation)
 
 
-def _joined(held: Holdings, rank: int) -> Incarnation | None:
+def _joined(held: ServerState, rank: int) -> Incarnation | None:
     life = held.core.lives.current(rank)
     return life if life is not None and life.joined_at is not None else None
 
 
-def _is_here(held: Holdings, rank: int) -> bool:
+def _is_here(held: ServerState, rank: int) -> bool:
     """Return whether a worker takes part and is connected."""
     life = _joined(held, rank)
     return life is not None and life.lease_until is None

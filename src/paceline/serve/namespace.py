@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.core.consistency import Consistency
     from paceline.serve.messages import EnterAccepted, EnterFrame, EnterRequest
     from paceline.serve.state import NamespaceFolder
-    from paceline.server.commands import Holdings
+    from paceline.server.node import ServerState
     from paceline.transport.base import Transport
 
 _REFUSAL_TIMEOUT_S: Final = 1.0
@@ -247,7 +247,7 @@ class Namespace:
         """Block until its thread has ended, for so long at most."""
         self._thread.join(timeout_s)
 
-    def _ask(self, call: Callable[[Holdings], T], timeout_s: float) -> T:
+    def _ask(self, call: Callable[[ServerState], T], timeout_s: float) -> T:
         """Run a call on the thread that serves, and return its result."""
         deadline, future = time.monotonic() + timeout_s, Future[T]()
         with self._changed:
@@ -263,7 +263,7 @@ class Namespace:
         except TimeoutError as error:
             raise DeadlineExceeded(f"namespace '{self.name}' was busy for {timeout_s:g} s") from error
 
-    def _settle(self, future: Future[T], call: Callable[[Holdings], T], held: Holdings) -> None:
+    def _settle(self, future: Future[T], call: Callable[[ServerState], T], held: ServerState) -> None:
         with self._changed:
             self._owed.discard(future)  # pyright: ignore[reportArgumentType]
         try:
@@ -330,8 +330,8 @@ class Namespace:
             checks_memory=checks_memory(),
         )
 
-        def restore(held: Holdings) -> None:
-            held.row_tables.may_spill = False
+        def restore(held: ServerState) -> None:
+            held.tables.host.may_spill = False
             if save is not None:
                 restore_tables(save, held)
             self._admission = Admission(self.name, generation, self._workers)
@@ -341,12 +341,12 @@ class Namespace:
         node.do(restore)
         return node
 
-    def _open_admission(self, held: Holdings) -> Admission:
+    def _open_admission(self, held: ServerState) -> Admission:
         if self._admission is None:
             raise NamespaceEnded(f"namespace '{self.name}' has ended")
         return self._admission
 
-    def _look(self, held: Holdings) -> None:
+    def _look(self, held: ServerState) -> None:
         self._looking = False
         now = time.monotonic()
         is_idle = self._admission is not None and self._admission.is_idle(held)
@@ -364,7 +364,7 @@ class Namespace:
         self._node.stop()
         self._folder.drop_if_empty()
 
-    def _save_changes(self, held: Holdings) -> None:
+    def _save_changes(self, held: ServerState) -> None:
         """Save, if anything has changed; what the disk does not take is tried again next time."""
         if TableVersions.read(held) == self._saved_versions:
             return

@@ -22,6 +22,18 @@ class Incoming:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """Close connections whose certificate has one of these holders or serial numbers: an item of the queue."""
+
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the server's loop: an item of the queue."""
+
+
 @dataclass(slots=True)
 class Acceptor:
     """Accepts connections and queues their frames. `close` ends all its threads and connections."""

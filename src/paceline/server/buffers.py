@@ -1,21 +1,27 @@
-"""Buffer pools of a server: shared memory for values that it sends, and memory for pushes that it receives."""
+"""Memory of a server for bodies: shared memory for values that it sends, a pool for pushes that it receives, limits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.transport.base import Connection, Transport
+from paceline.errors import PeerError
+from paceline.server.served_table import ServedTable
+from paceline.transport.base import Connection
 from paceline.transport.buffer_pool import Buffer, BufferPool, ExactPieces
 from paceline.transport.buffers import MIN_MAPPED_BYTES, fresh_buffer
-from paceline.wire.messages import is_push
+from paceline.wire.bounds import MAX_IDS, SMALL_BYTES
+from paceline.wire.messages import PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe, decode, is_push
+from paceline.wire.requests import Initialise, LoadState, WriteRows
+from paceline.wire.row_codec import ID_BYTES
 
 Purpose = Literal["read", "delivery"]
 
 
 @dataclass(slots=True)
 class _LentBuffer:
-    """Memory shared with one worker for one table and purpose; `buffer` is set while the worker may read it.
+    """Memory shared with one worker for one purpose; `buffer` is set while the worker may read it.
 
     It was sent with `mark`: the request of a read, or the clock of a delivery.
     """
@@ -27,45 +33,49 @@ class _LentBuffer:
 
 @dataclass(slots=True)
 class SendBuffers:
-    """Shared memory by connection, table and purpose: at most one buffer each, however slow the worker."""
+    """Shared memory for the values of one table, by connection and purpose: one buffer each, however slow the worker.
 
-    transport: Transport
+    Args:
+        allocate: returns memory that workers can map, given its size in bytes.
+        poisons: overwrite memory that is free.
+    """
+
+    allocate: Callable[[int], memoryview]
     poisons: bool = False
-    _send_buffers: dict[tuple[int, str, Purpose], _LentBuffer] = field(
-        default_factory=dict[tuple[int, str, Purpose], _LentBuffer]
-    )
+    _lent: dict[tuple[int, Purpose], _LentBuffer] = field(default_factory=dict[tuple[int, Purpose], _LentBuffer])
 
-    def lend(self, connection: Connection, table: str, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
+    def __len__(self) -> int:
+        """Count the buffers."""
+        return len(self._lent)
+
+    def lend(self, connection: Connection, purpose: Purpose, mark: int, size_bytes: int) -> memoryview:
         """Return memory for values that are sent with this mark.
 
         While the worker may still read the previous buffer, this is private memory, which the transport copies.
         """
-        key = id(connection), table, purpose
-        lent_buffer = self._send_buffers.get(key)
-        if lent_buffer is None:
-            pieces = ExactPieces(self.transport.allocate)
-            lent_buffer = self._send_buffers[key] = _LentBuffer(BufferPool(pieces, poisons=self.poisons))
-        if lent_buffer.buffer is not None:
+        key = id(connection), purpose
+        lent = self._lent.get(key)
+        if lent is None:
+            lent = self._lent[key] = _LentBuffer(BufferPool(ExactPieces(self.allocate), poisons=self.poisons))
+        if lent.buffer is not None:
             return fresh_buffer(size_bytes)
-        lent_buffer.buffer, lent_buffer.mark = lent_buffer.pool.lend(size_bytes), mark
-        return lent_buffer.buffer.memory
+        lent.buffer, lent.mark = lent.pool.lend(size_bytes), mark
+        return lent.buffer.memory
 
-    def take_back(self, connection: Connection, table: str, purpose: Purpose, mark: int) -> None:
+    def take_back(self, connection: Connection, purpose: Purpose, mark: int) -> None:
         """Return the buffer to its pool if the worker has read everything up to this mark."""
-        lent_buffer = self._send_buffers.get((id(connection), table, purpose))
-        if lent_buffer is not None and lent_buffer.buffer is not None and lent_buffer.mark <= mark:
-            buffer, lent_buffer.buffer = lent_buffer.buffer, None
+        lent = self._lent.get((id(connection), purpose))
+        if lent is not None and lent.buffer is not None and lent.mark <= mark:
+            buffer, lent.buffer = lent.buffer, None
             buffer.release()
 
     def forget(self, connection: Connection) -> None:
         """Release the memory shared over a connection that has ended."""
-        self._send_buffers = {
-            key: lent_buffer for key, lent_buffer in self._send_buffers.items() if key[0] != id(connection)
-        }
+        self._lent = {key: lent for key, lent in self._lent.items() if key[0] != id(connection)}
 
     def clear(self) -> None:
         """Release all memory, when the server closes."""
-        self._send_buffers = {}
+        self._lent = {}
 
 
 @dataclass(slots=True)
@@ -91,3 +101,45 @@ class ReceiveBuffers:
     def clear(self) -> None:
         """Release all memory."""
         self.pool.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Checks the size of a body, and allocates memory for it where the transport copies.
+
+    Called by reader threads while the server's thread adds tables, so each call looks a table up once.
+    """
+
+    find_table: Callable[[str], ServedTable | None]
+    receive_buffers: ReceiveBuffers
+
+    def place(self, header: bytes, size_bytes: int) -> Buffer | None:
+        """Return memory for a body; None leaves it to the transport. Raises PeerError for an impossible size."""
+        if size_bytes > SMALL_BYTES:
+            self._check(decode(header), size_bytes)
+        return self.receive_buffers.place(header, size_bytes)
+
+    def _check(self, message: object, size_bytes: int) -> None:
+        least, most = self._bounds(message)
+        if not least <= size_bytes <= most:
+            expected = f"{least}" if least == most else f"at most {most}"
+            raise PeerError(f"a {type(message).__name__} came with {size_bytes} bytes, expected {expected}")
+
+    def _bounds(self, message: object) -> tuple[int, int]:
+        """Return the least and the most bytes that may travel beside a message."""
+        match message:
+            case PushFrame() | RowPushFrame():
+                name = message.push.table
+            case Initialise() | LoadState():
+                name = message.table
+            case WriteRows():
+                name = message.table_call.table
+            case RowPullFrame():
+                num_bytes = max(0, message.keys.num) * ID_BYTES
+                return num_bytes, min(num_bytes, MAX_IDS * ID_BYTES)
+            case Unsubscribe() | RowsUsed():
+                return 0, MAX_IDS * ID_BYTES
+            case _:
+                return 0, SMALL_BYTES
+        table = self.find_table(name)
+        return (0, SMALL_BYTES) if table is None else table.body_bounds(message)

@@ -14,10 +14,14 @@ _ALWAYS_FINE_BYTES: Final = 64 << 20  # smaller allocations are not checked
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def require_room(table: str, size_bytes: int, num_tables: int, where: str, held_bytes: int = 0) -> None:
-    """Raise UsageError if a table of this size does not fit beside the tables that exist, `held_bytes` in all."""
+def require_few_tables(table: str, num_tables: int, where: str) -> None:
+    """Raise UsageError if there is no room for one table more than these."""
     if num_tables >= MAX_TABLES:
         raise UsageError(f"{where} cannot hold table '{table}': it has {num_tables} tables, at most {MAX_TABLES}")
+
+
+def require_room(table: str, size_bytes: int, where: str, held_bytes: int) -> None:
+    """Raise UsageError if a table of this size does not fit beside the tables that exist, `held_bytes` in all."""
     if size_bytes + held_bytes > _ALWAYS_FINE_BYTES and size_bytes > (room_bytes := _room_bytes()):
         raise UsageError(
             f"{where} cannot hold table '{table}': it needs {size_bytes} bytes and {room_bytes} are free. Use more "

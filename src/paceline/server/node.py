@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from paceline.core.messages import (
     Applied,
     Clock,
     Closed,
-    Delivered,
     Fetched,
     Follow,
     Join,
@@ -26,36 +26,29 @@ from paceline.core.messages import (
     PullRefused,
     PushId,
     PushRefused,
-    Sender,
     Taken,
     WorkerRefused,
 )
 from paceline.core.server import ServerCore, ServerEvent
 from paceline.core.settings import ServerSettings
+from paceline.core.work_queue import Life
 from paceline.errors import PeerError, UsageError
 from paceline.observe import trace as records
 from paceline.observe.trace import Trace
-from paceline.server.acceptor import Acceptor, Incoming
-from paceline.server.body_limits import BodyLimits
-from paceline.server.buffers import ReceiveBuffers, SendBuffers
-from paceline.server.commands import Expel, Holdings, ServerCall, Stop
+from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
+from paceline.server.buffers import BodyLimits, ReceiveBuffers
 from paceline.server.connections import Connections
-from paceline.server.dense_tables import DenseTables
 from paceline.server.load_meter import LoadMeter
 from paceline.server.preload import RulePreload
 from paceline.server.requests import RequestHandler
-from paceline.server.row_tables import RowTables
-from paceline.server.same_gradients import SameGradients
-from paceline.server.snapshots import Snapshots
+from paceline.server.served_table import ACCEPTED, TableHost
 from paceline.server.table_rpc import TableRpc
+from paceline.server.tables import ServedTables
 from paceline.server.wait_reports import WaitReports
-from paceline.server.whole_tables import WholeTables
 from paceline.transport.base import Connection, Frame, Listener, Transport
-from paceline.transport.buffers import fresh_buffer
-from paceline.update.rows.ops import row_ops
+from paceline.transport.memory import MemoryTransport
 from paceline.wire.messages import (
     Hello,
-    KeysWanted,
     PullFrame,
     PushFrame,
     RowPullFrame,
@@ -71,6 +64,21 @@ from paceline.wire.requests import Declare, ReportWait, Request, RequestDone, Wh
 _OVERSLEPT_S = 1.0
 _NO_REQUEST = -1  # of a delivery, which answers no pull
 _CLOSING_TIMEOUT_S = 10.0  # to wait for an import that is running
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """The core and the tables of a server, for calls that run on its thread."""
+
+    core: ServerCore
+    tables: ServedTables
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """A call to run on the server's thread, between two messages."""
+
+    call: Callable[[ServerState], None]
 
 
 @dataclass(slots=True)
@@ -102,54 +110,35 @@ class ServerNode:
     _core: ServerCore = field(init=False)
     _acceptor: Acceptor = field(init=False)
     _peers: Connections = field(init=False)
-    _send_buffers: SendBuffers = field(init=False)
     _receive_buffers: ReceiveBuffers = field(init=False)
-    _snapshots: Snapshots = field(default_factory=Snapshots)
-    _dense_tables: DenseTables = field(init=False)
-    _row_tables: RowTables = field(init=False)
+    _tables: ServedTables = field(init=False)
     _request_handler: RequestHandler = field(init=False)
     _table_rpc: TableRpc = field(init=False)
     _load_meter: LoadMeter = field(init=False)
     _preload: RulePreload = field(init=False)
     _wait_reports: WaitReports = field(init=False)
-    # (worker, incarnation, table): tables whose values this worker maps instead of receiving copies.
-    _live: set[tuple[int, int, str]] = field(default_factory=set[tuple[int, int, str]])
+    _deadline: float | None = None  # of the core, after the last item
 
     def __post_init__(self) -> None:
         """Connect the parts; nothing runs yet."""
-        self._core = ServerCore(self.settings, started=time.monotonic())
-        self._send_buffers, self._receive_buffers = (
-            SendBuffers(self.transport, self.checks_memory),
-            ReceiveBuffers(self.checks_memory),
+        settings, transport = self.settings, self.transport
+        self._core = ServerCore(settings, started=time.monotonic())
+        self._receive_buffers = ReceiveBuffers(self.checks_memory)
+        self._tables = ServedTables(
+            TableHost(settings, transport, self.allowed_paths, self.num_threads, self.checks_memory, self._note_changed)
         )
-        allocate = self.transport.allocate if self.transport.maps_memory else fresh_buffer
-        same = SameGradients()
-        self._dense_tables = DenseTables(
-            self.settings,
-            allocate,
-            self.num_threads,
-            self.allowed_paths,
-            trusts_screening=self.transport.maps_memory,
-            checks_memory=self.checks_memory,
-            same=same,
-        )
-        self._row_tables = RowTables(self.settings.server, row_ops(), self.allowed_paths, same=same)
-        self._acceptor = Acceptor(
-            self.listener, BodyLimits(self._dense_tables, self._row_tables, self._receive_buffers).place
-        )
-        self._peers = Connections(
-            self.settings.server, self.settings.generation, self.transport, self.addresses, self._acceptor.drop
-        )
-        self._request_handler = RequestHandler(self._dense_tables, self._row_tables, self._peers.send_worker)
-        whole = WholeTables(self._dense_tables, self._row_tables, self._note_changed, self.allowed_paths)
-        self._table_rpc = TableRpc(whole, self._peers.send_worker, self._core.clock_of)
-        self._load_meter = LoadMeter(self.settings.server)
+        self._acceptor = Acceptor(self.listener, BodyLimits(self._tables.get, self._receive_buffers).place)
+        self._peers = Connections(settings.server, settings.generation, transport, self.addresses, self._acceptor.drop)
+        self._request_handler = RequestHandler(self._tables, self._peers.send_worker)
+        self._table_rpc = TableRpc(self._tables, self._peers.send_worker, self._core.clock_of)
+        self._load_meter = LoadMeter(settings.server)
         self._wait_reports = WaitReports(self._core, self._request_handler)
         self._preload = RulePreload(lambda call: self.do(lambda _: call()))
 
     def run(self) -> None:
         """Serve until `stop`. Blocks; closes all connections, threads and shared memory before it returns."""
         self._acceptor.open()
+        self._deadline = self._core.next_deadline()
         try:
             while self._run_once():
                 pass
@@ -166,7 +155,7 @@ class ServerNode:
         Items that had arrived when a timer became due are handled before it: a worker that has just reconnected is not
         evicted. Later ones are not: else a busy queue would delay timers for ever.
         """
-        deadline, began = self._core.next_deadline(), time.monotonic()
+        deadline, began = self._deadline, time.monotonic()
         patience_s = None if deadline is None else max(0.0, deadline - began)
         item = self._load_meter.wait(partial(self._acceptor.get, patience_s))
         if deadline and time.monotonic() - (deadline if item is None else max(deadline, began)) > _OVERSLEPT_S:
@@ -178,11 +167,13 @@ class ServerNode:
                 return False
             if self._is_due():
                 self._handle(Timeout())
+                self._deadline = self._core.next_deadline()
         return True
 
     def _is_due(self) -> bool:
-        deadline = self._core.next_deadline()
-        return deadline is not None and deadline <= time.monotonic()
+        """Return whether a timer of the core is due now."""
+        self._deadline = self._core.next_deadline()
+        return self._deadline is not None and self._deadline <= time.monotonic()
 
     def _handle_item(self, item: object | None) -> bool:
         """Handle one item of the queue; return False once `stop` was called."""
@@ -193,14 +184,14 @@ class ServerNode:
         elif isinstance(item, Expel):
             self._expel(item)
         elif isinstance(item, ServerCall):
-            item.call(Holdings(self._core, self._dense_tables, self._row_tables))
+            item.call(ServerState(self._core, self._tables))
         return not isinstance(item, Stop)
 
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._acceptor.put(Stop())
 
-    def do(self, call: Callable[[Holdings], None]) -> None:
+    def do(self, call: Callable[[ServerState], None]) -> None:
         """Have the serving thread call `call` with the core and the tables; from any thread, without waiting."""
         self._acceptor.put(ServerCall(call))
 
@@ -216,8 +207,8 @@ class ServerNode:
         self._peers.close()
         self._acceptor.close()
         self._preload.close(_CLOSING_TIMEOUT_S)
-        for content in (self._send_buffers, self._dense_tables, self._row_tables, self._receive_buffers):
-            content.clear()
+        self._tables.close()
+        self._receive_buffers.clear()
         self.trace.close()
 
     # -- incoming frames ---------------------------------------------------------------------------------------------
@@ -239,97 +230,78 @@ class ServerNode:
 
     def _dispatch(self, hello: Hello, connection: Connection, message: object, frame: Frame) -> None:
         check_said(hello, message, self.settings.num_servers)
-        body = frame.body
-        if isinstance(message, Follow | Closed):
-            self._handle(message)
-        elif isinstance(message, PushFrame):
-            self._on_push(message, frame)
-        elif isinstance(message, PullFrame):
-            if message.pull.table in self._row_tables:
-                raise PeerError(f"dense pull of row table '{message.pull.table}'")
-            self._send_buffers.take_back(connection, message.pull.table, "read", message.taken)
-            self._handle(message.pull)
-        elif isinstance(message, RowPushFrame):
-            self._on_row_push(message, body)
-        elif isinstance(message, RowPullFrame):
-            self._on_row_pull(message, body)
-        elif isinstance(message, Unsubscribe):
-            self._row_tables.unsubscribe((hello.rank, hello.incarnation), message, body)
-        elif isinstance(message, RowsUsed):
-            if not self._core.lives.objection(message.sender):
-                self._row_tables.use((hello.rank, hello.incarnation), message, body)
-        elif isinstance(message, Join | Leave | Clock | Taken):
-            self._on_core_message(hello, connection, message)
-        elif isinstance(message, Request):
-            if self._peers.is_current(hello, connection):  # else the worker repeats it over the newer connection
-                self._on_request(hello, message, body)
-        elif isinstance(message, ReportWait):
-            life = hello.rank, hello.incarnation
-            answer = self._wait_reports.add(life, message, time.monotonic())
-            self._peers.send_worker(*life, RequestDone(message.number), memoryview(answer))
-        elif isinstance(message, WholeTable) and self._peers.is_current(hello, connection):
-            self._table_rpc.handle((hello.rank, hello.incarnation), message, body)
+        body, life = frame.body, (hello.rank, hello.incarnation)
+        match message:
+            case PushFrame() | RowPushFrame():
+                self._on_push(message, frame)
+            case PullFrame() | RowPullFrame():
+                self._on_pull(message, connection, body)
+            case Join():
+                self._peers.register(hello, connection)
+                self._handle(message)
+            case Taken():
+                table = self._tables.get(message.table)
+                if table is not None:
+                    table.note_taken(connection, message.clock)
+                self._handle(message)
+            case Clock() | Leave() | Follow() | Closed():
+                self._handle(message)
+            case RowsUsed() | Unsubscribe():
+                table = self._tables.get(message.table)
+                if table is not None and not self._core.lives.objection(message.sender):
+                    table.note_read(life, message, body)
+            case ReportWait():
+                answer = self._wait_reports.add(life, message, time.monotonic())
+                self._peers.send_worker(*life, RequestDone(message.number), memoryview(answer))
+            case _ if not self._peers.is_current(hello, connection):
+                pass  # the worker repeats its request over the newer connection
+            case _ if isinstance(message, Request):
+                self._on_request(life, message, body)
+            case _ if isinstance(message, WholeTable):
+                self._table_rpc.handle(life, message, body)
+            case _:
+                pass
 
-    def _on_core_message(self, hello: Hello, connection: Connection, message: Join | Leave | Clock | Taken) -> None:
-        if isinstance(message, Join):
-            self._peers.register(hello, connection)
-        elif isinstance(message, Taken):
-            self._send_buffers.take_back(connection, message.table, "delivery", message.clock)
-        self._handle(message)
-
-    def _on_request(self, hello: Hello, message: Request, body: memoryview) -> None:
-        life = hello.rank, hello.incarnation
+    def _on_request(self, life: Life, message: Request, body: memoryview) -> None:
         if isinstance(message, Declare):
-            if self._preload.defer(life, message.spec.rule, partial(self._on_request, hello, message, body)):
+            again = partial(self._on_request, life, message, body)
+            if self._preload.defer(life, message.spec.rule, again):
                 return
-            if message.live:
-                self._live.add((*life, message.spec.name))
         declared = self._request_handler.handle(life, message, body)
         if declared is not None:
             self._handle(declared)
         self._request_handler.release(self._core.members)
 
-    def _on_push(self, message: PushFrame, frame: Frame) -> None:
+    def _on_push(self, message: PushFrame | RowPushFrame, frame: Frame) -> None:
         push = message.push
-        if self._dense_tables.has(push.id):  # a repeated push that is still held: the core answers it
+        table = self._tables.get(push.table)
+        if table is None or table.has(push.id):  # unknown, or a copy of a push that is held: the core answers it
             frame.release()
-            self._handle(push)
-        elif push.table in self._row_tables:
-            frame.release()
-            self._handle(InvalidPush(push, f"'{push.table}' is a table of rows"))
-        else:
-            problem = self._dense_tables.accept(message, frame.body, frame.buffer)  # takes over the buffer
-            if not self._handle(InvalidPush(push, problem) if problem else push):
-                self._dense_tables.discard(push.id)
-
-    def _on_row_push(self, frame: RowPushFrame, body: memoryview) -> None:
-        push = frame.push
-        if self._row_tables.has(push.id):  # a repeated push that is still held: the core answers it
             self._handle(push)
             return
-        problem = self._row_tables.accept(frame, body)
-        if isinstance(problem, KeysWanted):
-            self._request_ids(push.id.sender, problem)
-        elif not self._handle(InvalidPush(push, problem) if problem else push):
-            self._row_tables.discard(push.id)
+        accepted = table.accept(message, frame.body, frame.buffer)
+        if accepted.wanted is not None:
+            self._peers.send_worker(push.id.worker, push.id.incarnation, accepted.wanted)
+        elif not self._handle(InvalidPush(push, accepted.problem) if accepted.problem else push):
+            table.discard(push.id)
 
-    def _on_row_pull(self, frame: RowPullFrame, body: memoryview) -> None:
-        pull = frame.pull
-        try:
-            wanted = self._row_tables.accept_pull(frame, body)
-        except UsageError as error:
-            refusal = PullRefused(pull.request, pull.table, str(error))
+    def _on_pull(self, message: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> None:
+        pull = message.pull
+        table = self._tables.get(pull.table)
+        accepted = ACCEPTED if table is None else table.accept_pull(message, connection, body)
+        if accepted.wanted is not None:
+            self._peers.send_worker(pull.sender.worker, pull.sender.incarnation, accepted.wanted)
+        elif accepted.problem:
+            refusal = PullRefused(pull.request, pull.table, accepted.problem)
             self._peers.send_worker(pull.sender.worker, pull.sender.incarnation, refusal)
-            return
-        self._handle(pull) if wanted is None else self._request_ids(pull.sender, wanted)
-
-    def _request_ids(self, sender: Sender, wanted: KeysWanted) -> None:
-        self._peers.send_worker(sender.worker, sender.incarnation, wanted)
+        else:
+            self._handle(pull)
 
     def _on_lost(self, hello: Hello | None, connection: Connection) -> None:
         current = hello is not None and self._peers.is_current(hello, connection)
         self._peers.forget(connection)
-        self._send_buffers.forget(connection)
+        for table in self._tables.values():
+            table.forget_connection(connection)
         self._acceptor.drop(connection)
         if hello is not None and current:
             self._handle(Disconnected(hello.rank, hello.incarnation))
@@ -356,55 +328,46 @@ class ServerNode:
         effects = self._core.handle(event, time.monotonic())
         if self.full_trace:
             self._record_handled(event, effects)
-        unapplied: set[PushId] = set()
+        unapplied: set[PushId] = set()  # pushes whose update failed
+        is_held = False
         for effect in effects:
-            self._perform(effect, unapplied)
-        return any(isinstance(effect, Hold) for effect in effects)
-
-    def _perform(self, effect: ServerEffect, unapplied: set[PushId]) -> None:
-        """Carry out one effect; `unapplied` collects the pushes whose update failed."""
-        match effect:
-            case Apply():
-                unapplied.update(self._apply(effect))
-            case Reply(message=Applied(id=push_id)) if push_id in unapplied:
-                pass  # its sender has already received a refusal
-            case Hold():
-                pass  # its tensor is stored already
-            case Discard():
-                self._discard(effect.id)
-            case Reply():
-                self._reply(effect)
-            case Serve():
-                self._serve(effect)
-            case Tell():
-                self._peers.send_server(effect.server, effect.message)
-            case Advanced():
-                self._advance(effect)
-            case MembershipChanged():
-                self._on_membership(effect)
+            match effect:
+                case Apply():
+                    unapplied.update(self._apply(effect))
+                case Reply(message=Applied(id=push_id)) if push_id in unapplied:
+                    pass  # its sender has already received a refusal
+                case Hold():
+                    is_held = True  # its tensor is stored already
+                case Discard():
+                    self._tables[effect.table].discard(effect.id)
+                case Reply():
+                    self._reply(effect)
+                case Serve():
+                    self._serve(effect)
+                case Tell():
+                    self._peers.send_server(effect.server, effect.message)
+                case Advanced():
+                    self._advance(effect)
+                case MembershipChanged():
+                    self._on_membership(effect)
+        return is_held
 
     def _apply(self, effect: Apply) -> tuple[PushId, ...]:
         """Update a table; return the pushes whose update failed, after their senders have received a refusal."""
-        if effect.table in self._row_tables:
-            problem = self._row_tables.apply(effect.table, effect.ids, self._core.clock_of(effect.table))
-        else:
-            problem = self._dense_tables.apply(effect.table, effect.ids)
+        clock = self._core.clock_of(effect.table)
+        problem = self._tables[effect.table].apply(effect.ids, clock)
         if problem:
             self._handle(Unapplied(effect.table, effect.ids, problem))
             return effect.ids
         for push_id in effect.ids:
             self._request_handler.work_host.settle((push_id.worker, push_id.incarnation))
-        self._record_applied(effect)
+        workers = tuple(push_id.worker for push_id in effect.ids)
+        self.trace.record(records.AppliedRecord(time.monotonic(), self.settings.server, effect.table, workers, clock))
         return ()
-
-    def _discard(self, push_id: PushId) -> None:
-        self._dense_tables.discard(push_id)
-        self._row_tables.discard(push_id)
 
     def _advance(self, effect: Advanced) -> None:
         self.trace.record(records.MinClock(time.monotonic(), self.settings.server, effect.table, effect.clock))
-        if effect.table in self._row_tables:
-            self._row_tables.advance(effect.table, effect.clock)
+        self._tables[effect.table].advance(effect.clock)
         self._table_rpc.advance(effect.table, effect.clock)
 
     def _note_changed(self, table: str) -> None:
@@ -415,57 +378,23 @@ class ServerNode:
         if isinstance(message, PushRefused | WorkerRefused):
             now, rank = time.monotonic(), self.settings.server
             self.trace.record(records.Refusal(now, rank, effect.worker, "", message.reason))
-        if isinstance(message, PushRefused):
-            self._discard(message.id)
         if isinstance(message, WorkerRefused):
-            self._row_tables.forget((effect.worker, effect.incarnation))
+            self._forget_reader((effect.worker, effect.incarnation))
         self._peers.send_worker(effect.worker, effect.incarnation, message)
 
     def _serve(self, effect: Serve) -> None:
-        connection = self._peers.connection_of(effect.worker, effect.incarnation)
+        life, message = (effect.worker, effect.incarnation), effect.message
+        connection = self._peers.connection_of(*life)
         if connection is None:
             return
-        message = effect.message
-        request = message.request if isinstance(message, Fetched) else _NO_REQUEST
-        keyed = message.table in self._row_tables
-        life = effect.worker, effect.incarnation
-        problem = (
-            self._row_tables.check_read(life, message.table, request)
-            if keyed
-            else self._dense_tables.settle(message.table)
-        )
-        if problem:
-            self._peers.send_worker(*life, PullRefused(request, message.table, problem))
+        try:
+            values = self._tables[message.table].serve(life, connection, message)
+        except UsageError as error:
+            request = message.request if isinstance(message, Fetched) else _NO_REQUEST
+            self._peers.send_worker(*life, PullRefused(request, message.table, str(error)))
             return
-        if keyed:
-            self._serve_rows(effect, message)
-            return
-        body = self._dense_tables.memories[message.table]
-        live = (effect.worker, effect.incarnation, message.table) in self._live
-        if self.transport.maps_memory and not live:  # else the worker maps the values, or the transport copies them
-            body = self._shared_copy(connection, message)
-        version = message.version, self._dense_tables.shards[message.table].version
-        copy = partial(self._snapshots.of, message.table, version, body)
-        self._peers.send_worker(effect.worker, effect.incarnation, message, body, copy)
-
-    def _serve_rows(self, effect: Serve, message: Fetched | Delivered) -> None:
-        life = effect.worker, effect.incarnation
-        if isinstance(message, Delivered):
-            body = self._row_tables.pack_delivery(life, message)
-        else:
-            body = self._row_tables.answer_pull(life, message)
-        if body is not None:
-            self._peers.send_worker(*life, message, body)
-
-    def _shared_copy(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
-        """Return a copy of a table's values in memory shared with this worker."""
-        size_bytes = self._dense_tables.size_bytes(message.table)
-        if isinstance(message, Delivered):
-            body = self._send_buffers.lend(connection, message.table, "delivery", message.clock, size_bytes)
-        else:
-            body = self._send_buffers.lend(connection, message.table, "read", message.request, size_bytes)
-        self._dense_tables.values_into(message.table, body)
-        return body
+        if values is not None:
+            self._peers.send_worker(*life, message, values.body, values.copy)
 
     def _on_membership(self, effect: MembershipChanged) -> None:
         now, rank = time.monotonic(), self.settings.server
@@ -479,16 +408,14 @@ class ServerNode:
             self._request_handler.forget(life)
             self._wait_reports.forget(life)
             self._table_rpc.forget(life)
-            self._row_tables.forget(life)
-            self._live = {entry for entry in self._live if entry[:2] != life}
+            self._forget_reader(life)
         self._request_handler.release(self._core.members)
 
-    # -- the record --------------------------------------------------------------------------------------------------
+    def _forget_reader(self, life: Life) -> None:
+        for table in self._tables.values():
+            table.forget_worker(life)
 
-    def _record_applied(self, effect: Apply) -> None:
-        workers = tuple(push_id.worker for push_id in effect.ids)
-        clock = self._core.clock_of(effect.table)
-        self.trace.record(records.AppliedRecord(time.monotonic(), self.settings.server, effect.table, workers, clock))
+    # -- the record --------------------------------------------------------------------------------------------------
 
     def _record_handled(self, event: ServerEvent, effects: list[ServerEffect]) -> None:
         who, done = f"server {self.settings.server}", [_as_data(effect) for effect in effects]
@@ -497,3 +424,28 @@ class ServerNode:
 
 def _as_data(value: ServerEvent | ServerEffect | Message) -> dict[str, object]:
     return {"is": type(value).__name__, **cast("dict[str, object]", msgspec.to_builtins(value))}
+
+
+@dataclass(slots=True)
+class EmbeddedServer:
+    """A server in a thread of this process, for a script that runs without a launcher."""
+
+    node: ServerNode
+    thread: threading.Thread
+    addresses: tuple[str, ...]
+
+    @staticmethod
+    def start(transport: MemoryTransport, *, checks_memory: bool = False) -> EmbeddedServer:
+        """Start a server for one worker; see `ServerNode`."""
+        listener = transport.listen("memory://server-0")
+        addresses = (listener.address,)
+        settings = ServerSettings(0, 1, workers=(0,))
+        node = ServerNode(settings, listener, transport, lambda: addresses, Trace(None), checks_memory=checks_memory)
+        thread = threading.Thread(target=node.run, name="paceline-server", daemon=True)
+        thread.start()
+        return EmbeddedServer(node, thread, addresses)
+
+    def close(self, *, politely: bool) -> None:
+        """Stop the server and join its thread; `politely` makes no difference, as this process is its only worker."""
+        self.node.stop()
+        self.thread.join(timeout=10.0)

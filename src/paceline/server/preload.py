@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from paceline.core.work_queue import Life
 from paceline.update.named_rules import runs_in_torch
 from paceline.update.rules import RuleSpec
 
 MODULE: Final = "torch._dynamo"  # imported when any torch optimizer is created
-Life = tuple[int, int]
 
 
 @dataclass(slots=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import msgspec
-from safetensors.torch import load, save
-from torch import Tensor
-
 from paceline.core.events import Declared
+from paceline.core.work_queue import Life
 from paceline.errors import PacelineError
-from paceline.server.dense_tables import DenseTables
-from paceline.server.memory_check import require_memory
-from paceline.server.row_tables import RowTables
+from paceline.server.tables import ServedTables
 from paceline.server.work_queue import Send, WorkQueueHost
 from paceline.transport.base import EMPTY
 from paceline.wire.bounds import require_short
@@ -34,7 +29,6 @@ from paceline.wire.requests import (
     SaveState,
 )
 
-Life = tuple[int, int]  # (rank, incarnation) of a worker
 T = TypeVar("T")
 
 # Pending requests of one kind by one worker, which waits for each answer; one with more is a misbehaving peer.
@@ -49,18 +43,17 @@ class RequestHandler:
     A worker repeats a request until it is answered, so each of these may come again, even after it was answered.
     """
 
-    dense_tables: DenseTables
-    row_tables: RowTables
+    tables: ServedTables
     send: Send
     work_host: WorkQueueHost = field(init=False)
     # Table -> the workers that wait for its initial values, with their request numbers. Invariant: no entry is empty.
     _awaiting: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Table -> the workers that wait for its declaration, with their request numbers. Invariant: no entry is empty.
-    _asking: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
+    _describing: dict[str, dict[Life, int]] = field(default_factory=dict[str, dict[Life, int]])
     # Barrier -> the workers that have reached it, with their requests. Invariant: no entry is empty.
-    _meetings: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
+    _at_barriers: dict[str, dict[Life, Barrier]] = field(default_factory=dict[str, dict[Life, Barrier]])
     # How the last barrier of each life ended: a repeated request gets this answer, and does not enter another barrier.
-    _met: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
+    _passed: dict[Life, RequestDone | RequestFailed] = field(default_factory=dict[Life, RequestDone | RequestFailed])
 
     def __post_init__(self) -> None:
         """Create the work queues, which answer over the same connections."""
@@ -76,34 +69,34 @@ class RequestHandler:
 
     def release(self, members: Sequence[int]) -> None:
         """Answer the pending requests that can be answered now; `members` are the ranks that take part."""
-        for place in [place for place, present in self._meetings.items() if _is_complete(present, members)]:
-            present = self._meetings.pop(place)
+        for place in [place for place, present in self._at_barriers.items() if _is_complete(present, members)]:
+            present = self._at_barriers.pop(place)
             reason = _failure(present)
             for life, request in present.items():
-                self._met[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
-                self._answer(life, self._met[life])
-        for table in [table for table in self._awaiting if self._has_values(table)]:
+                self._passed[life] = RequestFailed(request.number, reason) if reason else RequestDone(request.number)
+                self._answer(life, self._passed[life])
+        for table in [table for table in self._awaiting if self.tables[table].has_values]:
             for life, number in self._awaiting.pop(table).items():
                 self._answer(life, RequestDone(number))
-        for table in [table for table in self._asking if table in self.dense_tables.specs]:
-            settings = memoryview(msgspec.msgpack.encode(self.dense_tables.specs[table]))
-            for life, number in self._asking.pop(table).items():
+        for table in [table for table in self._describing if table in self.tables]:
+            settings = memoryview(self.tables[table].encoded_spec())
+            for life, number in self._describing.pop(table).items():
                 self.send(*life, RequestDone(number), settings)
         if members:
             self._ask_for_values(min(members))
         self.work_host.release()
 
-    def meetings(self) -> dict[str, list[int]]:
+    def at_barriers(self) -> dict[str, list[int]]:
         """Return the ranks that wait at each barrier."""
-        return {place: sorted(rank for rank, _ in present) for place, present in self._meetings.items()}
+        return {place: sorted(rank for rank, _ in present) for place, present in self._at_barriers.items()}
 
     def forget(self, life: Life) -> None:
         """Drop the pending requests of a worker that has left."""
         self.work_host.remove_worker(life)
-        self._met.pop(life, None)
+        self._passed.pop(life, None)
         self._awaiting = _without(self._awaiting, life)
-        self._asking = _without(self._asking, life)
-        self._meetings = _without(self._meetings, life)
+        self._describing = _without(self._describing, life)
+        self._at_barriers = _without(self._at_barriers, life)
 
     def _ask_for_values(self, first: int) -> None:
         """Refuse to let the lowest rank wait for initial values: it has to send them itself."""
@@ -117,42 +110,38 @@ class RequestHandler:
     def _carry_out(self, life: Life, request: Request, body: memoryview) -> Declared | None:
         match request:
             case Declare():
-                self._refuse_second(request.spec.name, self.row_tables.tables, "rows")
-                consistency = self.dense_tables.declare(request.spec)
+                declared = self.tables.declare(request.spec)
+                self.tables[request.spec.name].add_reader(life, live=request.live)
                 self._answer(life, RequestDone(request.number))
-                return Declared(request.spec.name, consistency)
+                return declared
             case DeclareRows():
-                self._refuse_second(request.spec.name, self.dense_tables.shards, "a shape")
-                consistency = self.row_tables.declare(request.spec)
+                declared = self.tables.declare(request.spec)
                 self._answer(life, RequestDone(request.number))
-                return Declared(request.spec.name, consistency, keyed=True)
+                return declared
             case Barrier():
-                met = self._met.get(life, RequestDone(0))
-                if request.number <= met.number:
-                    self._answer(life, met if request.number == met.number else RequestDone(request.number))
+                passed = self._passed.get(life, RequestDone(0))
+                if request.number <= passed.number:
+                    self._answer(life, passed if request.number == passed.number else RequestDone(request.number))
                 else:
                     require_short("a meeting point", request.place)
                     told = replace(request, problem=request.problem[:_MAX_REASON])
-                    self._wait(self._meetings, request.place, life, told)
+                    self._wait(self._at_barriers, request.place, life, told)
             case ClaimWork():
                 self.work_host.claim(life, request)
             case AwaitValues():
-                self._wait(self._awaiting, self._known(request.table), life, request.number)
+                self.tables.require(request.table)
+                self._wait(self._awaiting, request.table, life, request.number)
             case Describe():
                 require_short("a table", request.table)
-                self._wait(self._asking, request.table, life, request.number)
+                self._wait(self._describing, request.table, life, request.number)
             case Initialise():
-                self.dense_tables.initialise(self._known(request.table), body)
+                self.tables.require(request.table).initialise(body)
                 self._answer(life, RequestDone(request.number))
             case SaveState():
-                state = self.dense_tables.state(self._known(request.table))
-                require_memory(f"the state of table '{request.table}'", 2 * sum(map(_num_bytes, state.values())))
-                content = save(state)
-                self.send(*life, RequestDone(request.number), memoryview(content))
+                state = self.tables.require(request.table).state()
+                self.send(*life, RequestDone(request.number), memoryview(state))
             case LoadState():
-                shard = self.dense_tables.shards[self._known(request.table)]
-                require_memory(f"the state of table '{request.table}'", 3 * body.nbytes)
-                shard.load_state(load(bytes(body)), version=shard.version + 1)
+                self.tables.require(request.table).load_state(body)
                 self._answer(life, RequestDone(request.number))
         return None
 
@@ -164,27 +153,6 @@ class RequestHandler:
 
     def _answer(self, life: Life, answer: RequestDone | RequestFailed) -> None:
         self.send(*life, answer, EMPTY)
-
-    def _refuse_second(self, table: str, others: Container[str], kind: str) -> None:
-        """Raise PacelineError if a table of the other kind has this name."""
-        if table in others:
-            raise PacelineError(
-                f"table '{table}' exists on server {self.dense_tables.server} with {kind}; use another name"
-            )
-
-    def _has_values(self, table: str) -> bool:
-        shard = self.dense_tables.shards.get(table)
-        return shard is not None and shard.initialised
-
-    def _known(self, table: str) -> str:
-        if table not in self.dense_tables.shards:
-            names = ", ".join(sorted(self.dense_tables.shards)) or "none"
-            raise PacelineError(f"there is no table '{table}' on server {self.dense_tables.server}; tables: {names}")
-        return table
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_complete(present: dict[Life, Barrier], members: Sequence[int]) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline.core.work_queue import Life
 from paceline.errors import PeerError
-from paceline.server.requests import Life, Send
-from paceline.server.whole_tables import WholeTables
+from paceline.server.tables import ServedTables
+from paceline.server.work_queue import Send
 from paceline.transport.base import EMPTY
 from paceline.wire.bounds import MAX_HEARD_BYTES
 from paceline.wire.malformed import MISHAPS, story
@@ -50,12 +51,12 @@ class TableRpc:
     """Carries out requests as their clocks come; those of one clock by rank, then by number.
 
     Args:
-        tables: carries out requests.
+        tables: carry out requests.
         send: sends an answer to a worker.
         clock_of: returns the clock that a table has reached.
     """
 
-    tables: WholeTables
+    tables: ServedTables
     send: Send
     clock_of: Callable[[str], int]
     # By worker that takes part.
@@ -104,10 +105,11 @@ class TableRpc:
                     self._carry_out(life, calls, request, body)
 
     def _carry_out(self, life: Life, calls: _WorkerCalls, request: WholeTable, body: memoryview) -> None:
-        number = request.table_call.number
+        number, name = request.table_call.number, request.table_call.table
         answer: tuple[RequestDone | RequestFailed, memoryview]
         try:
-            answer = RequestDone(number), self.tables.carry_out(request, body, self.clock_of)
+            table = self.tables.require(name)
+            answer = RequestDone(number), table.carry_out(request, body, self.clock_of(name))
         except MISHAPS as error:
             answer = RequestFailed(number, story(error)), EMPTY
         calls.answers[number] = answer

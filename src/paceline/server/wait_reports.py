@@ -7,11 +7,10 @@ from typing import Final
 
 from paceline.core.server import ServerCore
 from paceline.core.standstill import Waiter, describe, stuck
+from paceline.core.work_queue import Life
 from paceline.observe.notices import printable
 from paceline.server.requests import RequestHandler
 from paceline.wire.requests import ReportWait
-
-Life = tuple[int, int]  # (rank, incarnation) of a worker
 
 _MAX_WHAT: Final = 300  # characters of a worker's description of its wait
 _LEAST_PAUSE_S: Final = 4.0  # between two sentences
@@ -68,7 +67,7 @@ class WaitReports:
         """Return what each worker waits for, as reported and as seen by this server."""
         members = self.core.members
         found: dict[int, Waiter] = {}
-        for place, present in self.request_handler.meetings().items():
+        for place, present in self.request_handler.at_barriers().items():
             says = "is in barrier(), waiting for {}" if place == "barrier" else f"waits for {{}} to come to '{place}'"
             absent = tuple(worker for worker in members if worker not in present)
             found.update((worker, Waiter(says, absent)) for worker in present)

@@ -147,8 +147,8 @@ def numbers_problem(rule: str, numbers: Hyper) -> str:
 
 def _expected(rule: str, key: str, value: Number | tuple[Number, ...]) -> str:
     """Return what a hyperparameter should be, "" if its type and the length of a tuple are right."""
-    default = inspect.signature(optimizer_class(rule)).parameters.get(key)
-    length = len(default.default) if default is not None and isinstance(default.default, tuple) else 0
+    default = _defaults(rule).get(key)
+    length = len(default) if isinstance(default, tuple) else 0
     if length and not (isinstance(value, tuple) and len(value) == length):
         return f"{length} numbers"
     is_flag = key in _flags(rule)
@@ -169,10 +169,13 @@ def _refusal(rule: str, numbers: frozenset[tuple[str, Number | tuple[Number, ...
 @lru_cache(maxsize=64)
 def _flags(rule: str) -> frozenset[str]:
     """Return the hyperparameters of a class of torch.optim that are True or False, without the switches."""
-    parameters = inspect.signature(optimizer_class(rule)).parameters.items()
-    return frozenset({"decoupled_weight_decay", *(k for k, v in parameters if isinstance(v.default, bool))}) - set(
-        SWITCHES
-    )
+    given = {key for key, default in _defaults(rule).items() if isinstance(default, bool)}
+    return frozenset({"decoupled_weight_decay", *given} - set(SWITCHES))
+
+
+@lru_cache(maxsize=64)
+def _defaults(rule: str) -> Mapping[str, object]:
+    return {key: each.default for key, each in inspect.signature(optimizer_class(rule)).parameters.items()}
 
 
 def _with_flags(rule: str, numbers: Hyper) -> Hyper:

@@ -10,6 +10,7 @@ from typing import Final
 from paceline.errors import UsageError
 from paceline.update.table import MAX_NAME
 
+SMALL_BYTES: Final = 64 << 10  # a body that is accepted unchecked; an invalid one is refused later, with a reason
 MAX_IDS: Final = 1 << 20  # in one read of rows, or in one `Unsubscribe`
 MAX_READ_NUMBERS: Final = 1 << 21  # in the answer to one read; a million first values take a tenth of a second
 MAX_WAITING_READ_BYTES: Final = 1 << 30  # in all answers about one table that one worker waits for

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.nodes.cluster import hosted_tables
 
-from paceline.server.row_tables import RowTables
 from paceline.update import rows
 from paceline.update.named_rules import Add
 from paceline.update.rows.native_ops import LIBRARY, NativeOps, load_library
@@ -140,10 +140,10 @@ def test_who_makes_row_tables_is_told_once_of_a_library_that_is_refused(
 
     def told() -> str:
         tell_of_refused_library.cache_clear()
-        row_tables = RowTables(0, TorchOps())
+        tables = hosted_tables(ops=TorchOps())
         for name in "ab":
-            row_tables.declare(RowTableSpec(name, 2, "float32", Add(), "bsp", "mean", "reject"))
-        row_tables.clear()
+            tables.declare(RowTableSpec(name, 2, "float32", Add(), "bsp", "mean", "reject"))
+        tables.close()
         return capsys.readouterr().err
 
     assert told() == ""

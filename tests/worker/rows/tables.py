@@ -9,7 +9,7 @@ from tests.nodes.cluster import Cluster
 from torch import Tensor
 
 from paceline.observe.trace import Trace
-from paceline.server.row_tables import ServedRowTable
+from paceline.server.row_table import ServedRowTable
 from paceline.update.named_rules import Add
 from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import RuleSpec
@@ -33,13 +33,13 @@ def open_rows(node: WorkerNode, spec: RowTableSpec, options: CacheOptions | None
 
 def served(servers: Cluster, table: str = "r") -> list[ServedRowTable]:
     """Return what the servers hold of a table; to look at while nothing happens."""
-    return [server._row_tables.tables[table] for server in servers.servers]
+    return [server._tables[table] for server in servers.servers]
 
 
 def stored(servers: Cluster, ids: Tensor, table: str = "r") -> Tensor:
     """Return rows as they lie on the servers: of each, from the one that has it."""
     parts = [each.store.read(ids, 0) for each in served(servers, table)]
-    order, counts = servers.servers[0]._row_tables.ops.split(ids, len(parts))
+    order, counts = servers.servers[0]._tables.host.ops.split(ids, len(parts))
     out = torch.empty_like(parts[0])
     for part, places in zip(parts, order.split(counts), strict=True):
         out[places] = part[places]

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.server.row_tables import Subscription
+from paceline.server.row_table import Subscription
 from paceline.update.rows.ops import row_ops
 from paceline.worker.rows.cache import UNKNOWN, RowCache
 

@@ -3,22 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from tests.nodes.client import NUMEL, ONES, client, member, push, serve_table
-from tests.nodes.cluster import Cluster, cluster, open_table, run_threads, table
+from tests.nodes.cluster import Cluster, cluster, hosted_tables, open_table, run_threads, table
 from tests.worker.rows.tables import open_rows, rows_of, served, stored
 
 from paceline.core.messages import Applied, Fetched, Pull, Push, PushId, PushRefused, Sender
 from paceline.core.settings import WorkerSettings
 from paceline.errors import PeerError, Refused, UsageError
 from paceline.observe.trace import Trace
-from paceline.server.row_tables import RowTables
+from paceline.transport.base import Connection
 from paceline.update.filters import KeyCache
 from paceline.update.filters.key_cache import digest
 from paceline.update.named_rules import SGD
-from paceline.update.rows.ops import row_ops
 from paceline.wire.messages import Hello, Keys, KeysWanted, RowPullFrame, RowPushFrame
 from paceline.wire.requests import DeclareRows, RequestDone
 from paceline.wire.row_codec import ids_body
@@ -137,7 +137,7 @@ def test_what_is_kept_for_a_worker_goes_with_it(tmp_path: Path) -> None:
 
         servers.run(1, work)
         for each in served(servers):
-            assert (each.subscriptions, each.lists, each.asked, each.waiting) == ({}, {}, {}, {})
+            assert (each.subscriptions, each._lists, each.asked, each._waiting) == ({}, {}, {}, {})
 
 
 # -- peers that break the rules --------------------------------------------------------------------------------------
@@ -220,17 +220,21 @@ def test_pulls_that_make_no_sense_end_the_connection_and_nothing_else(tmp_path: 
         still_serves(servers)
 
 
+NOWHERE = cast("Connection", object())
+
+
 def test_a_server_keeps_what_a_worker_asks_for_within_bounds_and_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.server.row_tables.MAX_READS", 3)
-    row_tables, ids = RowTables(0, row_ops()), torch.tensor([1, 2])
-    row_tables.declare(rows_of())
+    monkeypatch.setattr("paceline.server.row_table.MAX_READS", 3)
+    tables, ids = hosted_tables(), torch.tensor([1, 2])
+    tables.declare(rows_of())
+    served = tables["r"]
     for request in range(3):
-        row_tables.accept_pull(row_pull(request, Keys(2, b"", sent=True)), ids_body(ids))
+        served.accept_pull(row_pull(request, Keys(2, b"", sent=True)), NOWHERE, ids_body(ids))
     with pytest.raises(PeerError, match="has more than 3 reads of table 'r' waiting"):
-        row_tables.accept_pull(row_pull(3, Keys(2, b"", sent=True)), ids_body(ids))
-    row_tables.forget((1, 0))
-    assert not row_tables.tables["r"].asked
-    row_tables.clear()
+        served.accept_pull(row_pull(3, Keys(2, b"", sent=True)), NOWHERE, ids_body(ids))
+    served.forget_worker((1, 0))
+    assert not served.asked
+    tables.close()
 
 
 def test_who_has_not_joined_leaves_nothing_on_the_server(tmp_path: Path) -> None:
@@ -242,8 +246,8 @@ def test_who_has_not_joined_leaves_nothing_on_the_server(tmp_path: Path) -> None
             stranger.say(row_pull(2, Keys(1, b"", sent=True)), memoryview(b"1"))
             assert stranger.is_cut_off()
         (here,) = served(servers)
-        assert (here.asked, here.waiting) == ({}, {})
-        assert (1, 0) not in here.lists
+        assert (here.asked, here._waiting) == ({}, {})
+        assert (1, 0) not in here._lists
 
 
 def test_a_wait_for_rows_ends_when_the_servers_are_gone(tmp_path: Path) -> None:

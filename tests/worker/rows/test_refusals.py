@@ -21,7 +21,7 @@ def values(seed: int) -> torch.Tensor:
 
 def places_of(world: World) -> list[torch.Tensor]:
     """Return the positions in IDS of the rows of each server."""
-    order, counts = world.servers[0]._row_tables.ops.split(IDS, 2)
+    order, counts = world.servers[0]._tables.host.ops.split(IDS, 2)
     return list(order.split(counts))
 
 
@@ -29,7 +29,7 @@ def stored(world: World) -> torch.Tensor:
     """Return all rows as they lie on the two servers."""
     out = torch.zeros(40, 2, dtype=torch.float64)
     for server, places in zip(world.servers, places_of(world), strict=True):
-        out[places] = server._row_tables.tables["r"].store.read(IDS[places])
+        out[places] = server._tables["r"].store.read(IDS[places])
     return out
 
 
@@ -50,7 +50,7 @@ def test_a_refused_push_takes_nothing_with_it_that_was_kept_back_before(
     world = World(1, 2, random.Random(1))
     try:
         table = open_rows(world.workers[0], rows_of("r", consistency, filters=filters))
-        broken = world.servers[1]._row_tables.tables["r"]
+        broken = world.servers[1]._tables["r"]
         given = torch.zeros(40, 2, dtype=torch.float64)
         for clock in range(6):
             rows = values(clock)

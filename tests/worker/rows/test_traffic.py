@@ -26,7 +26,7 @@ def test_t23_a_list_that_a_server_has_forgotten_is_sent_again(tmp_path: Path) ->
             assert torch.equal(table.pull(IDS), number * ONES)
             key_bytes = table.traffic.pushed.key_bytes
             for each in served(servers):
-                each.lists.clear()
+                each._lists.clear()
         assert key_bytes == 3 * 8 * len(IDS), "each time the ids were sent in the end"
         for _ in range(2):
             table.push(IDS, ONES).result(timeout=5)

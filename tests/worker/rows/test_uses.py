@@ -12,7 +12,7 @@ from tests.worker.rows.tables import open_rows, rows_of
 from tests.worker.rows.world import World
 
 from paceline.core.events import Died
-from paceline.server.row_tables import ServedRowTable
+from paceline.server.row_table import ServedRowTable
 from paceline.update.rows.layout import NUM_USES
 from paceline.update.rows.spec import Lifecycle
 from paceline.worker.rows.client import MAX_REPORTS
@@ -47,7 +47,7 @@ def tick(world: World, table: RowTable, num: int = 1) -> None:
 
 
 def served(world: World, server: int = 0) -> ServedRowTable:
-    return world.servers[server]._row_tables.tables["r"]
+    return world.servers[server]._tables["r"]
 
 
 def num_uses(world: World) -> dict[int, int]:
@@ -170,7 +170,7 @@ def test_nothing_is_said_of_rows_whose_use_decides_nothing() -> None:
             table.pull([7])
             tick(world, table)
         assert table.traffic.pulled == before
-        assert served(world).told == {}
+        assert served(world)._told == {}
 
 
 def test_what_was_told_goes_with_the_worker_and_clocks_that_cannot_be_do_no_harm() -> None:
@@ -179,8 +179,8 @@ def test_what_was_told_goes_with_the_worker_and_clocks_that_cannot_be_do_no_harm
         table.pull([7])
         table.pull([7])
         tick(world, table)
-        assert served(world).told == {(0, 0): 0}
+        assert served(world)._told == {(0, 0): 0}
         served(world).store.use(torch.tensor([7, 8]), 2**62)
         assert len(served(world).store.advance(1000)) == 0
         world.servers[0]._handle(Died(0, 0, "killed"))
-        assert served(world).told == {}
+        assert served(world)._told == {}

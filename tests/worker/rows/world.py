@@ -273,8 +273,7 @@ class World:
         for node in self.workers.values():
             self.discard(node)
         for server in self.servers:
-            server._row_tables.clear()
-            server._dense_tables.clear()
+            server._tables.close()
 
     @staticmethod
     def discard(node: WorkerNode) -> None:

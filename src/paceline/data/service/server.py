@@ -29,8 +29,7 @@ from paceline.data.service.source_cache import MAX_OPEN_BY_WORKER, CachedSource,
 from paceline.data.sources.records import open_recipe
 from paceline.errors import PeerError, ProtocolBug, UsageError
 from paceline.observe.trace import Refusal, Trace
-from paceline.server.acceptor import Acceptor, Incoming
-from paceline.server.commands import Expel, Stop
+from paceline.server.acceptor import Acceptor, Expel, Incoming, Stop
 from paceline.transport.base import Connection, Listener, Transport
 from paceline.transport.deadline import Deadline
 from paceline.wire.malformed import story

@@ -1,27 +1,45 @@
-"""Validation of hyperparameters that come with a push, against those in the declaration of the table."""
+"""Checks of what comes beside the gradients of a push: sample counts and hyperparameters."""
 
 from __future__ import annotations
 
 from math import isfinite
 
 from paceline.update.named_rules import numbers_problem
+from paceline.update.rows.spec import RowTableSpec
 from paceline.update.rules import Hyper, Number
+from paceline.update.table import TableSpec
 from paceline.update.torch_rule import SWITCHES
+from paceline.wire.messages import PushFrame, RowPushFrame
 
 _MOST = 1 << 63  # of a whole number, for torch
 
 
-def objection(rule: str, given: Hyper, known: Hyper) -> str:
+def push_problem(spec: TableSpec | RowTableSpec, frame: PushFrame | RowPushFrame) -> str:
+    """Return why the sample counts or the hyperparameters of a push are invalid, "" if they are valid."""
+    for count in (frame.count, frame.expected):
+        if not (isfinite(count) and count >= 0):
+            return f"it stands for {count} samples, expected a number >= 0"
+    groups = spec.rule.groups
+    if frame.hyper and len(frame.hyper) != len(groups):
+        return f"it carries hyperparameters of {len(frame.hyper)} groups, '{spec.name}' has {len(groups)}"
+    for number, (given, known) in enumerate(zip(frame.hyper, groups, strict=False)):
+        problem = hyper_problem(spec.rule.name, given, known)
+        if problem:
+            return f"hyperparameters of group {number}: {problem}"
+    return ""
+
+
+def hyper_problem(rule: str, given: Hyper, known: Hyper) -> str:
     """Return what is wrong with the hyperparameters of one group, "" if they are valid.
 
-    >>> objection("torch.optim.Adam", {"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    >>> hyper_problem("torch.optim.Adam", {"lr": 0.2, "betas": (0.9, 0.99)}, {"lr": 0.1, "betas": (0.9, 0.999)})
     ''
-    >>> objection("torch.optim.Adam", {"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
+    >>> hyper_problem("torch.optim.Adam", {"lr": float("nan")}, {"lr": 0.1, "eps": 1e-8})
     "missing ['eps'], not a number ['lr']"
-    >>> objection("torch.optim.Adam", {"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
+    >>> hyper_problem("torch.optim.Adam", {"lr": 0.1, "fused": True}, {"lr": 0.1, "fused": None})
     "other than declared ['fused']"
     """
-    if given == known and list(map(type, given.values())) == list(map(type, known.values())):
+    if given == known and all(type(given[key]) is type(known[key]) for key in known):
         return ""
     problems = {
         "missing": known.keys() - given.keys(),

@@ -1,0 +1,380 @@
+"""A dense table on a server: its shard, pushes that wait to be applied, and the memory in which values travel."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+from weakref import ReferenceType, ref
+
+import torch
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
+
+from paceline.core.consistency import Consistency
+from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.core.partition import holders
+from paceline.core.work_queue import Life
+from paceline.errors import PeerError, ProtocolBug, UsageError
+from paceline.server.buffers import SendBuffers
+from paceline.server.functions import call_over_range
+from paceline.server.memory_check import require_memory, require_room
+from paceline.server.push_checks import push_problem
+from paceline.server.served_table import ACCEPTED, Acceptance, Kind, ServedValues, TableHost
+from paceline.transport.base import Connection
+from paceline.transport.buffer_pool import Buffer
+from paceline.transport.buffers import fresh_buffer
+from paceline.update.named_rules import resolve
+from paceline.update.placement import as_tensor, spans, torch_dtype
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import Hyper
+from paceline.update.shard import Contribution, Shard
+from paceline.update.table import TableSpec, differences, encode_table
+from paceline.wire.bounds import SMALL_BYTES
+from paceline.wire.malformed import MISHAPS, broken_story
+from paceline.wire.messages import PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.requests import CallFunction, Initialise, LoadState, WholeTable
+
+MAX_STATE_FACTOR = 64  # the state of a rule is at most this many times as large as the values
+_STATE_SLACK_BYTES = 16 << 20  # names, and states that do not grow with the values
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingPush:
+    """A received push that is neither applied nor discarded, and the memory that it came in."""
+
+    contribution: Contribution
+    body: memoryview
+    buffer: Buffer | None
+    checksum: int  # 0 where memory is not checked
+
+    def release(self) -> None:
+        """Return the buffer to its pool."""
+        if self.buffer is not None:
+            self.buffer.release()
+
+
+@dataclass(slots=True)
+class ValuesCopy:
+    """The newest copy of a table's values, which waits for slow connections while the table changes.
+
+    One copy serves all readers of a version, and is kept while one of them references it.
+    """
+
+    _version: object = None
+    _copy: ReferenceType[memoryview] | None = None
+
+    def of(self, version: object, values: memoryview) -> memoryview:
+        """Return a copy of these values: the existing one if it has the same version and is still referenced.
+
+        >>> copy, values = ValuesCopy(), memoryview(bytearray(b"ab"))
+        >>> first, second = copy.of(7, values), copy.of(7, values)
+        >>> values[0] = 99
+        >>> first is second, bytes(first), bytes(copy.of(8, values))
+        (True, b'ab', b'cb')
+        """
+        found = self._copy() if self._copy is not None and self._version == version else None
+        if found is None:
+            found = fresh_buffer(values.nbytes)
+            found[:] = values
+            self._version, self._copy = version, ref(found)
+        return found
+
+
+@dataclass(slots=True)
+class ServedDenseTable:
+    """One dense table on one server; see `ServedTable`.
+
+    Args:
+        spec: the whole table, validated.
+        host: what it shares with the other tables of the server.
+        held_bytes: bytes of values in the other tables.
+
+    Raises:
+        UsageError: its rule is not available, or memory is short.
+    """
+
+    spec: TableSpec
+    host: TableHost
+    held_bytes: int = 0
+    kind: ClassVar[Kind] = "shape"
+    keyed: ClassVar[bool] = False
+    consistency: Consistency = field(init=False)
+    shard: Shard = field(init=False)
+    memory: memoryview = field(init=False)  # of the shard's values, as bytes
+    broken: str = ""
+    # Skip the check for NaN and infinity where the worker has done it. So it is where pushes lie in the worker's own
+    # memory, which it could change after any check here.
+    trusts_screening: bool = field(init=False)
+    send_buffers: SendBuffers = field(init=False)
+    _dtype: torch.dtype = field(init=False)
+    # Workers that map the values instead of receiving copies.
+    _live: set[Life] = field(default_factory=set[Life])
+    _waiting: dict[PushId, _WaitingPush] = field(default_factory=dict[PushId, _WaitingPush])
+    _copy: ValuesCopy = field(default_factory=ValuesCopy)
+
+    def __post_init__(self) -> None:
+        """Allocate the values and create the rule."""
+        spec, host = self.spec, self.host
+        transport, server = host.transport, host.settings.server
+        self.consistency, self._dtype = Consistency.parse(spec.consistency), torch_dtype(spec)
+        rule = resolve(spec.rule, host.allowed_paths)  # first: imports nothing that is not allowed
+        parts = spans(spec, host.settings)
+        size_bytes = parts[server].length * self._dtype.itemsize
+        require_room(spec.name, size_bytes, host.name, self.held_bytes)
+        try:
+            self.memory = (transport.allocate if transport.maps_memory else fresh_buffer)(size_bytes)
+            values, num_threads = as_tensor(self.memory, self._dtype), host.num_threads(self.consistency)
+            self.shard = Shard(spec, parts[server], rule=rule, values=values, num_threads=num_threads)
+        except (RuntimeError, OSError) as error:  # torch and mmap raise these when memory is short
+            raise UsageError(f"{host.name} cannot hold table '{spec.name}': {error}") from error
+        self.trusts_screening = transport.maps_memory
+        self.send_buffers = SendBuffers(transport.allocate, host.checks_memory)
+        if server == holders(parts)[0]:  # one server warns
+            host.same_gradients.watch(spec.name, self.consistency)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the initial values have arrived."""
+        return self.shard.initialised
+
+    @property
+    def version(self) -> int:
+        """Number of updates."""
+        return self.shard.version
+
+    @property
+    def hyper(self) -> tuple[Hyper, ...]:
+        """See `ServedTable.hyper`."""
+        return self.shard.hyper
+
+    @property
+    def num_waiting(self) -> int:
+        """See `ServedTable.num_waiting`."""
+        return len(self._waiting)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the values here."""
+        return self.memory.nbytes
+
+    def require_equal(self, spec: TableSpec | RowTableSpec) -> None:
+        """See `ServedTable.require_equal`."""
+        if not isinstance(spec, TableSpec):
+            raise UsageError(f"table '{spec.name}' exists on {self.host.name} with a shape; use another name")
+        if spec != self.spec:
+            server = self.host.settings.server
+            raise UsageError(
+                f"table '{spec.name}' exists on server {server} with other settings than this worker declares: "
+                f"{' '.join(differences(spec, self.spec))} Every worker must build the same model and the same "
+                "optimizer."
+            )
+
+    def encoded_spec(self) -> bytes:
+        """See `ServedTable.encoded_spec`."""
+        return encode_table(self.spec)
+
+    def add_reader(self, life: Life, *, live: bool) -> None:
+        """See `ServedTable.add_reader`."""
+        if live:
+            self._live.add(life)
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def accept(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
+        """Store the gradient of a push; see `ServedTable.accept`."""
+        try:
+            problem = self._keep(frame, body, buffer)
+        finally:
+            if buffer is not None and frame.push.id not in self._waiting:
+                buffer.release()
+        return Acceptance(problem) if problem else ACCEPTED
+
+    def _keep(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> str:
+        """Store the gradient of a push; return why it is refused, "" if it is accepted."""
+        if not isinstance(frame, PushFrame):
+            return f"there is no table of rows '{self.spec.name}' on {self.host.name}: this one has a shape"
+        if self.broken:
+            return self.broken
+        server, expected = self.host.settings.server, self.memory.nbytes
+        if len(body) != expected:
+            return f"its tensor has {len(body)} bytes, server {server} expects {expected} for '{self.spec.name}'"
+        checksum = zlib.crc32(body) if self.host.checks_memory or frame.checksums else 0
+        if frame.checksums[server : server + 1] not in ((), (checksum,)):
+            return f"its {expected} bytes on server {server} are not those that worker {frame.push.id.worker} sent"
+        absent = frozenset(frame.absent)
+        problem = push_problem(self.spec, frame) or self._absent_problem(frame.absent)
+        if problem:
+            return problem
+        gradient = as_tensor(body, self._dtype)
+        if self.spec.nonfinite in ("reject", "halt") and not (frame.screened and self.trusts_screening):
+            num_bad = self.shard.screen(gradient, absent)
+            if num_bad:
+                return f"{num_bad} of its {gradient.numel()} elements on server {server} are NaN or infinite"
+        self.host.same_gradients.note(frame.push, gradient)
+        worker = frame.push.id.worker
+        contribution = Contribution(gradient, frame.count, absent, frame.hyper, worker, expected=frame.expected)
+        self._waiting[frame.push.id] = _WaitingPush(contribution, body, buffer, checksum)
+        return ""
+
+    def _absent_problem(self, absent: Sequence[int]) -> str:
+        """Return why the segments without a gradient are invalid, "" if they are valid."""
+        num_segments = len(self.spec.segments)
+        if len(absent) > num_segments:
+            return f"it leaves out parameters {len(absent)} times, but '{self.spec.name}' has {num_segments}"
+        unknown = tuple(index for index in absent if not 0 <= index < num_segments)
+        if unknown:
+            return f"it leaves out parameters {unknown[:3]}, but '{self.spec.name}' has {num_segments}"
+        return ""
+
+    def has(self, push_id: PushId) -> bool:
+        """See `ServedTable.has`."""
+        return push_id in self._waiting
+
+    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+        """See `ServedTable.apply`."""
+        pushes = [self._waiting.pop(push_id) for push_id in push_ids]
+
+        def update() -> None:
+            for push in pushes if self.host.checks_memory else ():
+                if zlib.crc32(push.body) != push.checksum:
+                    worker = push.contribution.worker
+                    raise ProtocolBug(f"the memory of a push of worker {worker} changed while it waited")
+            self.shard.apply([push.contribution for push in pushes])
+
+        problem = self._attempt(update)
+        for push in pushes:
+            push.release()
+        return problem
+
+    def _attempt(self, update: Callable[[], None]) -> str:
+        """Run an update unless an earlier one has failed; return why the table is broken, "" if it is not."""
+        if not self.broken:
+            try:
+                update()
+            except MISHAPS as error:
+                self.broken = broken_story(self.spec.name, self.host.settings.server, error)
+        return self.broken
+
+    def discard(self, push_id: PushId) -> None:
+        """See `ServedTable.discard`."""
+        push = self._waiting.pop(push_id, None)
+        if push is not None:
+            push.release()
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def accept_pull(self, frame: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> Acceptance:
+        """See `ServedTable.accept_pull`."""
+        if not isinstance(frame, PullFrame):
+            raise PeerError(f"row pull of dense table '{self.spec.name}'")
+        self.send_buffers.take_back(connection, "read", frame.taken)
+        return ACCEPTED
+
+    def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
+        """Return the values after the updates that are due; see `ServedTable.serve`."""
+        self._settle()
+        body = self.memory
+        if self.host.transport.maps_memory and life not in self._live:
+            body = self._shared_copy(connection, message)  # else the worker maps the values, or the transport copies
+        version = message.version, self.shard.version
+        return ServedValues(body, partial(self._copy.of, version, body))
+
+    def _shared_copy(self, connection: Connection, message: Fetched | Delivered) -> memoryview:
+        """Return a copy of the values in memory shared with this worker."""
+        size_bytes = self.memory.nbytes
+        if isinstance(message, Delivered):
+            body = self.send_buffers.lend(connection, "delivery", message.clock, size_bytes)
+        else:
+            body = self.send_buffers.lend(connection, "read", message.request, size_bytes)
+        if size_bytes:
+            self.shard.copy_values(as_tensor(body, self._dtype))
+        return body
+
+    def _settle(self, *, all_kept: bool = False) -> None:
+        """Make the deferred updates that are due, or all; raises UsageError if an update has failed."""
+        problem = self._attempt(partial(self.shard.settle, all_kept=all_kept))
+        if problem:
+            raise UsageError(problem)
+
+    def note_taken(self, connection: Connection, clock: int) -> None:
+        """See `ServedTable.note_taken`."""
+        self.send_buffers.take_back(connection, "delivery", clock)
+
+    def note_read(self, life: Life, message: RowsUsed | Unsubscribe, body: memoryview) -> None:
+        """Ignore what is about rows."""
+
+    # -- clocks and members ------------------------------------------------------------------------------------------
+
+    def advance(self, clock: int) -> None:
+        """Do nothing: values change by updates alone."""
+
+    def forget_worker(self, life: Life) -> None:
+        """See `ServedTable.forget_worker`."""
+        self._live.discard(life)
+
+    def forget_connection(self, connection: Connection) -> None:
+        """See `ServedTable.forget_connection`."""
+        self.send_buffers.forget(connection)
+
+    def close(self) -> None:
+        """See `ServedTable.close`."""
+        self.shard.close()
+        self.send_buffers.clear()
+        self._waiting.clear()
+
+    # -- the whole table ---------------------------------------------------------------------------------------------
+
+    def body_bounds(self, message: object) -> tuple[int, int]:
+        """See `ServedTable.body_bounds`."""
+        match message:
+            case PushFrame() | Initialise():
+                return self.memory.nbytes, self.memory.nbytes
+            case LoadState():
+                return 0, self.memory.nbytes * MAX_STATE_FACTOR + _STATE_SLACK_BYTES
+            case _:
+                return 0, SMALL_BYTES
+
+    def initialise(self, body: memoryview) -> None:
+        """See `ServedTable.initialise`."""
+        if self.shard.initialised:
+            return
+        expected = self.memory.nbytes
+        if len(body) != expected:
+            raise UsageError(f"first values of '{self.spec.name}' have {len(body)} bytes, expected {expected}")
+        self.shard.store(as_tensor(body, self._dtype))
+
+    def state(self) -> bytes:
+        """Return values and rule state, after merging pushes that wait for a quorum; see `ServedTable.state`."""
+        state = self._state()
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        require_memory(f"the state of table '{self.spec.name}'", 2 * num_bytes)
+        return save(state)
+
+    def _state(self) -> dict[str, Tensor]:
+        self._settle(all_kept=True)
+        return self.shard.state()
+
+    def load_state(self, body: memoryview) -> None:
+        """See `ServedTable.load_state`."""
+        require_memory(f"the state of table '{self.spec.name}'", 3 * body.nbytes)
+        self.shard.load_state(load(bytes(body)), version=self.shard.version + 1)
+
+    def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
+        """Run a function over the range here; see `ServedTable.carry_out`."""
+        self._settle()
+        if not isinstance(request, CallFunction):
+            raise UsageError(f"table '{self.spec.name}' on {self.host.name} has a shape, and no rows")
+        return call_over_range(request, self.shard, self.host)
+
+    def save(self, path: Path, clock: int) -> None:
+        """See `ServedTable.save`."""
+        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path)
+
+    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+        """See `ServedTable.restore`."""
+        self.shard.load_state(load_file(path), version=version)
+        self.shard.hyper = hyper

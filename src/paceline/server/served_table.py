@@ -1,0 +1,251 @@
+"""The interface of a table on a server, which `ServedDenseTable` and `ServedRowTable` implement.
+
+What holds for both:
+1. A push is accepted, then applied or discarded, once each. `accept` takes over the buffer that a push came in and
+   releases it exactly once: at a refusal, or when the push is applied or discarded.
+2. An update that fails breaks its table: the table refuses all later pushes and reads with the reason.
+3. A frame of the other kind is refused here: a push with the reason, a pull as a breach of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+from paceline.core.consistency import Consistency
+from paceline.core.messages import Delivered, Fetched, PushId
+from paceline.core.settings import ServerSettings
+from paceline.core.work_queue import Life
+from paceline.server.same_gradients import SameGradients
+from paceline.transport.base import Connection, Transport
+from paceline.transport.buffer_pool import Buffer
+from paceline.update.rows.ops import RowOps, row_ops
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.rules import Hyper
+from paceline.update.table import TableSpec
+from paceline.wire.messages import KeysWanted, PullFrame, PushFrame, RowPullFrame, RowPushFrame, RowsUsed, Unsubscribe
+from paceline.wire.requests import WholeTable
+
+Kind = Literal["shape", "rows"]  # as checkpoints name it
+
+
+def _change_unnoticed(_table: str) -> None:
+    """Stand for a server without a core."""
+
+
+@dataclass(slots=True)
+class TableHost:
+    """What the tables of one server share.
+
+    Args:
+        settings: rank of this server, and how tables are partitioned.
+        transport: carries values, and allocates memory that it shares with workers.
+        allowed_paths: the rules and functions that may be imported by path; None allows all.
+        num_threads: returns how many threads an update may use, by the consistency of its table.
+        checks_memory: overwrite memory that is free, and check that a push does not change until it is applied.
+        note_changed: called with the name of a table whose values have changed by other means than a push.
+        may_spill: whether a declaration may name a directory here for rows that do not fit into main memory.
+        ops: gathers, scatters and sums rows.
+        same_gradients: warns when workers push the same gradients.
+    """
+
+    settings: ServerSettings
+    transport: Transport
+    allowed_paths: frozenset[str] | None = None
+    num_threads: Callable[[Consistency], int] = lambda _: 1
+    checks_memory: bool = False
+    note_changed: Callable[[str], None] = _change_unnoticed
+    may_spill: bool = True
+    ops: RowOps = field(default_factory=row_ops)
+    same_gradients: SameGradients = field(default_factory=SameGradients)
+
+    @property
+    def name(self) -> str:
+        """Name of this server, for messages."""
+        return f"server {self.settings.server}"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of a push or a pull that has arrived; with both fields empty it is accepted.
+
+    `problem`: why it is refused. `wanted`: a request for its ids, which are not known here.
+    """
+
+    problem: str = ""
+    wanted: KeysWanted | None = None
+
+
+ACCEPTED = Acceptance()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedValues:
+    """The body of an answer or a delivery.
+
+    `copy` returns a copy of it, which is sent if the connection cannot take the body now; None: it does not change.
+    """
+
+    body: memoryview
+    copy: Callable[[], memoryview] | None = None
+
+
+class ServedTable(Protocol):
+    """One table on one server. Used by the server's thread; reader threads only call `body_bounds`."""
+
+    kind: ClassVar[Kind]
+    keyed: ClassVar[bool]  # a pull asks for some rows
+    consistency: Consistency
+    broken: str  # why it refuses pushes and reads; empty while no update has failed
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values to read."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each update."""
+        ...
+
+    @property
+    def hyper(self) -> tuple[Hyper, ...]:
+        """The hyperparameters of the last push that had some."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of pushes that are neither applied nor discarded."""
+        ...
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of values that were allocated when the table was declared."""
+        ...
+
+    def require_equal(self, spec: TableSpec | RowTableSpec) -> None:
+        """Raise UsageError if a declaration of this name differs."""
+        ...
+
+    def encoded_spec(self) -> bytes:
+        """Return the declaration as msgpack."""
+        ...
+
+    def add_reader(self, life: Life, *, live: bool) -> None:
+        """Note that a worker has opened the table; with `live` it maps values where the transport can."""
+        ...
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+
+    def accept(self, frame: PushFrame | RowPushFrame, body: memoryview, buffer: Buffer | None) -> Acceptance:
+        """Store the gradients of a push that does not wait here yet; takes over the buffer that they lie in.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        ...
+
+    def has(self, push_id: PushId) -> bool:
+        """Return whether the gradients of this push wait here."""
+        ...
+
+    def apply(self, push_ids: Sequence[PushId], clock: int) -> str:
+        """Apply these pushes in this order as one update; return why that failed, "" if it did not.
+
+        `accept` refuses what can be refused beforehand; a rule may raise all the same, or a disk may be full.
+        """
+        ...
+
+    def discard(self, push_id: PushId) -> None:
+        """Drop the gradients of a push; without effect if they do not wait here."""
+        ...
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def accept_pull(self, frame: PullFrame | RowPullFrame, connection: Connection, body: memoryview) -> Acceptance:
+        """Note what a pull asks for, and what its sender has read.
+
+        Raises:
+            PeerError: it breaks the protocol.
+        """
+        ...
+
+    def serve(self, life: Life, connection: Connection, message: Fetched | Delivered) -> ServedValues | None:
+        """Return the values of an answer or a delivery; None if the answer is not wanted any more.
+
+        Raises:
+            UsageError: an update of the table has failed.
+        """
+        ...
+
+    def note_taken(self, connection: Connection, clock: int) -> None:
+        """Note that a subscriber has copied the delivery of this clock."""
+        ...
+
+    def note_read(self, life: Life, message: RowsUsed | Unsubscribe, body: memoryview) -> None:
+        """Note what a worker reports of the rows that it caches.
+
+        Raises:
+            PeerError: the ids are invalid.
+        """
+        ...
+
+    # -- clocks and members ------------------------------------------------------------------------------------------
+
+    def advance(self, clock: int) -> None:
+        """Note that every clock below is complete."""
+        ...
+
+    def forget_worker(self, life: Life) -> None:
+        """Drop all that is kept for a worker that has left, its pushes aside."""
+        ...
+
+    def forget_connection(self, connection: Connection) -> None:
+        """Release memory shared over a connection that has ended."""
+        ...
+
+    def close(self) -> None:
+        """Release all memory and threads."""
+        ...
+
+    # -- the whole table ---------------------------------------------------------------------------------------------
+
+    def body_bounds(self, message: object) -> tuple[int, int]:
+        """Return the least and the most bytes that may travel beside a message about this table."""
+        ...
+
+    def initialise(self, body: memoryview) -> None:
+        """Set the initial values; ignored if there are values already. Raises UsageError if they do not fit."""
+        ...
+
+    def state(self) -> bytes:
+        """Return values and rule state as safetensors. Raises UsageError if an update has failed."""
+        ...
+
+    def load_state(self, body: memoryview) -> None:
+        """Replace values and rule state by those of `state`; raises PacelineError if they do not fit."""
+        ...
+
+    def carry_out(self, request: WholeTable, body: memoryview, clock: int) -> memoryview:
+        """Carry out a request about the whole table, and return the body of the answer.
+
+        Raises:
+            PacelineError: it failed; the message says what and where.
+            SafetensorError: the tensors in its body cannot be read.
+        """
+        ...
+
+    def save(self, path: Path, clock: int) -> None:
+        """Write values and rule state to a file.
+
+        Raises:
+            PacelineError: an update has failed.
+            OSError, SafetensorError: the file cannot be written.
+        """
+        ...
+
+    def restore(self, path: Path, clock: int, version: int, hyper: tuple[Hyper, ...]) -> None:
+        """Continue from what `save` wrote at this clock and version; raises what reading the file raises."""
+        ...

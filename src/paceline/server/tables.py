@@ -1,0 +1,58 @@
+"""All tables of a server by name; which kind a table is shows only when it is declared."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from paceline.core.events import Declared
+from paceline.errors import UsageError
+from paceline.server.dense_table import ServedDenseTable
+from paceline.server.memory_check import require_few_tables
+from paceline.server.row_table import ServedRowTable
+from paceline.server.served_table import ServedTable, TableHost
+from paceline.update.rows.spec import RowTableSpec
+from paceline.update.table import TableSpec
+
+
+@final
+class ServedTables(dict[str, ServedTable]):
+    """The tables of one server by name. Used by the server's thread; other threads only call `get`."""
+
+    def __init__(self, host: TableHost) -> None:
+        """Begin without tables; `host` is what they share."""
+        super().__init__()
+        self.host: Final = host
+
+    def require(self, name: str) -> ServedTable:
+        """Return the table of this name; raises UsageError if it is not declared."""
+        table = self.get(name)
+        if table is None:
+            names = ", ".join(sorted(self)) or "none"
+            raise UsageError(f"there is no table '{name}' on {self.host.name}; tables: {names}")
+        return table
+
+    def declare(self, spec: TableSpec | RowTableSpec) -> Declared:
+        """Create a table, or check that the existing one has the same settings; return the event for the core.
+
+        Raises:
+            UsageError: the table exists with other settings, its rule is not available, or memory is short.
+        """
+        table = self.get(spec.name)
+        if table is None:
+            spec.validate()
+            require_few_tables(spec.name, len(self), self.host.name)
+            table = self[spec.name] = self._create(spec)
+        else:
+            table.require_equal(spec)
+        return Declared(spec.name, table.consistency, table.keyed)
+
+    def _create(self, spec: TableSpec | RowTableSpec) -> ServedTable:
+        if isinstance(spec, RowTableSpec):
+            return ServedRowTable(spec, self.host)
+        return ServedDenseTable(spec, self.host, held_bytes=sum(table.value_bytes for table in self.values()))
+
+    def close(self) -> None:
+        """Release all tables, when the server closes."""
+        for table in self.values():
+            table.close()
+        self.clear()
