@@ -23,7 +23,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.opening import TableOpener
 from paceline.worker.pushes import PushOutcome
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
 

@@ -18,7 +18,7 @@ from paceline.update.rows.spec import RowTableSpec
 from paceline.wire.messages import encode
 from paceline.wire.requests import CallFunction, CountRows, ReadRows, RequestDone, RequestFailed, TableCall, WriteRows
 from paceline.worker.node import WorkerNode
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.whole_calls import WholeCalls
 
 NUM_WORKERS, NUM_CALLS, NUM_ROWS = 2, 12, 40
@@ -52,7 +52,7 @@ def test_every_call_runs_once_on_every_server_whatever_happens_to_frames(
         open_table(node, table("w", 7, "bsp"))
         node.open_rows(row_table("bsp"), CacheOptions())
         if node.settings.sender.worker == 0:
-            node.rows.push("rows", torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, 3), count=1.0, hyper=())
+            node.client("rows").push(torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, 3), count=1.0, hyper=())
         node.tick()
         for _ in range(NUM_CALLS):
             WholeCalls(node, "w").call(INCREMENT, {}, exact=True)
@@ -191,7 +191,7 @@ def under_bsp(servers: Cluster, num_clocks: int) -> list[list[float]]:
                     seen.append(torch.cat([part["values"] for part in parts]).tolist())
                 else:
                     WholeCalls(node, "w").call("summary", {}, exact=True)
-                node.push("w", torch.full((4,), 10.0**rank), count=1.0)
+                node.client("w").push(torch.full((4,), 10.0**rank), count=1.0)
                 node.tick()
             node.leave()
 

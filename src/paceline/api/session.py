@@ -39,7 +39,7 @@ from paceline.worker.named_tensors import NamedTensors
 from paceline.worker.node import WorkerNode
 from paceline.worker.opening import TableOpener, dense_options, first_values, row_options
 from paceline.worker.rows.managed import Managed
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
 

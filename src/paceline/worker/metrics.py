@@ -18,9 +18,9 @@ from paceline.observe import trace as records
 from paceline.observe.notices import OpenClocks, Refusals, tell
 from paceline.observe.resources import ResourceUsage
 from paceline.observe.trace import Trace
+from paceline.worker.dense import ReadOutcome
 from paceline.worker.periodic import PeriodicThread
 from paceline.worker.pushes import PushOutcome
-from paceline.worker.reads import ReadOutcome
 
 MANY_PUSHES: Final = 1000  # of one table in one clock; servers take some thousands
 STATE_INTERVAL_S: Final = 2.0

@@ -78,7 +78,7 @@ class WholeCalls:
 
     def write(self, piece: RowPiece) -> None:
         """Overwrite rows on their servers, after all updates of earlier clocks."""
-        order, counts = self.node.rows.sharding.split(piece.ids)
+        order, counts = self.node.row_sharding.split(piece.ids)
         bodies = [
             memoryview(save({IDS: piece.ids[at], **{name: column[at] for name, column in piece.columns.items()}}))
             for at in order.split(counts)

@@ -16,7 +16,7 @@ from paceline.update.rules import RuleSpec
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.opening import TableOpener
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 
 

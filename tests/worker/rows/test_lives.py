@@ -27,7 +27,7 @@ from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.opening import TableOpener
 from paceline.worker.rows.client import MAX_READS
-from paceline.worker.rows.opened import CacheOptions
+from paceline.worker.rows.state import CacheOptions
 
 WORKER = Hello("worker", 1, 0, 1)
 

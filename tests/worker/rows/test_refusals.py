@@ -35,7 +35,7 @@ def stored(world: World) -> torch.Tensor:
 
 def kept(table: RowTable) -> torch.Tensor:
     out = torch.zeros(40, 2, dtype=torch.float64)
-    ids, rows = table.opened.pipeline.rest()
+    ids, rows = table.client.state.pipeline.rest()
     out[ids] = rows
     return out
 

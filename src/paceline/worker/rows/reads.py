@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.core.effects import InstallRows, ReadDone
+from paceline.core.effects import Install, ReadDone
 from paceline.core.events import WantRows
 from paceline.errors import PacelineError
 from paceline.update.rows.sharding import RowSharding
 from paceline.wire.row_codec import RowBody
 from paceline.worker.pushes import pending_future
 from paceline.worker.rows.cache import UNKNOWN
-from paceline.worker.rows.opened import OpenedRows
+from paceline.worker.rows.state import RowTableState
 
 
 @dataclass(slots=True)
@@ -60,33 +60,33 @@ class RowReadInFlight:
 
 @dataclass(slots=True)
 class RowReadsInFlight:
-    """Reads by request. Used under the lock of the worker node."""
+    """The reads of a table by request. Used under the lock of the worker node."""
 
     sharding: RowSharding
-    _open: dict[int, RowReadInFlight] = field(default_factory=dict[int, RowReadInFlight])
+    _under_way: dict[int, RowReadInFlight] = field(default_factory=dict[int, RowReadInFlight])
 
     def plan(
-        self, opened: OpenedRows, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
+        self, state: RowTableState, ids: Tensor, needs: int, delivered: list[int], *, refresh: bool
     ) -> tuple[RowReadInFlight, WantRows]:
         """Return a read of distinct ids, and its event for the core: which servers to request rows from.
 
         Requested are rows that are not cached, or not fresh enough.
 
         Args:
-            opened: the table.
+            state: of the table.
             ids: (n,) distinct.
             needs: as of `RowReadInFlight`.
             delivered: by server, the clock that its deliveries have reached.
             refresh: request every row.
         """
-        cache = opened.cache
+        cache = state.cache
         rows: Tensor | None = None
         clocks = torch.full((len(ids),), UNKNOWN)
-        if opened.reads_are_fixed and cache is not None:
+        if state.reads_are_fixed and cache is not None:
             rows, clocks = cache.read(ids)[0], cache.clocks(ids)
         elif cache is None:
-            rows = torch.empty((len(ids), opened.down.full_width), dtype=opened.down.dtype)
-        reading = RowReadInFlight(opened.spec.name, needs, ids, rows, clocks)
+            rows = torch.empty((len(ids), state.down.full_width), dtype=state.down.dtype)
+        reading = RowReadInFlight(state.spec.name, needs, ids, rows, clocks)
         order, counts = self.sharding.split(ids)
         fetch: list[int] = []
         deliver: list[int] = []
@@ -96,32 +96,31 @@ class RowReadsInFlight:
                 clocks = cache.clocks(ids[places])
                 lacking = clocks < (needs if delivered[server] < needs else 0)
                 places = places[lacking]
-                brought = opened.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
+                brought = state.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
             if len(places):
                 reading.asked[server] = places
                 (deliver if brought else fetch).append(server)
-        return reading, WantRows(opened.spec.name, needs, tuple(fetch), tuple(deliver))
+        return reading, WantRows(state.spec.name, needs, tuple(fetch), tuple(deliver))
 
     def add(self, request: int, reading: RowReadInFlight) -> None:
         """Add a read."""
-        self._open[request] = reading
+        self._under_way[request] = reading
 
-    def count(self, table: str) -> int:
-        """Count the reads of a table in flight."""
-        return sum(reading.table == table for reading in self._open.values())
+    def __len__(self) -> int:
+        """Count the reads in flight."""
+        return len(self._under_way)
 
-    def ids_of(self, table: str) -> Tensor:
-        """Return the ids of all reads of a table in flight; they may repeat."""
-        none = torch.empty(0, dtype=torch.int64)
-        return torch.cat([none, *(reading.ids for reading in self._open.values() if reading.table == table)])
+    def ids(self) -> Tensor:
+        """Return the ids of all reads in flight; they may repeat."""
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(reading.ids for reading in self._under_way.values())])
 
     def get(self, request: int) -> RowReadInFlight | None:
         """Return a read in flight, None if it has ended."""
-        return self._open.get(request)
+        return self._under_way.get(request)
 
-    def install(self, effect: InstallRows, parcel: RowBody) -> Tensor:
+    def install(self, effect: Install, parcel: RowBody) -> Tensor:
         """Store the answer of a server to a read; return the ids that it contains."""
-        reading = self._open[effect.request]
+        reading = self._under_way[effect.request]
         places = reading.asked[effect.server]
         reading.clocks[places] = effect.clock
         if reading.rows is not None and len(places) == len(reading.ids) and self.sharding.num_servers == 1:
@@ -130,15 +129,14 @@ class RowReadsInFlight:
             self.sharding.ops.scatter(reading.rows, places, parcel.together)
         return reading.ids[places]
 
-    def finish(self, done: ReadDone) -> bool:
-        """End a read; return whether it is one of these."""
-        reading = self._open.pop(done.request, None)
+    def finish(self, done: ReadDone) -> None:
+        """End a read."""
+        reading = self._under_way.pop(done.request, None)
         if reading is not None:
             reading.future.set_result(done)
-        return reading is not None
 
     def abandon(self, error: PacelineError) -> None:
         """End all reads with an error."""
-        while self._open:
-            _, reading = self._open.popitem()
+        while self._under_way:
+            _, reading = self._under_way.popitem()
             reading.future.set_exception(error)
