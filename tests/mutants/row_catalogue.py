@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.catalogue import READERS, SERVER, Mutant
 
 ROW_READS, TABLES = "core/row_reads.py", "core/tables.py"
-CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/reads.py"
+CACHE, CLIENT, READS = "worker/rows/cache.py", "worker/rows/client.py", "worker/rows/in_flight.py"
 ROW_TABLES, SUBSCRIPTIONS, STATE = "server/row_tables.py", "server/row_tables.py", "worker/rows/state.py"
 KEYS, DEDUP = "update/filters/key_cache.py", "core/dedup.py"
 ACTOR, SUBSCRIBED = "simulate/actor.py", "simulate/subscribed.py"

@@ -20,7 +20,7 @@ from paceline.training.optimizer import ParameterServer, Settings
 from paceline.training.resolve import Policy, choose_strategy
 from paceline.training.strategy import Distributed
 from paceline.update.table import NonFinite, Scale
-from paceline.worker.given import as_number, brief
+from paceline.worker.validation import as_number, brief
 
 if TYPE_CHECKING:
     import torch

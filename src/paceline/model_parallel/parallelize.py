@@ -21,7 +21,7 @@ from paceline.model_parallel.parallel import Parallel
 from paceline.model_parallel.part import ModelPart
 from paceline.model_parallel.pipeline import SCHEDULES, Pipeline, Schedule
 from paceline.model_parallel.stage import PipelineStage
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 
 @dataclass(frozen=True, slots=True)

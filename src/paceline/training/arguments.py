@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.core.consistency import Consistency
 from paceline.errors import UsageError
-from paceline.worker.given import brief
+from paceline.worker.validation import brief
 
 
 def check_distributed(

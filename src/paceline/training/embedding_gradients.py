@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import IdOutOfRange, UsageError
-from paceline.worker.given import brief
 from paceline.worker.metrics import MANY_PUSHES
 from paceline.worker.pushes import PushOutcome
 from paceline.worker.rows.table import RowFuture, RowTable
+from paceline.worker.validation import brief
 
 MAX_ASKED = 8  # pending requests ahead; further ones are ignored, and their forward waits for the rows
 

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.observe.notices import is_told
 from paceline.training.gradient_accumulation import GradientAccumulator, SliceSums
 from paceline.training.scaling import OVERFLOW, USUAL_OVERFLOWS, Scaling
-from paceline.worker.given import as_count
+from paceline.worker.validation import as_count
 
 if TYPE_CHECKING:
     from paceline.training.optimizer import Settings, TrainingJob

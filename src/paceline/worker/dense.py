@@ -100,16 +100,25 @@ class DenseClient:
 
     # -- the user's calls --------------------------------------------------------------------------------------------
 
-    def reserve(self) -> PushBuffer:
+    def reserve(self, *, shown: bool = True) -> PushBuffer:
         """Return memory for the next push, for `push_reserved` or `return_buffer`.
 
         Blocks while two earlier pushes are in flight. Returned memory is reused first, so a caller that waits for each
-        push gets the same buffer every time.
+        push gets the same buffer every time. `shown`: see `Pushes.lend`.
 
         Raises:
             UsageError: servers hold no more pushes of this table before this worker has finished its clock.
         """
-        return self._reserve(shown=True)
+        core, lock = self.context.core, self.context.lock
+        with lock.changed:
+            lock.check()
+            clock = core.clock
+            lock.wait(
+                lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
+                f"servers to apply earlier pushes of table '{self.name}'",
+                About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
+            )
+            return self.pushes.lend(shown=shown)
 
     def return_buffer(self, buffer: PushBuffer) -> None:
         """Return reserved memory without a push."""
@@ -138,7 +147,7 @@ class DenseClient:
         problem = self._objection(gradient)
         if problem:
             return finished_push(PushOutcome(applied=False, reason=problem))
-        buffer = self._reserve(shown=False)
+        buffer = self.reserve(shown=False)
         buffer.gradient.copy_(gradient)
         return self._push(buffer, count, absent, hyper)
 
@@ -200,18 +209,6 @@ class DenseClient:
         if problem and spec.nonfinite == "halt":
             raise UsageError(f"worker {core.settings.sender.worker}, clock {core.clock}: {problem}")
         return problem
-
-    def _reserve(self, *, shown: bool) -> PushBuffer:
-        core, lock = self.context.core, self.context.lock
-        with lock.changed:
-            lock.check()
-            clock = core.clock
-            lock.wait(
-                lambda: may_push(core, self.name) and self.pushes.has_slot(clock),
-                f"servers to apply earlier pushes of table '{self.name}'",
-                About(f"push {self.name}", self.name, core.oldest_push(self.name) + 1),
-            )
-            return self.pushes.lend(shown=shown)
 
     def _push(
         self,

@@ -20,11 +20,11 @@ from paceline.update.rules import Number
 from paceline.update.table import Hyper, TableSpec
 from paceline.worker.cache import TableCache
 from paceline.worker.dense import DenseClient, PendingRead
-from paceline.worker.given import as_count, as_output, as_values, shortened
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import PushBuffer, PushOutcome
-from paceline.worker.whole_calls import WholeCalls
+from paceline.worker.table_calls import TableCalls
+from paceline.worker.validation import as_count, as_output, as_values, shortened
 
 Array = Tensor | npt.NDArray[np.generic]
 
@@ -233,7 +233,7 @@ class Table:
         """
         with self.meter.communicating():
             servers = holders(spans(self.spec, self.node.settings))
-            called = WholeCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
+            called = TableCalls(self.node, self.name, servers).call(function, numbers, exact=exact)
             if called.num_changed:  # the cache here is older
                 self.client.read(lambda _: None, refresh=True)
         return called.results

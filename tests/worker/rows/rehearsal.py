@@ -12,7 +12,7 @@ from tests.worker.rows.world import World
 
 from paceline.core.consistency import Consistency, asynchronous, bsp, essp, ssp
 from paceline.update.filters import KeyCache
-from paceline.worker.rows.reads import RowReadInFlight
+from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.rows.state import CacheOptions
 
 POINTS: tuple[Consistency, ...] = (

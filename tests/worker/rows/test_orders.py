@@ -14,7 +14,7 @@ from paceline.update.filters import KeyCache
 from paceline.update.named_rules import SGD
 from paceline.update.rows.ops import row_ops
 from paceline.wire.messages import RowPullFrame, decode
-from paceline.worker.rows.reads import RowReadInFlight
+from paceline.worker.rows.in_flight import RowReadInFlight
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowFuture
 

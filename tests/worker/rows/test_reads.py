@@ -8,7 +8,7 @@ from paceline.update.named_rules import Add
 from paceline.update.rows.ops import row_ops
 from paceline.update.rows.sharding import RowSharding
 from paceline.update.rows.spec import RowTableSpec
-from paceline.worker.rows.reads import RowReadsInFlight
+from paceline.worker.rows.in_flight import RowReadsInFlight
 from paceline.worker.rows.state import CacheOptions, RowTableState
 
 OPS = row_ops("torch")

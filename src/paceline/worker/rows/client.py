@@ -26,9 +26,8 @@ from paceline.wire.bounds import MAX_IDS
 from paceline.wire.messages import KeysWanted, RowPullFrame, RowsUsed, Unsubscribe
 from paceline.wire.row_codec import ID_BYTES, ids_body
 from paceline.worker.pushes import PushOutcome, finished_push, may_push
+from paceline.worker.rows.in_flight import RowPush, RowPushes, RowPushPart, RowReadInFlight, RowReadsInFlight
 from paceline.worker.rows.managed import Managed
-from paceline.worker.rows.pushes import RowPush, RowPushes, RowPushPart
-from paceline.worker.rows.reads import RowReadInFlight, RowReadsInFlight
 from paceline.worker.rows.state import RowTableState
 from paceline.worker.rows.throttle import BudgetedRows, Throttle
 from paceline.worker.table_client import ClientContext
@@ -194,11 +193,11 @@ class RowClient:
         reading, state = self._reads.get(effect.request), self.state
         if reading is None:
             return
-        parcel = state.down.unpack(body, len(reading.asked[effect.server]), with_ids=False)
+        unpacked = state.down.unpack(body, len(reading.asked[effect.server]), with_ids=False)
         state.traffic += RowTraffic(pulled=WireBytes(value_bytes=len(body)))
-        ids = self._reads.install(effect, parcel)
+        ids = self._reads.install(effect, unpacked)
         if state.cache is not None:
-            state.cache.install(effect.server, ids, parcel.together, effect.clock, effect.settled, effect.includes)
+            state.cache.install(effect.server, ids, unpacked.together, effect.clock, effect.settled, effect.includes)
 
     def forget(self, effect: Forget) -> None:
         """Drop all cached rows."""
@@ -322,15 +321,15 @@ class RowClient:
         """Store delivered rows that are still in the cache."""
         state = self.state
         num = state.down.num_rows(len(body))
-        parcel = state.down.unpack(body, num, with_ids=True)
+        unpacked = state.down.unpack(body, num, with_ids=True)
         plain = state.spec.width * state.down.dtype.itemsize
         brought = WireBytes(1, ID_BYTES * num, 0, state.down.row_bytes * num, ID_BYTES * num, plain * num)
         state.traffic += RowTraffic(delivered=brought)
         cache = state.cache
-        if cache is None or parcel.ids is None:
+        if cache is None or unpacked.ids is None:
             return
-        known = cache.known(parcel.ids)
-        ids, rows = parcel.ids[known], parcel.together[known]
+        known = cache.known(unpacked.ids)
+        ids, rows = unpacked.ids[known], unpacked.together[known]
         cache.install(effect.server, ids, rows, effect.clock, effect.settled, effect.includes)
 
     def _clear_cache(self) -> None:

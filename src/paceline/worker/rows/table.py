@@ -25,15 +25,13 @@ from paceline.update.summing import num_nonfinite
 from paceline.update.table import Hyper
 from paceline.wire.bounds import MAX_PUSH_BYTES, most_rows
 from paceline.wire.row_codec import ID_BYTES
-from paceline.worker.given import as_count, as_values, shortened
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.pushes import NONFINITE_ADVICE, PushOutcome, finished_push
 from paceline.worker.rows.client import RowClient
-from paceline.worker.rows.files import RowFile
-from paceline.worker.rows.ids import Ids, row_ids
-from paceline.worker.rows.reads import RowReadInFlight
-from paceline.worker.whole_calls import WholeCalls
+from paceline.worker.rows.in_flight import RowReadInFlight
+from paceline.worker.table_calls import RowFile, TableCalls
+from paceline.worker.validation import Ids, as_count, as_values, row_ids, shortened
 
 Rows = Tensor | npt.NDArray[np.generic] | Sequence[Sequence[float]]
 
@@ -312,8 +310,8 @@ class RowTable:
             self._forget()
 
     @property
-    def _whole(self) -> WholeCalls:
-        return WholeCalls(self.node, self.name)
+    def _whole(self) -> TableCalls:
+        return TableCalls(self.node, self.name)
 
     def _forget(self) -> None:
         """Clear the cache: rows have changed otherwise than by a push."""

@@ -16,12 +16,12 @@ from paceline.update.rows.spec import First, RowTableSpec, row_differences
 from paceline.update.table import TableSpec, differences
 from paceline.wire.requests import AwaitValues, Initialise
 from paceline.worker.dense import DenseClient
-from paceline.worker.given import as_values
 from paceline.worker.metrics import StepMetrics
 from paceline.worker.node import WorkerNode
 from paceline.worker.rows.state import CacheOptions
 from paceline.worker.rows.table import RowTable
 from paceline.worker.table import Table
+from paceline.worker.validation import as_values
 from paceline.worker.waits import About
 
 
