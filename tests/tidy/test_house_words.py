@@ -19,7 +19,7 @@ HOUSE = re.compile(r"desks?|shelf|shelves|doorman|errands?|toil|nursery|newborn|
 PEOPLE = re.compile(r"\b(?:whoever|nobody|somebody|anybody|whom)\b", re.IGNORECASE)
 WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
-NAMES_LEFT = {"data": 15, "server": 6, "worker": 11, "tests": 42}
+NAMES_LEFT = {"data": 15, "server": 6, "tests": 42}
 PEOPLE_LEFT = {
     "api": 10,
     "benchmarks": 6,
@@ -43,7 +43,6 @@ PEOPLE_LEFT = {
     "transport": 29,
     "update": 17,
     "wire": 3,
-    "worker": 22,
 }
 
 

@@ -130,7 +130,7 @@ class StepMetrics:
         Also warn of a clock with very many pushes, which wait for its end.
         """
 
-        def look(done: Future[PushOutcome]) -> None:
+        def note_outcome(done: Future[PushOutcome]) -> None:
             if done.exception() is None and not done.result().applied:  # else the worker has failed, and raises
                 reason = done.result().reason
                 if not (is_late(reason) and Consistency.parse(consistency).backups):
@@ -140,7 +140,7 @@ class StepMetrics:
         num = self.open_clocks.note_push(table, clock)
         if num == MANY_PUSHES and Consistency.parse(consistency).visible == "on_clock":
             self.open_clocks.tell_of(table, clock, f"made {num} pushes of table '{table}'")
-        pushed.add_done_callback(look)
+        pushed.add_done_callback(note_outcome)
         return pushed
 
     def note_refused(

@@ -112,11 +112,11 @@ class Table:
             values = self._new() if out is None else self._checked(out)
             flat = values.view(-1)
 
-            def take(cache: TableCache) -> None:
+            def use(cache: TableCache) -> None:
                 cache.forget_writes()
                 cache.read_into(flat)
 
-            self.read(take, refresh=refresh, exact=exact)
+            self.read(use, refresh=refresh, exact=exact)
         return values
 
     def view(self, *, refresh: bool = True) -> Tensor:
@@ -134,7 +134,7 @@ class Table:
         """
         found: list[Tensor] = []
 
-        def take(cache: TableCache) -> None:
+        def use(cache: TableCache) -> None:
             cache.forget_writes()
             values = cache.readable()
             if not cache.live or not values.lie_together(0, self.spec.numel):
@@ -145,16 +145,16 @@ class Table:
                 )
             found.append(values.slice(0, self.spec.numel).view(self.shape))
 
-        self.read(take, refresh=refresh)
+        self.read(use, refresh=refresh)
         return found[0]
 
-    def read(self, take: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
-        """Call `take` with this worker's cache of the table once it is fresh enough; blocks until then.
+    def read(self, use: Callable[[TableCache], None], *, refresh: bool = True, exact: bool = False) -> None:
+        """Call `use` with this worker's cache of the table once it is fresh enough; blocks until then.
 
         For callers that read without a tensor of the whole table; otherwise as `pull`.
         """
         with self.meter.communicating():
-            outcome = self.client.read(take, refresh=refresh, exact=exact)
+            outcome = self.client.read(use, refresh=refresh, exact=exact)
         if not exact:
             self.meter.note_read(self.name, outcome)
 
@@ -163,10 +163,10 @@ class Table:
         with self.meter.communicating():
             return self.client.start_read(refresh=refresh)
 
-    def finish_read(self, asked: PendingRead, take: Callable[[TableCache], None]) -> None:
+    def finish_read(self, started: PendingRead, use: Callable[[TableCache], None]) -> None:
         """Finish a read that `start_read` started; blocks as `read` does."""
         with self.meter.communicating():
-            outcome = self.client.wait_read(asked, take)
+            outcome = self.client.wait_read(started, use)
         self.meter.note_read(self.name, outcome)
 
     def push_reserved(

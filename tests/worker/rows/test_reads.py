@@ -35,7 +35,7 @@ def plan(table: RowTableState, needs: int, delivered: list[int], *, refresh: boo
     reading, want = RowReadsInFlight(RowSharding(OPS, 2)).plan(
         table, torch.arange(20), needs, delivered, refresh=refresh
     )
-    return want, {int(row) for server in reading.asked for row in reading.ids_for(server)}
+    return want, {int(row) for server in reading.requested for row in reading.ids_for(server)}
 
 
 def test_t1_rows_are_asked_for_that_are_one_clock_too_old_and_those_that_are_just_fresh_enough_are_not() -> None:

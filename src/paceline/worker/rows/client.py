@@ -181,8 +181,8 @@ class RowClient:
         keys = state.keys(server, ids, sent=with_ids)
         body = ids_body(ids) if keys.sent else EMPTY
         plain = state.spec.width * state.down.dtype.itemsize
-        asked = WireBytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
-        state.traffic += RowTraffic(pulled=asked)
+        requested = WireBytes(1, len(body), len(keys.digest), 0, ID_BYTES * len(ids), plain * len(ids))
+        state.traffic += RowTraffic(pulled=requested)
         self.context.send(server, RowPullFrame(pull, keys), body)
 
     def install(self, effect: Install, body: memoryview) -> None:
@@ -193,7 +193,7 @@ class RowClient:
         reading, state = self._reads.get(effect.request), self.state
         if reading is None:
             return
-        unpacked = state.down.unpack(body, len(reading.asked[effect.server]), with_ids=False)
+        unpacked = state.down.unpack(body, len(reading.requested[effect.server]), with_ids=False)
         state.traffic += RowTraffic(pulled=WireBytes(value_bytes=len(body)))
         ids = self._reads.install(effect, unpacked)
         if state.cache is not None:

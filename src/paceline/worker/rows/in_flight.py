@@ -33,7 +33,7 @@ class RowReadInFlight:
         table: which one.
         needs: rows must contain every update below this clock.
         ids: (n,) distinct.
-        asked: by server, the positions in `ids` of the rows that it sends, as an answer or in deliveries.
+        requested: by server, the positions in `ids` of the rows that it sends, as an answer or in deliveries.
         rows: (n, width), filled from the cache and as answers arrive; None if the rows are read from the cache when the
             read is finished, with own pushes made until then.
         clocks: (n,), of each row in `rows`: it contains every update below.
@@ -45,12 +45,12 @@ class RowReadInFlight:
     ids: Tensor
     rows: Tensor | None
     clocks: Tensor
-    asked: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    requested: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     future: Future[ReadDone] = field(default_factory=lambda: pending_future(ReadDone))
 
     def ids_for(self, server: int) -> Tensor:
         """Return the ids requested from a server."""
-        return self.ids[self.asked[server]]
+        return self.ids[self.requested[server]]
 
     def holds(self, rows: Tensor) -> bool:
         """Return whether these rows share the memory of this read."""
@@ -60,7 +60,7 @@ class RowReadInFlight:
         """Return the ids requested from none of these servers."""
         kept = torch.ones(len(self.ids), dtype=torch.bool)
         for server in servers:
-            kept[self.asked[server]] = False
+            kept[self.requested[server]] = False
         return self.ids[kept]
 
 
@@ -104,7 +104,7 @@ class RowReadsInFlight:
                 places = places[lacking]
                 brought = state.is_delivered and bool((clocks[lacking] > UNKNOWN).all())
             if len(places):
-                reading.asked[server] = places
+                reading.requested[server] = places
                 (deliver if brought else fetch).append(server)
         return reading, WantRows(state.spec.name, needs, tuple(fetch), tuple(deliver))
 
@@ -127,7 +127,7 @@ class RowReadsInFlight:
     def install(self, effect: Install, unpacked: RowBody) -> Tensor:
         """Store the answer of a server to a read; return the ids that it contains."""
         reading = self._under_way[effect.request]
-        places = reading.asked[effect.server]
+        places = reading.requested[effect.server]
         reading.clocks[places] = effect.clock
         if reading.rows is not None and len(places) == len(reading.ids) and self.sharding.num_servers == 1:
             reading.rows = unpacked.together  # all of them, in the order of the ids

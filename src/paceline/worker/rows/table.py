@@ -136,8 +136,8 @@ class RowTable:
         """
         with torch.inference_mode(mode=False):
             keys, most = self.keys(ids), self._most_together
-        asked = (self._begin(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
-        parts = [self.finish(each) for each in asked]
+        started = (self._start(part, refresh=refresh, exact=exact, ahead=0) for part in keys.view(-1).split(most))
+        parts = [self.finish(future) for future in started]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*keys.shape, self.width)
 
     def pull_later(self, ids: Ids, *, refresh: bool | None = None, ahead: int = 0) -> RowFuture:
@@ -151,7 +151,7 @@ class RowTable:
                 in between where servers wait for those (bsp), and where this worker adds them itself (cache=True with
                 addition or plain SGD).
         """
-        return self._begin(ids, refresh=refresh, exact=False, ahead=ahead)
+        return self._start(ids, refresh=refresh, exact=False, ahead=ahead)
 
     def push(
         self, ids: Ids, rows: Rows, *, samples: float = 1.0, hyper: tuple[Hyper, ...] = (), expected: float = 0.0
@@ -322,23 +322,23 @@ class RowTable:
 
     # -- reads and pushes --------------------------------------------------------------------------------------------
 
-    def finish(self, asked: RowFuture) -> Tensor:
+    def finish(self, future: RowFuture) -> Tensor:
         """Return the rows of a read that was started; they may share the memory of the read."""
         began = time.monotonic()
         with self.meter.communicating():
-            taken = [self.client.wait_read(reading) for reading in (asked.reading, *asked.further)]
-        rows, clocks = taken[0] if len(taken) == 1 else tuple(torch.cat(parts) for parts in zip(*taken, strict=True))
+            found = [self.client.wait_read(reading) for reading in (future.reading, *future.further)]
+        rows, clocks = found[0] if len(found) == 1 else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         waited_s = time.monotonic() - began
-        if asked.clock >= 0:
+        if future.clock >= 0:
             contained = (clocks - self.client.state.deferral.hold).clamp(min=0)  # as `Deferral.contained`, for each
-            self.meter.note_row_read(self.name, asked.clock, contained, waited_s)
+            self.meter.note_row_read(self.name, future.clock, contained, waited_s)
         values = rows[:, : self.width].contiguous()
-        if asked.inverse is not None:
-            distinct, values = values, values.new_empty((len(asked.inverse), self.width))
-            self.client.ops.gather(distinct, asked.inverse, values)
-        return values.view(*asked.shape, self.width)
+        if future.inverse is not None:
+            distinct, values = values, values.new_empty((len(future.inverse), self.width))
+            self.client.ops.gather(distinct, future.inverse, values)
+        return values.view(*future.shape, self.width)
 
-    def _begin(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
+    def _start(self, ids: Ids, *, refresh: bool | None, exact: bool, ahead: int) -> RowFuture:
         # Other threads write to tensors made here, which torch forbids for those made in inference mode.
         with self.meter.communicating(), torch.inference_mode(mode=False):
             keys = self.keys(ids)
