@@ -61,7 +61,7 @@ class FrameHandler:
         message = decode(frame.header)
         with self.lock.changed:
             try:
-                self._take_in(message, frame)
+                self._process(message, frame)
             except MISHAPS as error:
                 self.fail(
                     f"server {self.server} sent a {type(message).__name__} that makes no sense here ({story(error)}): "
@@ -69,7 +69,7 @@ class FrameHandler:
                 )
             self.lock.changed.notify_all()
 
-    def _take_in(self, message: object, frame: Frame) -> None:
+    def _process(self, message: object, frame: Frame) -> None:
         if isinstance(message, RequestDone):
             self.rpc.finish_call(message.number, frame.body)
         elif isinstance(message, RequestFailed):
