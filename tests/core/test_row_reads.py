@@ -176,3 +176,9 @@ def test_t33_a_worker_that_missed_clocks_goes_on_at_the_one_that_it_reads() -> N
     assert of(effects, ReadDone) == [ReadDone(1, "r", 4, "fetch")]
     assert core.clock == 4
     assert [message.clock for message in said(effects, Clock)] == [4, 4]
+
+
+def test_a_read_ahead_that_lacks_no_rows_moves_no_worker() -> None:
+    core = worker(backup(1), clock=3)
+    assert core.handle(WantRows("r", 4, ()), 0.0) == [ReadDone(1, "r", 3, "cache")]
+    assert core.clock == 3

@@ -24,6 +24,7 @@ from paceline.errors import ProtocolBug
 
 @dataclass(slots=True)
 class _RowReading:
+    clock: int  # of the worker when it started the read
     needs: int
     fetching: set[int]  # servers that have not answered this read yet
     delivering: set[int]  # servers whose deliveries have not reached `needs` yet
@@ -61,7 +62,7 @@ class RowReads:
         """Start a read; see `TableReads`."""
         if not isinstance(want, WantRows):
             raise ProtocolBug(f"table '{self.table}' has rows, and cannot process {want}")
-        reading = _RowReading(want.needs, set(want.fetch), set(want.deliver))
+        reading = _RowReading(clock, want.needs, set(want.fetch), set(want.deliver))
         self._under_way[request] = reading
         for server in (*want.fetch, *want.deliver):
             pull = Pull(self.sender, request, self.table, clock, want.needs)
@@ -152,7 +153,8 @@ class RowReads:
         reading = self._under_way[request]
         if not reading.fetching and not reading.delivering:
             del self._under_way[request]
-            clock = reading.needs if reading.oldest is None else reading.oldest
+            # A read ahead for which nothing has arrived does not show that its clock is complete.
+            clock = min(reading.needs, reading.clock) if reading.oldest is None else reading.oldest
             effects.append(ReadDone(request, self.table, clock, reading.source))
 
 
